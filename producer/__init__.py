@@ -1,0 +1,1 @@
+"""What puts requests into a queue and reads their token streams."""

@@ -1,0 +1,115 @@
+"""Every error that promptq raises on purpose, in one tree.
+
+    PromptqError
+    ├── ConfigurationError            a setting or an option that cannot work
+    ├── RedisSideError                the way to the server, or the server
+    │   ├── RedisUnavailableError     nothing answers there
+    │   ├── RedisAuthError            it answers, but not to these credentials
+    │   └── RedisTooOldError          it answers, but lacks what the scripts need
+    ├── ModelError                    the model side
+    │   ├── ModelNotFoundError        no loadable causal language model there
+    │   ├── UnsupportedModelError     a family that the engine would serve wrongly
+    │   └── ModelMismatchError        the queue already serves another model
+    ├── QueueError
+    │   ├── QueueFullError            a limit of the queue is reached; says when to come back
+    │   └── QueueClosedError          used after close(), or a wait was aborted by it
+    └── RequestError                  one request
+        ├── InvalidRequestError       a field is wrong; names it
+        ├── RequestExistsError        the id is taken
+        ├── RequestNotFoundError      the id is unknown, or its record has expired
+        └── RequestFailedError        the request ended with `finish_reason: error`
+"""
+
+from __future__ import annotations
+
+
+class PromptqError(Exception):
+    """Base of all errors that promptq raises on purpose."""
+
+
+class ConfigurationError(PromptqError):
+    """A setting or option that cannot work; the message says what would."""
+
+
+class RedisSideError(PromptqError):
+    """Base of errors on the way to, or at, the Redis server."""
+
+
+class RedisUnavailableError(RedisSideError):
+    """No server answers at the address."""
+
+
+class RedisAuthError(RedisSideError):
+    """The server refused the credentials or the permissions behind them."""
+
+
+class RedisTooOldError(RedisSideError):
+    """The server is older than Redis 7 or Valkey 8."""
+
+
+class ModelError(PromptqError):
+    """Base of errors about the model a worker is to serve."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no loadable causal language model at that place."""
+
+
+class UnsupportedModelError(ModelError):
+    """The engine cannot serve this model family correctly, so it does not serve it."""
+
+
+class ModelMismatchError(ModelError):
+    """The queue is served by workers of another model."""
+
+
+class QueueError(PromptqError):
+    """Base of errors about a whole queue."""
+
+
+class QueueFullError(QueueError):
+    """The queue takes no more for now.
+
+    `retry_after_ms` estimates when there will be room.
+    """
+
+    def __init__(self, message: str, retry_after_ms: int) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class QueueClosedError(QueueError):
+    """The queue or client was closed."""
+
+
+class RequestError(PromptqError):
+    """Base of errors about one request."""
+
+
+class InvalidRequestError(RequestError):
+    """A field of a request is wrong.
+
+    `field` is its name (empty when the payload as a whole is wrong), `error_type` what a last
+    event reports as `error.type`.
+    """
+
+    def __init__(self, message: str, field: str = "", error_type: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.field = field
+        self.error_type = error_type
+
+
+class RequestExistsError(RequestError):
+    """A request with this id was enqueued before."""
+
+
+class RequestNotFoundError(RequestError):
+    """No request with this id is known; it never was enqueued or its record has expired."""
+
+
+class RequestFailedError(RequestError):
+    """The request ended with an error; `error_type` is the last event's `error.type`."""
+
+    def __init__(self, message: str, error_type: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type

@@ -1,0 +1,92 @@
+"""Every key and channel name of the protocol, and nowhere else.
+
+The queue name stands in braces, as a Redis Cluster hash tag, so that one queue lives on one shard.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shared.errors import ConfigurationError, InvalidRequestError
+
+_QUEUE_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+
+def check_request_id(request_id: str) -> str:
+    """Return `request_id` if it is 1 to 200 printable ASCII characters without spaces.
+
+    Raises InvalidRequestError otherwise.
+    """
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequestError(
+            f"id: {request_id[:80]!r} is not 1 to 200 printable ASCII characters without spaces",
+            field="id",
+        )
+    return request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one queue.
+
+    Raises ConfigurationError for a queue name other than 1 to 64 letters, digits and `_.-`.
+    """
+
+    queue: str = "default"
+
+    def __post_init__(self) -> None:
+        if not _QUEUE_NAME.fullmatch(self.queue):
+            raise ConfigurationError(
+                f"queue: {self.queue!r} is not 1 to 64 letters, digits, '_', '.' or '-'"
+            )
+
+    @property
+    def prefix(self) -> str:
+        """What every key of the queue begins with; the scripts build the other names on it."""
+        return f"promptq:{{{self.queue}}}:"
+
+    @property
+    def pending(self) -> str:
+        return self.prefix + "pending"
+
+    @property
+    def control(self) -> str:
+        return self.prefix + "control"
+
+    @property
+    def leases(self) -> str:
+        return self.prefix + "leases"
+
+    @property
+    def deadlines(self) -> str:
+        return self.prefix + "deadlines"
+
+    @property
+    def delayed(self) -> str:
+        return self.prefix + "delayed"
+
+    @property
+    def dead(self) -> str:
+        return self.prefix + "dead"
+
+    @property
+    def config(self) -> str:
+        return self.prefix + "config"
+
+    @property
+    def workers(self) -> str:
+        return self.prefix + "workers"
+
+    def request(self, request_id: str) -> str:
+        return f"{self.prefix}request:{request_id}"
+
+    def tokens(self, request_id: str) -> str:
+        return f"{self.prefix}tokens:{request_id}"
+
+    def events(self, request_id: str) -> str:
+        return f"{self.prefix}events:{request_id}"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.prefix}worker:{worker_id}"

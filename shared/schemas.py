@@ -1,0 +1,339 @@
+"""What crosses the queue: requests in, events out. The JSON form of each is public.
+
+Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from shared.errors import InvalidRequestError
+
+PROTOCOL_VERSION = 1
+MAX_PRIORITY = 1000
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; only its last event has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+    @property
+    def state(self) -> RequestState:
+        """The state that a request with this finish reason ends in."""
+        return _STATE_AFTER[self]
+
+
+class RequestState(StrEnum):
+    """Where a request is in its life. A queue is left only for a state that `is_final`."""
+
+    WAITING = "waiting"
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (RequestState.WAITING, RequestState.ACTIVE)
+
+
+_STATE_AFTER = {
+    FinishReason.STOP: RequestState.COMPLETED,
+    FinishReason.LENGTH: RequestState.COMPLETED,
+    FinishReason.CANCELLED: RequestState.CANCELLED,
+    FinishReason.EXPIRED: RequestState.EXPIRED,
+    FinishReason.ERROR: RequestState.FAILED,
+}
+
+
+class SamplingParams(BaseModel):
+    """How tokens are chosen and when to stop."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_tokens: int | None = Field(None, ge=1, description="None: up to the model's length")
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1, description="0 or -1: all tokens")
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
+        None, description="token id (as text, as in JSON) to bias"
+    )
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=256)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
+    ignore_eos: bool = False
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="report the chosen token and this many of the likeliest"
+    )
+    response_format: dict[str, Any] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if any(not text for text in strings):
+            raise ValueError("an empty stop string would stop at once")
+        if len(strings) > 64:
+            raise ValueError(f"{len(strings)} stop strings are more than the 64 allowed")
+        return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token_id in bias or ():
+            if not (token_id.isascii() and token_id.isdigit()):
+                raise ValueError(f"key {token_id!r} is not a token id")
+        return bias
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}"
+            )
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class Request(SamplingParams):
+    """A request's payload.
+
+    Exactly one of `prompt` (text or token ids) and `messages` is set. `deadline_ms` counts from
+    enqueueing. Within a protocol version unknown fields are refused by name.
+    """
+
+    version: int = Field(PROTOCOL_VERSION, ge=1)
+    model: str | None = None
+    prompt: str | list[TokenId] | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
+    deadline_ms: int | None = Field(None, ge=1)
+    tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
+    idempotency_key: str | None = Field(None, min_length=1, max_length=200)
+    cache_salt: str | None = Field(None, max_length=200)
+    metadata: dict[str, Any] | None = None
+    webhook_url: str | None = Field(None, pattern=r"^https?://", max_length=2048)
+
+    @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: exactly one of prompt and messages is needed")
+        if self.prompt is not None and len(self.prompt) == 0:
+            raise ValueError("prompt: is empty, and there is nothing to continue")
+        if self.messages is None and (self.tools or self.chat_template_kwargs):
+            field = "tools" if self.tools else "chat_template_kwargs"
+            raise ValueError(f"{field}: goes with messages, not with prompt")
+        return self
+
+    @classmethod
+    def parse(cls, payload: str | bytes) -> Self:
+        """Read a payload as it came from the queue.
+
+        Raises InvalidRequestError naming the first field that is wrong.
+        """
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise InvalidRequestError(
+                f"payload: {len(payload)} bytes are more than the {MAX_PAYLOAD_BYTES} allowed",
+                field="payload",
+            )
+        try:
+            return cls.model_validate_json(payload)
+        except ValidationError as error:
+            raise invalid_request(error) from None
+
+    @classmethod
+    def build(cls, fields: dict[str, Any]) -> Self:
+        """Make a request of Python values. Raises InvalidRequestError like `parse`."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise invalid_request(error) from None
+
+    def to_payload(self) -> str:
+        """The JSON form, without fields that were left at their default."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+def invalid_request(error: ValidationError) -> InvalidRequestError:
+    """Turn pydantic's report into one sentence about the first wrong field."""
+    first, *others = error.errors(include_url=False)
+    for other in others:  # of a union's members, the one that got furthest is the one meant
+        if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
+            first = other
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"payload: is not JSON: {message}", field="payload")
+    if not first["loc"]:
+        field = message.split(":", 1)[0] if ": " in message else "payload"
+        named = message if ": " in message else f"payload: {message}"
+        return InvalidRequestError(named, field=field)
+    # A union reports its members as further locations ("prompt", "str"); the field comes first.
+    field = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"{field}: is not a field of a request", field=field)
+    value = json.dumps(first.get("input"), default=str)
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)
+
+
+class _Wire(BaseModel):
+    """Base of what workers send: unknown fields are kept out of the way, not refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TopLogprob(_Wire):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprob(_Wire):
+    """Natural log-probability of the token that was chosen, before any sampling parameter.
+
+    `rank` is 1 for the likeliest token; `top` holds the likeliest ones, null if none were asked.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[TopLogprob] | None = None
+
+
+class Usage(_Wire):
+    """Token counts; `completion_tokens` are those that were emitted, over all attempts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @classmethod
+    def of_samples(cls, usages: list[Usage]) -> Usage:
+        """The usage of several samples of one prompt: the prompt counts once."""
+        if not usages:
+            return cls()
+        return cls(
+            prompt_tokens=max(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=usages[0].cached_tokens,
+        )
+
+
+class Stats(_Wire):
+    """How a request fared; all times in milliseconds, those of the last attempt but `queue_ms`."""
+
+    queue_ms: float = 0.0
+    prompt_ms: float = 0.0
+    generation_ms: float = 0.0
+    tokens_per_second: float = 0.0
+    attempts: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+class ErrorInfo(_Wire):
+    """What went wrong: a stable `type` for programs, a sentence for people."""
+
+    type: str
+    message: str
+
+
+class TokenEvent(_Wire):
+    """One message of a request's stream. `index` counts the tokens that came before it."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    attempt: int = 0
+    usage: Usage | None = None
+    stats: Stats | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the request there are after this event."""
+        return self.index + len(self.token_ids)
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None
+
+    def to_json(self) -> str:
+        """The public JSON form; `usage`, `stats` and `error` only where they are set."""
+        fields: dict[str, Any] = {
+            "index": self.index,
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "logprobs": self.logprobs and [item.model_dump() for item in self.logprobs],
+            "finish_reason": self.finish_reason,
+            "attempt": self.attempt,
+        }
+        for name in ("usage", "stats", "error"):
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value.model_dump()
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+
+class Result(_Wire):
+    """A finished request: its events, folded."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason
+    usage: Usage
+    stats: Stats | None = None
+    error: ErrorInfo | None = None
+
+    @classmethod
+    def fold(cls, events: list[TokenEvent]) -> Result:
+        """Fold a whole stream, its last event included, into one result."""
+        last = events[-1]
+        if last.finish_reason is None:
+            raise ValueError("the stream has no last event yet")
+        logprobs = [item for event in events for item in event.logprobs or ()]
+        return cls(
+            text="".join(event.text for event in events),
+            token_ids=[token_id for event in events for token_id in event.token_ids],
+            logprobs=logprobs or None,
+            finish_reason=last.finish_reason,
+            usage=last.usage or Usage(),
+            stats=last.stats,
+            error=last.error,
+        )
+
+
+PubSubMode = Literal["plain", "sharded"]

@@ -1,0 +1,52 @@
+"""What the engine asks of whatever turns a batch into tokens: a model, or a known function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shared.schemas import TokenLogprob
+from worker.engine.sequence import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sampling sequence; with `error` set, that sequence alone failed."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Size of the KV cache that the runner holds."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int
+
+
+class Runner(Protocol):
+    """Computes batches. `launch` may return before the work is done; `collect` waits for it."""
+
+    @property
+    def kv_layout(self) -> KVLayout: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence the model can continue, prompt and output together."""
+        ...
+
+    def launch(self, batch: Batch) -> Any:
+        """Start computing `batch`, writing K and V through the sequences' block tables."""
+        ...
+
+    def collect(self, launched: Any) -> list[SampledToken]:
+        """One token for each of `batch.sampling`, in that order."""
+        ...
+
+    def peak_memory_bytes(self) -> int: ...

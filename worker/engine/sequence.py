@@ -1,0 +1,94 @@
+"""The engine's nouns: a sequence, and the batch of one step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from worker.engine.interface import EngineRequest, SequenceTiming
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt at a request inside the engine.
+
+    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phase: as
+    long as computed tokens lag behind known ones it is given work, and when a step computes its
+    last known token, that step samples the next.
+    """
+
+    request: EngineRequest
+    token_ids: list[int]  # prompt, then output; engine appends
+    timing: SequenceTiming
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0  # engine, after each step
+    num_reached_tokens: int = 0  # highest num_computed_tokens ever: what lies below is recomputed
+    slot: int | None = None  # scheduler, from admission to exit
+    block_table: list[int] = field(default_factory=list)  # block manager
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> Sequence:
+        return cls(
+            request=request,
+            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            timing=SequenceTiming(added_at=time.monotonic()),
+        )
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output over all attempts."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def urgency(self) -> tuple[int, float, str]:
+        """Sorts the most urgent first; the last of those running is the first to be preempted."""
+        return (self.request.priority, *self.request.order)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A sequence's share of one step: its tokens `start` to `start + num_tokens`."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether these reach the last known token, so that the step samples the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work, packed in this order: `num_tokens` rows, no padding."""
+
+    scheduled: list[ScheduledSequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def sampling(self) -> list[ScheduledSequence]:
+        return [item for item in self.scheduled if item.samples]
