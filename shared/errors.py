@@ -1,23 +1,23 @@
 """Every error that promptq raises on purpose, in one tree.
 
-    PromptqError
-    ├── ConfigurationError            a setting or an option that cannot work
-    ├── RedisSideError                the way to the server, or the server
-    │   ├── RedisUnavailableError     nothing answers there
-    │   ├── RedisAuthError            it answers, but not to these credentials
-    │   └── RedisTooOldError          it answers, but lacks what the scripts need
-    ├── ModelError                    the model side
-    │   ├── ModelNotFoundError        no loadable causal language model there
-    │   ├── UnsupportedModelError     a family that the engine would serve wrongly
-    │   └── ModelMismatchError        the queue already serves another model
-    ├── QueueError
-    │   ├── QueueFullError            a limit of the queue is reached; says when to come back
-    │   └── QueueClosedError          used after close(), or a wait was aborted by it
-    └── RequestError                  one request
-        ├── InvalidRequestError       a field is wrong; names it
-        ├── RequestExistsError        the id is taken
-        ├── RequestNotFoundError      the id is unknown, or its record has expired
-        └── RequestFailedError        the request ended with `finish_reason: error`
+PromptqError
+├── ConfigurationError            a setting or an option that cannot work
+├── RedisSideError                the way to the server, or the server
+│   ├── RedisUnavailableError     nothing answers there
+│   ├── RedisAuthError            it answers, but not to these credentials
+│   └── RedisTooOldError          it answers, but lacks what the scripts need
+├── ModelError                    the model side
+│   ├── ModelNotFoundError        no loadable causal language model there
+│   ├── UnsupportedModelError     a family that the engine would serve wrongly
+│   └── ModelMismatchError        the queue already serves another model
+├── QueueError
+│   ├── QueueFullError            a limit of the queue is reached; says when to come back
+│   └── QueueClosedError          used after close(), or a wait was aborted by it
+└── RequestError                  one request
+    ├── InvalidRequestError       a field is wrong; names it
+    ├── RequestExistsError        the id is taken
+    ├── RequestNotFoundError      the id is unknown, or its record has expired
+    └── RequestFailedError        the request ended with `finish_reason: error`
 """
 
 from __future__ import annotations

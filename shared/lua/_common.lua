@@ -1,0 +1,171 @@
+-- Stands in front of every script: names, time, the request log, and the one way a request ends.
+-- KEYS[1] is always the queue's `pending`; all other names are built on its prefix, which carries
+-- the queue as hash tag, so that a script stays on one cluster shard.
+-- Redis errors inside a script keep what came before and lose what comes after, so whatever a
+-- stranger's key may have the wrong type for is reached with pcall.
+
+local pending = KEYS[1]
+local prefix = string.sub(pending, 1, -8)
+local leases, deadlines = prefix .. 'leases', prefix .. 'deadlines'
+local delayed, control, outputs = prefix .. 'delayed', prefix .. 'control', prefix .. 'outputs'
+
+local STATE_AFTER = {
+  stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',
+  error = 'failed',
+}
+local MAX_OUTPUTS = 128 -- how many finished requests the measured p90 of output looks back on
+
+local function request_key(id) return prefix .. 'request:' .. id end
+local function tokens_key(id) return prefix .. 'tokens:' .. id end
+
+-- Lua would print large numbers as 1.2e+15; keys and scores need every digit.
+local function exact(number) return string.format('%.0f', number) end
+
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+
+local function config(name, default)
+  return redis.call('HGET', prefix .. 'config', name) or default
+end
+
+local publish_command = config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
+
+local function publish_event(id, event)
+  redis.call(publish_command, prefix .. 'events:' .. id, event)
+end
+
+-- Fields of a request's hash as a table; nil if the key is of another type.
+local function read_request(id, ...)
+  local values = redis.pcall('HMGET', request_key(id), ...)
+  if values.err then return nil end
+  local fields = {}
+  for i, name in ipairs({...}) do fields[name] = values[i] or nil end
+  return fields
+end
+
+local function is_final(state)
+  return state and state ~= 'waiting' and state ~= 'active'
+end
+
+-- How many tokens the log holds, and whether its last event is there.
+local function log_top(id)
+  local top = redis.pcall('XREVRANGE', tokens_key(id), '+', '-', 'COUNT', 1)
+  if top.err or #top == 0 then return 0, false end
+  local count, is_last = string.match(top[1][1], '^(%d+)-(%d+)$')
+  return tonumber(count), is_last == '1'
+end
+
+-- Every event of the log, oldest first, as JSON.
+local function log_events(id)
+  local entries = redis.pcall('XRANGE', tokens_key(id), '-', '+')
+  local events = {}
+  if entries.err then return events end
+  for i, entry in ipairs(entries) do events[i] = entry[2][2] end
+  return events
+end
+
+-- The whole log as one result. Built by hand where cjson would turn an empty array into {}.
+local function fold_log(id)
+  local texts, token_ids, logprobs, last = {}, {}, {}, {}
+  for _, json in ipairs(log_events(id)) do
+    last = cjson.decode(json)
+    texts[#texts + 1] = last.text
+    for _, token_id in ipairs(last.token_ids) do token_ids[#token_ids + 1] = exact(token_id) end
+    if type(last.logprobs) == 'table' then
+      for _, item in ipairs(last.logprobs) do logprobs[#logprobs + 1] = cjson.encode(item) end
+    end
+  end
+  local parts = {
+    '"text":' .. cjson.encode(table.concat(texts)),
+    '"token_ids":[' .. table.concat(token_ids, ',') .. ']',
+    '"logprobs":' .. (#logprobs > 0 and '[' .. table.concat(logprobs, ',') .. ']' or 'null'),
+  }
+  for _, name in ipairs({'finish_reason', 'usage', 'stats', 'error'}) do
+    if type(last[name]) == 'string' or type(last[name]) == 'table' then
+      parts[#parts + 1] = cjson.encode(name) .. ':' .. cjson.encode(last[name])
+    end
+  end
+  return '{' .. table.concat(parts, ',') .. '}'
+end
+
+-- A last event that no worker made: nothing but the reason, and the usage so far.
+local function bare_last_event(index, attempt, prompt_tokens, reason, error_type, message)
+  local event = string.format(
+    '{"index":%d,"token_ids":[],"text":"","logprobs":null,"finish_reason":"%s","attempt":%d,' ..
+    '"usage":{"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":0}',
+    index, reason, attempt, prompt_tokens, index)
+  if error_type then
+    event = event .. ',"error":{"type":' .. cjson.encode(error_type) ..
+      ',"message":' .. cjson.encode(message) .. '}'
+  end
+  return event .. '}'
+end
+
+local function drop_holds(id)
+  for _, key in ipairs({pending, leases, deadlines, delayed}) do redis.call('ZREM', key, id) end
+end
+
+-- Append and publish the last event, fold the log into the result, let go of every hold. `result`
+-- is given by a worker that has it at hand; otherwise the log is read once more.
+local function finish(id, reason, count, event, result)
+  redis.pcall('XADD', tokens_key(id), exact(count) .. '-1', 'event', event)
+  redis.pcall('PEXPIRE', tokens_key(id), config('log_ttl_ms', 60000))
+  publish_event(id, event)
+  redis.pcall('HSET', request_key(id), 'state', STATE_AFTER[reason], 'finish_reason', reason,
+    'finished_at', exact(now), 'last_event', event, 'result', result or fold_log(id))
+  redis.pcall('PEXPIRE', request_key(id), config('result_ttl_ms', 3600000))
+  drop_holds(id)
+  if reason == 'stop' or reason == 'length' then
+    redis.call('LPUSH', outputs, exact(now) .. ' ' .. exact(count))
+    redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
+  end
+end
+
+-- End a request without a worker: cancelled, expired, or an error.
+local function finish_bare(id, reason, error_type, message)
+  local fields = read_request(id, 'attempt', 'prompt_tokens') or {}
+  local count, ended = log_top(id)
+  if ended then return drop_holds(id) end
+  local event = bare_last_event(count, tonumber(fields.attempt or 0),
+    tonumber(fields.prompt_tokens or 0), reason, error_type, message)
+  finish(id, reason, count, event)
+end
+
+-- Ids whose deadline has passed, as a set.
+local function past_deadline()
+  local passed = {}
+  for _, id in ipairs(redis.call('ZRANGE', deadlines, '-inf', exact(now), 'BYSCORE',
+    'LIMIT', 0, 1000)) do passed[id] = true end
+  return passed
+end
+
+-- Move delayed requests whose time has come to pending. Returns how many.
+local function promote_delayed()
+  local due = redis.call('ZRANGE', delayed, '-inf', exact(now), 'BYSCORE', 'LIMIT', 0, 100)
+  for _, id in ipairs(due) do
+    local fields = read_request(id, 'score') or {}
+    redis.call('ZADD', pending, fields.score or exact(now), id)
+    redis.call('ZREM', delayed, id)
+  end
+  return #due
+end
+
+-- The queue score of a request that arrives now: lower runs first. Aging lets each level of
+-- priority overtake by at most so long; a strict level is wider than any time.
+local function score_of(priority)
+  local level = config('strict_priority') == '1' and 2199023255552
+    or tonumber(config('aging_ms', 60000))
+  return now + priority * level
+end
+
+-- Put a request that is not held (any more) in its old place.
+local function back_to_waiting(id, score)
+  redis.call('HSET', request_key(id), 'state', 'waiting')
+  redis.call('HDEL', request_key(id), 'fence', 'worker')
+  redis.call('ZREM', leases, id)
+  redis.call('ZADD', pending, score, id)
+end
+
+local function wake_workers()
+  redis.call('PUBLISH', control, 'pending')
+end

@@ -1,0 +1,30 @@
+-- Cancel requests: one that waits ends now, one that runs is flagged and its worker told.
+-- KEYS  1 pending
+-- ARGV  1 'any', or 'waiting' to leave alone what a worker holds; then ids
+-- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
+--       finished (was over before), unknown
+
+local only_waiting = ARGV[1] == 'waiting'
+local statuses = {}
+for n = 2, #ARGV do
+  local id = ARGV[n]
+  local fields = read_request(id, 'state', 'payload') or {}
+  local status
+  if is_final(fields.state) then
+    status = 'finished'
+  elseif redis.call('ZSCORE', leases, id) then
+    status = only_waiting and 'active' or 'flagged'
+    if status == 'flagged' then
+      redis.call('HSET', request_key(id), 'cancelled', '1')
+      redis.call('PUBLISH', control, 'cancel:' .. id)
+    end
+  elseif redis.call('ZSCORE', pending, id) or redis.call('ZSCORE', delayed, id) or fields.payload then
+    redis.pcall('HSET', request_key(id), 'cancelled', '1')
+    finish_bare(id, 'cancelled')
+    status = 'cancelled'
+  else
+    status = 'unknown'
+  end
+  statuses[#statuses + 1] = status
+end
+return statuses

@@ -1,0 +1,103 @@
+-- Send a whole step: check, append, publish and finish its rows, renew the worker's leases.
+-- KEYS  1 pending
+-- ARGV  1 lease (ms)          2 number of rows
+--       for each row: id, fence, index, end, event JSON, finish reason ('' unless it is the last),
+--         result JSON (likewise; '' folds the log)
+--       for each id held: id, fence, prompt tokens ('' if told before)
+-- Reply {{row status, ...}, {held status, ...}}
+--       ok         row written; lease renewed
+--       duplicate  the log has it already (a lost reply was retried); nothing was done
+--       gap        the log ends before `index`; nothing was done
+--       finished   the request has its last event; nothing was done
+--       fenced     another attempt holds the request, or nobody; nothing was done
+--       cancelled, expired   the request got its last event now, without this row's tokens
+-- Statuses of all rows are settled before the first write. A row that cannot be written answers
+-- `error <message>` and does not stop the others.
+
+local lease_ms, num_rows = tonumber(ARGV[1]), tonumber(ARGV[2])
+local ROW, HELD = 7, 3
+local held_from = 3 + num_rows * ROW
+local num_held = (#ARGV - held_from + 1) / HELD
+
+local expired = past_deadline()
+local known = {} -- id -> what the server says of it, and how far its log will be
+
+local function look_up(id)
+  if not known[id] then
+    local fields = read_request(id, 'fence', 'state', 'cancelled') or {}
+    local count, ended = log_top(id)
+    known[id] = {
+      fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
+      finished = ended or is_final(fields.state),
+    }
+  end
+  return known[id]
+end
+
+-- What stands in the way of a holder, whatever it wants to do.
+local function obstacle(id, fence)
+  local request = look_up(id)
+  if request.finished then return 'finished' end
+  if request.fence ~= fence then return 'fenced' end
+  if request.cancelled then return 'cancelled' end
+  if expired[id] then return 'expired' end
+end
+
+local row_status, held_status = {}, {}
+for n = 1, num_rows do
+  local at = 3 + (n - 1) * ROW
+  local id, index = ARGV[at], tonumber(ARGV[at + 2])
+  local request = look_up(id)
+  local status = obstacle(id, ARGV[at + 1])
+  if not status then
+    if index < request.count then status = 'duplicate'
+    elseif index > request.count then status = 'gap'
+    else
+      status = 'ok'
+      request.count = tonumber(ARGV[at + 3])
+      request.finished = ARGV[at + 5] ~= ''
+    end
+  elseif status == 'cancelled' or status == 'expired' then
+    request.finished = true
+  end
+  row_status[n] = status
+end
+for n = 1, num_held do
+  local at = held_from + (n - 1) * HELD
+  held_status[n] = obstacle(ARGV[at], ARGV[at + 1]) or 'ok'
+  if held_status[n] == 'cancelled' or held_status[n] == 'expired' then
+    known[ARGV[at]].finished = true
+  end
+end
+
+for n, status in ipairs(row_status) do
+  local at = 3 + (n - 1) * ROW
+  local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
+  if status == 'ok' and reason ~= '' then
+    local result = ARGV[at + 6]
+    finish(id, reason, tonumber(count), event, result ~= '' and result or nil)
+  elseif status == 'ok' then
+    local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
+    if type(added) == 'table' and added.err then
+      row_status[n] = 'error ' .. added.err
+    else
+      publish_event(id, event)
+    end
+  elseif status == 'cancelled' or status == 'expired' then
+    finish_bare(id, status)
+  end
+end
+local expiry = exact(now + lease_ms)
+for n, status in ipairs(held_status) do
+  local at = held_from + (n - 1) * HELD
+  local id, prompt_tokens = ARGV[at], ARGV[at + 2]
+  if prompt_tokens ~= '' and (status == 'ok' or status == 'cancelled' or status == 'expired') then
+    redis.call('HSET', request_key(id), 'prompt_tokens', prompt_tokens)
+  end
+  if status == 'ok' then
+    redis.call('ZADD', leases, 'XX', expiry, id)
+  elseif status == 'cancelled' or status == 'expired' then
+    finish_bare(id, status)
+  end
+end
+return {row_status, held_status}

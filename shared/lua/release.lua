@@ -1,0 +1,27 @@
+-- Give held requests back, with their progress, at their old place in the queue.
+-- KEYS  1 pending
+-- ARGV  for each request: id, fence, prompt tokens ('' if unknown)
+-- Reply a status for each: waiting, fenced (not held any more), finished, cancelled
+
+local statuses = {}
+for at = 1, #ARGV, 3 do
+  local id, fence, prompt_tokens = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+  local fields = read_request(id, 'fence', 'state', 'cancelled', 'score') or {}
+  local status = 'waiting'
+  if is_final(fields.state) then
+    status = 'finished'
+  elseif fields.fence ~= fence then
+    status = 'fenced'
+  else
+    if prompt_tokens ~= '' then redis.call('HSET', request_key(id), 'prompt_tokens', prompt_tokens) end
+    if fields.cancelled == '1' then
+      finish_bare(id, 'cancelled')
+      status = 'cancelled'
+    else
+      back_to_waiting(id, fields.score)
+    end
+  end
+  statuses[#statuses + 1] = status
+end
+wake_workers()
+return statuses

@@ -1,0 +1,311 @@
+"""The queue: what producers and workers do with it, on the Lua scripts.
+
+`RequestQueue` and `AsyncRequestQueue` have the same methods. Every state change is one script (see
+`shared.scripts`), so any number of producers and workers may use a queue at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+
+from shared import scripts
+from shared.errors import QueueClosedError, RequestExistsError, RequestNotFoundError
+from shared.keys import Keys, check_request_id
+from shared.schemas import RequestState
+from shared.scripts import (
+    Call,
+    CancelStatus,
+    Claim,
+    Held,
+    ModelIdentity,
+    NewRequest,
+    Published,
+    Reaped,
+    Room,
+    Row,
+)
+
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0
+"""A wake-up that was missed costs at most this long."""
+
+_ABORT_CHECK_SECONDS = 0.05
+_CLEAR_PAGE = 500
+
+
+def new_request_id() -> str:
+    """A UUIDv7: ids of later requests sort behind, so that equal scores stay first-in first-out.
+
+    Layout after RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the time's fraction,
+    variant, 62 random bits.
+    """
+    nanoseconds = time.time_ns()
+    milliseconds, rest = divmod(nanoseconds, 1_000_000)
+    fraction = rest * 4096 // 1_000_000
+    value = (milliseconds & (2**48 - 1)) << 80 | 0x7 << 76 | fraction << 64
+    value |= 0b10 << 62 | secrets.randbits(62)
+    return str(uuid.UUID(int=value))
+
+
+class _Queue:
+    """What both queues share: names, identity and the building of calls."""
+
+    def __init__(
+        self,
+        queue: str = "default",
+        *,
+        worker_id: str = "",
+        lease_ms: int = 10_000,
+        idempotency_ms: int = 3_600_000,
+        max_crashes: int = 3,
+        model: ModelIdentity | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.keys = Keys(queue)
+        self.worker_id = worker_id or f"anonymous-{secrets.token_hex(4)}"
+        self.lease_ms = lease_ms
+        self.model = model or ModelIdentity()
+        self._idempotency_ms = idempotency_ms
+        self._max_crashes = max_crashes
+        self._seed = seed
+        self._closed = False
+
+    def _enqueue(self, new: Sequence[NewRequest]) -> Call[list[str]]:
+        for item in new:
+            check_request_id(item.request_id)
+        return scripts.enqueue(new, self._idempotency_ms)
+
+    def _claim(self, room: Room) -> Call[list[Claim]]:
+        nonce = secrets.token_hex(16)
+        seed_base = nonce if self._seed is None else f"seed {self._seed} "
+        return scripts.claim(self.worker_id, self.lease_ms, room, nonce, seed_base, self.model)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(f"the queue {self.keys.queue!r} was closed")
+
+
+def _requeued(reply: str, dead_id: str, new_id: str) -> str:
+    if reply == "unknown":
+        raise RequestNotFoundError(f"id: {dead_id!r} is not a dead letter")
+    if reply == "exists":
+        raise RequestExistsError(f"id: {new_id!r} is taken by an earlier request")
+    return new_id
+
+
+class RequestQueue(_Queue):
+    """The synchronous queue. Thread-safe; `close` ends every wait."""
+
+    def __init__(self, client: redis.Redis, queue: str = "default", **options: Any) -> None:
+        super().__init__(queue, **options)
+        self._redis: Any = client  # its command methods are untyped
+        self._scripts = {
+            name: client.register_script(scripts.script_text(name)) for name in scripts.SCRIPT_NAMES
+        }
+
+    def run(self, call: Call[T]) -> T:
+        """Send one call."""
+        self._check_open()
+        if call.script:
+            return call.parse(self._scripts[call.script](keys=[self.keys.pending], args=call.args))
+        return call.parse(self._redis.execute_command(*call.args))
+
+    def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
+        """Put requests in, all or none, and give their ids.
+
+        Raises InvalidRequestError, RequestExistsError, QueueFullError.
+        """
+        return self.run(self._enqueue(new))
+
+    def take_batch(self, room: Room) -> list[Claim]:
+        """Claim what there is room for, in queue order, without waiting."""
+        return self.run(self._claim(room))
+
+    def take(
+        self, timeout: float | None = None, abort: threading.Event | None = None
+    ) -> Claim | None:
+        """Claim one request, waiting up to `timeout` seconds (None: without end).
+
+        None when the time is over or `abort` is set. Raises QueueClosedError when closed meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        one = Room(max_count=1, token_budget=2**53)
+        with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
+            wake_ups.subscribe(self.keys.control)
+            while True:
+                if claims := self.take_batch(one):
+                    return claims[0]
+                poll = time.monotonic() + POLL_SECONDS
+                while time.monotonic() < poll:
+                    if abort is not None and abort.is_set():
+                        return None
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return None
+                    self._check_open()
+                    message = wake_ups.get_message(timeout=_ABORT_CHECK_SECONDS)
+                    if message is not None and message["data"] == b"pending":
+                        break
+
+    def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
+        """Send events and renew leases, in one round trip."""
+        return self.run(scripts.publish(self.lease_ms, rows, held))
+
+    def release(self, held: Sequence[Held]) -> list[str]:
+        """Give requests back, at their old place and with their progress."""
+        return self.run(scripts.release(held)) if held else []
+
+    def cancel(self, request_id: str) -> CancelStatus:
+        """Mark as cancelled: a waiting request ends now, a running one at its next step."""
+        return self.run(scripts.cancel([request_id]))[0]
+
+    def remove(self, request_id: str) -> bool:
+        """Take a waiting request out of the queue, ending it as cancelled.
+
+        False if it does not wait (any more).
+        """
+        statuses = self.run(scripts.cancel([request_id], only_waiting=True))
+        return statuses[0] is CancelStatus.CANCELLED
+
+    def clear(self) -> int:
+        """Remove all that wait, delayed ones too; gives how many. Running requests stay."""
+        removed = 0
+        for find in (scripts.waiting_ids, scripts.delayed_ids):
+            while ids := self.run(find(self.keys, _CLEAR_PAGE)):
+                statuses = self.run(scripts.cancel(ids, only_waiting=True))
+                removed += len(statuses)
+        return removed
+
+    def contains(self, request_id: str) -> bool:
+        """Whether the request waits in the queue."""
+        return self.run(scripts.contains(self.keys, request_id))
+
+    def count(self) -> int:
+        """How many requests wait."""
+        return self.run(scripts.count(self.keys))
+
+    def is_empty(self) -> bool:
+        """Whether no request waits."""
+        return self.count() == 0
+
+    def state(self, request_id: str) -> RequestState | None:
+        """Where a request is in its life; None if it is unknown."""
+        return self.run(scripts.state(self.keys, request_id))
+
+    def reap(self) -> Reaped:
+        """Bring back what dead workers held, end what is past its deadline."""
+        return self.run(scripts.reap(self._max_crashes))
+
+    def requeue(self, dead_id: str) -> str:
+        """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
+        new_id = new_request_id()
+        return _requeued(self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+
+    def close(self) -> None:
+        """End every wait and refuse further use; the client stays its owner's."""
+        self._closed = True
+
+
+class AsyncRequestQueue(_Queue):
+    """The queue for asyncio: `RequestQueue`'s methods, awaited."""
+
+    def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
+        super().__init__(queue, **options)
+        self._redis: Any = client
+        self._scripts = {
+            name: client.register_script(scripts.script_text(name)) for name in scripts.SCRIPT_NAMES
+        }
+
+    async def run(self, call: Call[T]) -> T:
+        """Send one call."""
+        self._check_open()
+        if call.script:
+            script = self._scripts[call.script]
+            return call.parse(await script(keys=[self.keys.pending], args=call.args))
+        return call.parse(await self._redis.execute_command(*call.args))
+
+    async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
+        return await self.run(self._enqueue(new))
+
+    async def take_batch(self, room: Room) -> list[Claim]:
+        """As RequestQueue.take_batch. A cancelled call gives back what it had claimed."""
+        claiming = asyncio.ensure_future(self.run(self._claim(room)))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            claims = await claiming
+            await self.release([Held(claim.request_id, claim.fence) for claim in claims])
+            raise
+
+    async def take(
+        self, timeout: float | None = None, abort: asyncio.Event | None = None
+    ) -> Claim | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        one = Room(max_count=1, token_budget=2**53)
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
+            await wake_ups.subscribe(self.keys.control)
+            while True:
+                if claims := await self.take_batch(one):
+                    return claims[0]
+                poll = time.monotonic() + POLL_SECONDS
+                while time.monotonic() < poll:
+                    if abort is not None and abort.is_set():
+                        return None
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return None
+                    self._check_open()
+                    message = await wake_ups.get_message(timeout=_ABORT_CHECK_SECONDS)
+                    if message is not None and message["data"] == b"pending":
+                        break
+
+    async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
+        return await self.run(scripts.publish(self.lease_ms, rows, held))
+
+    async def release(self, held: Sequence[Held]) -> list[str]:
+        return await self.run(scripts.release(held)) if held else []
+
+    async def cancel(self, request_id: str) -> CancelStatus:
+        return (await self.run(scripts.cancel([request_id])))[0]
+
+    async def remove(self, request_id: str) -> bool:
+        statuses = await self.run(scripts.cancel([request_id], only_waiting=True))
+        return statuses[0] is CancelStatus.CANCELLED
+
+    async def clear(self) -> int:
+        removed = 0
+        for find in (scripts.waiting_ids, scripts.delayed_ids):
+            while ids := await self.run(find(self.keys, _CLEAR_PAGE)):
+                statuses = await self.run(scripts.cancel(ids, only_waiting=True))
+                removed += len(statuses)
+        return removed
+
+    async def contains(self, request_id: str) -> bool:
+        return await self.run(scripts.contains(self.keys, request_id))
+
+    async def count(self) -> int:
+        return await self.run(scripts.count(self.keys))
+
+    async def is_empty(self) -> bool:
+        return await self.count() == 0
+
+    async def state(self, request_id: str) -> RequestState | None:
+        return await self.run(scripts.state(self.keys, request_id))
+
+    async def reap(self) -> Reaped:
+        return await self.run(scripts.reap(self._max_crashes))
+
+    async def requeue(self, dead_id: str) -> str:
+        new_id = new_request_id()
+        return _requeued(await self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+
+    async def close(self) -> None:
+        self._closed = True

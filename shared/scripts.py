@@ -1,0 +1,356 @@
+"""Builds the calls of the Lua scripts and reads their replies; does no I/O itself.
+
+A `Call` is what a queue sends in one round trip. The synchronous and the asynchronous queue differ
+only in how they send it, so that every rule about arguments and replies stands here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from typing import Any, Generic, TypeVar
+
+from shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
+from shared.keys import Keys
+from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, WorkerStats
+
+T = TypeVar("T")
+
+SCRIPT_NAMES = ("enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "heartbeat")
+
+
+@cache
+def script_text(name: str) -> str:
+    """The source of one script, with what all of them share in front."""
+    folder = resources.files("shared") / "lua"
+    return (folder / "_common.lua").read_text() + (folder / f"{name}.lua").read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One round trip: a script by name, or with `script` empty a plain command."""
+
+    script: str
+    args: list[str | bytes | int]
+    parse: Callable[[Any], T]
+
+
+class RowStatus(StrEnum):
+    """What became of a published row or a held id; the script's header says when."""
+
+    OK = "ok"
+    DUPLICATE = "duplicate"
+    GAP = "gap"
+    FINISHED = "finished"
+    FENCED = "fenced"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the request is no longer this worker's to run."""
+        return self not in (RowStatus.OK, RowStatus.DUPLICATE)
+
+
+class CancelStatus(StrEnum):
+    CANCELLED = "cancelled"
+    FLAGGED = "flagged"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A request as a worker got it; the fence proves this attempt in every later call."""
+
+    request_id: str
+    payload: bytes
+    fence: str
+    attempt: int
+    score: float
+    seed: int
+    enqueued_at_ms: int
+    claimed_at_ms: int
+    prompt_tokens: int | None
+    """Exact length of the prompt if an earlier attempt tokenised it."""
+    cost: int
+    """Expected KV need in tokens, as counted against the budget."""
+    events: list[TokenEvent] = field(default_factory=list)
+    """What earlier attempts emitted."""
+
+    @property
+    def order(self) -> tuple[float, str]:
+        """Place in the queue: lowest first."""
+        return (self.score, self.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request that a worker holds. `prompt_tokens` is told once, when it becomes known."""
+
+    request_id: str
+    fence: str
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One event to publish; `result_json` goes with a last event."""
+
+    request_id: str
+    fence: str
+    event: TokenEvent
+    result_json: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Statuses in the order of the call's rows and held ids."""
+
+    rows: list[RowStatus]
+    held: list[RowStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    returned: int
+    ended: int
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a worker has room for.
+
+    `capacity` is the whole worker's KV in tokens, `preemptible` the (priority, tokens) of running
+    sequences, which a more urgent request may displace.
+    """
+
+    max_count: int
+    token_budget: int
+    capacity: int = 2**53
+    preemptible: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """The model that workers of a queue must agree on; empty: any."""
+
+    name: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    request_id: str
+    request: Request
+    delay_ms: int = 0
+
+
+def enqueue(new: Iterable[NewRequest], idempotency_ms: int) -> Call[list[str]]:
+    """All requests or none. Gives the ids, an older one where the idempotency key is known.
+
+    Raises RequestExistsError, QueueFullError.
+    """
+    args: list[str | bytes | int] = [idempotency_ms]
+    for item in new:
+        request = item.request
+        args += [item.request_id, request.to_payload(), request.priority]
+        args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
+
+    def parse(reply: list[Any]) -> list[str]:
+        kind, *rest = _texts(reply)
+        if kind == "exists":
+            raise RequestExistsError(f"id: {rest[0]!r} is taken by an earlier request")
+        if kind == "full":
+            retry_after_ms = int(rest[0])
+            raise QueueFullError(
+                f"the queue is full; there should be room in {retry_after_ms} ms", retry_after_ms
+            )
+        return rest
+
+    return Call("enqueue", args, parse)
+
+
+def claim(
+    worker_id: str, lease_ms: int, room: Room, nonce: str, seed_base: str, model: ModelIdentity
+) -> Call[list[Claim]]:
+    """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError."""
+    preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
+    args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
+    args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
+    args.append(seed_base)
+
+    def parse(reply: list[Any]) -> list[Claim]:
+        kind = _text(reply[0])
+        if kind == "model":
+            raise ModelMismatchError(
+                f"the queue is served by workers of the model {_text(reply[1])!r} (fingerprint"
+                f" {_text(reply[2])}), this worker has {model.name!r} ({model.fingerprint})"
+            )
+        if kind == "paused":
+            return []
+        return [_parse_claim(item, claimed_at_ms=int(reply[1])) for item in reply[2:]]
+
+    return Call("claim", args, parse)
+
+
+def _parse_claim(item: list[Any], claimed_at_ms: int) -> Claim:
+    return Claim(
+        request_id=_text(item[0]),
+        payload=item[1],
+        fence=_text(item[2]),
+        attempt=int(item[3]),
+        score=float(item[4]),
+        seed=int(item[5]),
+        enqueued_at_ms=int(item[6]),
+        claimed_at_ms=claimed_at_ms,
+        prompt_tokens=int(item[7]) if item[7] else None,
+        cost=int(item[8]),
+        events=[TokenEvent.model_validate_json(event) for event in item[9]],
+    )
+
+
+def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
+    """Send a step's events and renew the leases of `held`."""
+    args: list[str | bytes | int] = [lease_ms, len(rows)]
+    for row in rows:
+        event = row.event
+        args += [row.request_id, row.fence, event.index, event.end, event.to_json()]
+        args += [event.finish_reason or "", row.result_json]
+    for item in held:
+        prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
+        args += [item.request_id, item.fence, prompt_tokens]
+
+    def parse(reply: list[Any]) -> Published:
+        row_statuses, held_statuses = reply
+        return Published(
+            rows=[RowStatus(_text(status).split(" ", 1)[0]) for status in row_statuses],
+            held=[RowStatus(_text(status)) for status in held_statuses],
+        )
+
+    return Call("publish", args, parse)
+
+
+def release(held: Sequence[Held]) -> Call[list[str]]:
+    """Give requests back to the queue, at their old place and with their progress."""
+    args: list[str | bytes | int] = []
+    for item in held:
+        prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
+        args += [item.request_id, item.fence, prompt_tokens]
+    return Call("release", args, _texts)
+
+
+def cancel(request_ids: Sequence[str], *, only_waiting: bool = False) -> Call[list[CancelStatus]]:
+    """End what waits, flag what runs (unless `only_waiting`)."""
+
+    def parse(reply: list[Any]) -> list[CancelStatus]:
+        return [CancelStatus(text) for text in _texts(reply)]
+
+    return Call("cancel", ["waiting" if only_waiting else "any", *request_ids], parse)
+
+
+def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
+    """Tidy up behind workers and requests whose time is over."""
+
+    def parse(reply: list[int]) -> Reaped:
+        return Reaped(*(int(count) for count in reply))
+
+    return Call("reap", [max_crashes, limit], parse)
+
+
+def requeue(dead_id: str, new_id: str) -> Call[str]:
+    """Run a dead letter again as `new_id`; replies ok, unknown or exists."""
+
+    def parse(reply: list[Any]) -> str:
+        return _text(reply[0])
+
+    return Call("requeue", [dead_id, new_id], parse)
+
+
+def heartbeat(stats: WorkerStats, ttl_ms: int) -> Call[int]:
+    """Tell how a worker fares, for `ttl_ms`; 0: that it leaves. Gives how many workers live."""
+    args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
+    for name, value in stats.model_dump().items():
+        args += [name, str(value)]
+    return Call("heartbeat", args, int)
+
+
+def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
+    """Workers whose heartbeat is not overdue."""
+    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], _texts)
+
+
+def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
+    """What a worker last told of itself; None if it is gone."""
+
+    def parse(reply: Any) -> WorkerStats | None:
+        fields = _text_map(reply)
+        return WorkerStats.model_validate(fields) if fields else None
+
+    return Call("", ["HGETALL", keys.worker(worker_id)], parse)
+
+
+def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
+    """Ids at the front of the queue."""
+    return Call("", ["ZRANGE", keys.pending, 0, limit - 1], _texts)
+
+
+def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
+    """Ids that wait for their time, soonest first."""
+    return Call("", ["ZRANGE", keys.delayed, 0, limit - 1], _texts)
+
+
+def count(keys: Keys) -> Call[int]:
+    """How many requests wait, not counting delayed ones."""
+    return Call("", ["ZCARD", keys.pending], int)
+
+
+def contains(keys: Keys, request_id: str) -> Call[bool]:
+    """Whether the request waits in the queue."""
+    return Call("", ["ZSCORE", keys.pending, request_id], lambda reply: reply is not None)
+
+
+def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
+    """A request's hash as it is, all fields as text; empty if there is none."""
+    return Call("", ["HGETALL", keys.request(request_id)], _text_map)
+
+
+def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
+    """The state of a request; None if it is unknown. Plain clients leave it out: waiting."""
+
+    def parse(reply: list[Any]) -> RequestState | None:
+        current, payload = reply
+        if current is not None:
+            return RequestState(_text(current))
+        return RequestState.WAITING if payload is not None else None
+
+    return Call("", ["HMGET", keys.request(request_id), "state", "payload"], parse)
+
+
+def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
+    """Events of the replay log that end behind `position` tokens, and the last event."""
+
+    def parse(reply: list[Any]) -> list[bytes]:
+        return [fields[b"event"] if isinstance(fields, dict) else fields[1] for _, fields in reply]
+
+    # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
+    return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
+
+
+def _text(value: str | bytes | int) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _texts(values: Iterable[Any]) -> list[str]:
+    return [_text(value) for value in values]
+
+
+def _text_map(reply: Any) -> dict[str, str]:
+    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    return {_text(name): value.decode("utf-8", "replace") for name, value in pairs}

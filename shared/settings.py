@@ -1,0 +1,64 @@
+"""All settings. The environment is read here, once; flags of the command override it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "PROMPTQ_"
+
+
+class Settings(BaseSettings):
+    """Each field is the environment variable of that name with the prefix `PROMPTQ_`."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")
+
+    redis_url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// address; without it, an embedded server"
+    )
+    queue: str = Field("default", description="name of the queue")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto: colour in a terminal, JSON otherwise"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe level that is logged"
+    )
+
+    model: str | None = Field(
+        None,
+        description="local directory or hub name; without it, the shipped model; `model-free`"
+        " serves letters without any model, to try or load a queue",
+    )
+    trust_remote_code: bool = Field(
+        False, description="run code that comes with the model; leave it off unless you read it"
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: as the model was saved"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="most sequences in the batch (slots)")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
+    prefill_chunk: int | None = Field(
+        None, ge=1, description="most prompt tokens of one sequence a step; default: the budget"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt and output; default: the model's, if it fits"
+    )
+    kv_cache_memory: str | None = Field(
+        None, description="KV cache size, such as 512M or 4G; default: by what is free"
+    )
+    seed: int | None = Field(
+        None, description="makes the seeds of requests that bring none reproducible, by their id"
+    )
+    prefetch_depth: int | None = Field(
+        None, ge=0, description="requests prepared beyond free slots; default: about 100 ms of work"
+    )
+    lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
+    max_crashes: int = Field(
+        3, ge=1, description="lost leases after which a request becomes a dead letter"
+    )
+    drain_seconds: float = Field(
+        20.0, ge=0, description="how long a stopping worker goes on with what runs"
+    )

@@ -1,0 +1,87 @@
+"""Servers that the tests run on. Each test gets an empty one."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fakeredis
+import pytest
+import redis
+import redis.asyncio
+
+from shared.embedded import EmbeddedServer
+
+SERVERS = ["fakeredis", "embedded", "redis-server"]
+
+
+@dataclass
+class Server:
+    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process."""
+
+    url: str
+    connect: Callable[[], Any]
+    connect_async: Callable[[], Any]
+
+
+@pytest.fixture(scope="session")
+def embedded_url() -> Iterator[str]:
+    with EmbeddedServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def redis_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("redis-server")
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    with redis.Redis(port=port) as client:
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                assert process.poll() is None, "redis-server did not start"
+                time.sleep(0.01)
+    yield f"redis://127.0.0.1:{port}/0"
+    process.terminate()
+    process.wait()
+
+
+@pytest.fixture
+def redis_url(embedded_url: str) -> str:
+    """An empty embedded server."""
+    with redis.Redis.from_url(embedded_url) as client:
+        client.flushall()
+    return embedded_url
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest) -> Server:
+    """An empty server of each kind in turn."""
+    if request.param == "fakeredis":
+        state = fakeredis.FakeServer(version=(7,))
+        return Server(
+            url="",
+            connect=lambda: fakeredis.FakeRedis(server=state),
+            connect_async=lambda: fakeredis.FakeAsyncRedis(server=state),
+        )
+    fixture = "embedded_url" if request.param == "embedded" else "redis_server_url"
+    url = request.getfixturevalue(fixture)
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    return Server(
+        url=url,
+        connect=lambda: redis.Redis.from_url(url),
+        connect_async=lambda: redis.asyncio.Redis.from_url(url),
+    )
