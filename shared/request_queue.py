@@ -25,6 +25,7 @@ from shared.scripts import (
     Call,
     CancelStatus,
     Claim,
+    Claims,
     Held,
     ModelIdentity,
     NewRequest,
@@ -85,7 +86,7 @@ class _Queue:
             check_request_id(item.request_id)
         return scripts.enqueue(new, self._idempotency_ms)
 
-    def _claim(self, room: Room) -> Call[list[Claim]]:
+    def _claim(self, room: Room) -> Call[Claims]:
         nonce = secrets.token_hex(16)
         seed_base = nonce if self._seed is None else f"seed {self._seed} "
         return scripts.claim(self.worker_id, self.lease_ms, room, nonce, seed_base, self.model)
@@ -127,7 +128,7 @@ class RequestQueue(_Queue):
         """
         return self.run(self._enqueue(new))
 
-    def take_batch(self, room: Room) -> list[Claim]:
+    def take_batch(self, room: Room) -> Claims:
         """Claim what there is room for, in queue order, without waiting."""
         return self.run(self._claim(room))
 
@@ -173,7 +174,7 @@ class RequestQueue(_Queue):
 
         False if it does not wait (any more).
         """
-        statuses = self.run(scripts.cancel([request_id], only_waiting=True))
+        statuses = self.run(scripts.cancel([request_id], "waiting"))
         return statuses[0] is CancelStatus.CANCELLED
 
     def clear(self) -> int:
@@ -181,7 +182,7 @@ class RequestQueue(_Queue):
         removed = 0
         for find in (scripts.waiting_ids, scripts.delayed_ids):
             while ids := self.run(find(self.keys, _CLEAR_PAGE)):
-                statuses = self.run(scripts.cancel(ids, only_waiting=True))
+                statuses = self.run(scripts.cancel(ids, "waiting"))
                 removed += len(statuses)
         return removed
 
@@ -236,7 +237,7 @@ class AsyncRequestQueue(_Queue):
     async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         return await self.run(self._enqueue(new))
 
-    async def take_batch(self, room: Room) -> list[Claim]:
+    async def take_batch(self, room: Room) -> Claims:
         """As RequestQueue.take_batch. A cancelled call gives back what it had claimed."""
         claiming = asyncio.ensure_future(self.run(self._claim(room)))
         try:
@@ -277,14 +278,14 @@ class AsyncRequestQueue(_Queue):
         return (await self.run(scripts.cancel([request_id])))[0]
 
     async def remove(self, request_id: str) -> bool:
-        statuses = await self.run(scripts.cancel([request_id], only_waiting=True))
+        statuses = await self.run(scripts.cancel([request_id], "waiting"))
         return statuses[0] is CancelStatus.CANCELLED
 
     async def clear(self) -> int:
         removed = 0
         for find in (scripts.waiting_ids, scripts.delayed_ids):
             while ids := await self.run(find(self.keys, _CLEAR_PAGE)):
-                statuses = await self.run(scripts.cancel(ids, only_waiting=True))
+                statuses = await self.run(scripts.cancel(ids, "waiting"))
                 removed += len(statuses)
         return removed
 

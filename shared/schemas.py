@@ -347,6 +347,7 @@ class WorkerStats(_Wire):
     """`running`, or `draining` once it claims no more."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
+    """Server time in ms, set by the server."""
     device: str = ""
     dtype: str = ""
     max_num_seqs: int = 0

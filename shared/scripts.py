@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib import resources
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
 from shared.keys import Keys
@@ -87,6 +87,12 @@ class Claim:
     def order(self) -> tuple[float, str]:
         """Place in the queue: lowest first."""
         return (self.score, self.request_id)
+
+
+class Claims(list[Claim]):
+    """What one claim gave, in queue order; `num_pending` requests still wait."""
+
+    num_pending = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +185,14 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int) -> Call[list[str]]:
 
 def claim(
     worker_id: str, lease_ms: int, room: Room, nonce: str, seed_base: str, model: ModelIdentity
-) -> Call[list[Claim]]:
+) -> Call[Claims]:
     """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError."""
     preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args.append(seed_base)
 
-    def parse(reply: list[Any]) -> list[Claim]:
+    def parse(reply: list[Any]) -> Claims:
         kind = _text(reply[0])
         if kind == "model":
             raise ModelMismatchError(
@@ -194,8 +200,11 @@ def claim(
                 f" {_text(reply[2])}), this worker has {model.name!r} ({model.fingerprint})"
             )
         if kind == "paused":
-            return []
-        return [_parse_claim(item, claimed_at_ms=int(reply[1])) for item in reply[2:]]
+            return Claims()
+        now_ms, num_pending, *items = reply[1:]
+        claims = Claims(_parse_claim(item, claimed_at_ms=int(now_ms)) for item in items)
+        claims.num_pending = int(num_pending)
+        return claims
 
     return Call("claim", args, parse)
 
@@ -246,13 +255,19 @@ def release(held: Sequence[Held]) -> Call[list[str]]:
     return Call("release", args, _texts)
 
 
-def cancel(request_ids: Sequence[str], *, only_waiting: bool = False) -> Call[list[CancelStatus]]:
-    """End what waits, flag what runs (unless `only_waiting`)."""
+CancelMode = Literal["any", "waiting", "flagged"]
+
+
+def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
+    """End what waits, and in the mode `any` flag what runs.
+
+    `flagged` ends only what a plain client has flagged.
+    """
 
     def parse(reply: list[Any]) -> list[CancelStatus]:
         return [CancelStatus(text) for text in _texts(reply)]
 
-    return Call("cancel", ["waiting" if only_waiting else "any", *request_ids], parse)
+    return Call("cancel", [mode, *request_ids], parse)
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
@@ -276,7 +291,7 @@ def requeue(dead_id: str, new_id: str) -> Call[str]:
 def heartbeat(stats: WorkerStats, ttl_ms: int) -> Call[int]:
     """Tell how a worker fares, for `ttl_ms`; 0: that it leaves. Gives how many workers live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
-    for name, value in stats.model_dump().items():
+    for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
     return Call("heartbeat", args, int)
 

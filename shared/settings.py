@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.errors import ConfigurationError
 
 ENV_PREFIX = "PROMPTQ_"
 
@@ -62,3 +64,20 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker goes on with what runs"
     )
+
+
+def read_settings(**overrides: Any) -> Settings:
+    """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise ConfigurationError(
+            f"{flag_of(name)} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
+        ) from None
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--redis" if name == "redis_url" else "--" + name.replace("_", "-")

@@ -1,20 +1,22 @@
 -- Cancel requests: one that waits ends now, one that runs is flagged and its worker told.
 -- KEYS  1 pending
--- ARGV  1 'any', or 'waiting' to leave alone what a worker holds; then ids
+-- ARGV  1 'any'; 'waiting' to leave alone what a worker holds; 'flagged' to end only what waits and
+--         bears the flag already (a plain client set it); then ids
 -- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
 --       finished (was over before), unknown
 
-local only_waiting = ARGV[1] == 'waiting'
+local mode = ARGV[1]
 local statuses = {}
 for n = 2, #ARGV do
   local id = ARGV[n]
-  local fields = read_request(id, 'state', 'payload') or {}
+  local fields = read_request(id, 'state', 'payload', 'cancelled') or {}
   local status
   if is_final(fields.state) then
     status = 'finished'
-  elseif redis.call('ZSCORE', leases, id) then
-    status = only_waiting and 'active' or 'flagged'
-    if status == 'flagged' then
+  elseif redis.call('ZSCORE', leases, id) or (mode == 'flagged' and fields.cancelled ~= '1') then
+    status = 'active'
+    if mode == 'any' then
+      status = 'flagged'
       redis.call('HSET', request_key(id), 'cancelled', '1')
       redis.call('PUBLISH', control, 'cancel:' .. id)
     end

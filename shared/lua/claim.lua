@@ -9,7 +9,7 @@
 --      10 preemptible: 'priority:tokens ...' of running sequences; a more urgent request may
 --         count their slots and tokens as free, since it will preempt them
 --      11 seed base: requests without a seed get one made of this and their id
--- Reply {'ok', now, claim, ...}, each claim {id, payload, fence, attempt, score, seed, enqueued_at,
+-- Reply {'ok', now, still pending, claim, ...}, each claim {id, payload, fence, attempt, score, seed, enqueued_at,
 --                                  prompt_tokens ('' if never tokenised), cost, {event JSON, ...}}
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
@@ -92,7 +92,7 @@ end
 
 promote_delayed()
 local output, expired = measured_output(), past_deadline()
-local claims, taken_tokens, passed_over = {'ok', exact(now)}, 0, {}
+local claims, taken_tokens, passed_over = {}, 0, {}
 local offset, examined, walking = 0, 0, true
 
 -- Look at the request at the front; true if it left pending.
@@ -133,7 +133,7 @@ local function examine(id, score)
   local priority = tonumber(fields.priority) or number_in(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
   local more_slots, more_tokens = preemptible_for(priority)
-  if #claims - 2 >= max_count + more_slots then
+  if #claims >= max_count + more_slots then
     walking = false
     return false
   end
@@ -150,13 +150,13 @@ local function examine(id, score)
   return true
 end
 
-while walking and examined < MAX_EXAMINED and #claims - 2 < max_count + #preemptible do
+while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
   local page = redis.call('ZRANGE', pending, offset, offset + PAGE - 1)
   if #page == 0 then break end
   for _, id in ipairs(page) do
     examined = examined + 1
-    if not walking or #claims - 2 >= max_count + #preemptible then break end
+    if not walking or #claims >= max_count + #preemptible then break end
     if not examine(id, redis.call('ZSCORE', pending, id)) then offset = offset + 1 end
   end
 end
-return claims
+return {'ok', exact(now), redis.call('ZCARD', pending), unpack(claims)}

@@ -1,0 +1,116 @@
+"""`promptq worker`: serve one queue with one model, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from typing import Any
+
+import click
+
+from shared.connection import open_async_redis, without_password
+from shared.embedded import EmbeddedServer, advertised
+from shared.errors import PromptqError
+from shared.logs import configure_logs
+from shared.settings import Settings, flag_of, read_settings
+from worker.building import Served, build
+from worker.service import Worker
+
+HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
+
+\b
+Examples:
+  promptq worker                                   the shipped model, the running or an own server
+  promptq worker --model ./my-model --redis redis://localhost:6379/0
+  promptq worker --model Qwen/Qwen3-0.6B --dtype bfloat16 --max-num-seqs 32 --kv-cache-memory 4G
+  promptq worker --model model-free                no model at all: letters, to load a queue
+
+SIGTERM or Ctrl-C drains: it claims no more and finishes what runs; what is left after the grace
+time goes back to the queue with its progress. A second signal gives everything back at once.
+"""
+
+
+async def serve(settings: Settings, redis_url: str) -> None:
+    """Run a worker until SIGTERM or SIGINT."""
+    started = time.monotonic()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, on_signal)
+
+    client = await open_async_redis(redis_url)
+    try:
+        served = await asyncio.to_thread(build, settings)
+        worker = Worker(settings, served, client)
+        await worker.start()
+        try:
+            print(_ready_line(settings, served, redis_url, time.monotonic() - started), flush=True)
+            await worker.serve(stop)
+            await worker.drain(stop_now)
+        finally:
+            await worker.stop()
+    finally:
+        await client.aclose()
+
+
+def _ready_line(settings: Settings, served: Served, redis_url: str, seconds: float) -> str:
+    limits = served.engine.limits
+    megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
+    return (
+        f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
+        f" in {served.dtype}, queue {settings.queue} at {without_password(redis_url)},"
+        f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens ({megabytes:,.0f} MiB),"
+        f" up to {limits.max_model_len:,} tokens a request"
+    )
+
+
+def run(settings: Settings) -> None:
+    """What the command does once its options are read. Raises PromptqError."""
+    configure_logs(settings.log_level, settings.log_format)
+    redis_url = settings.redis_url or advertised()
+    if redis_url is not None:
+        asyncio.run(serve(settings, redis_url))
+        return
+    with EmbeddedServer() as server:
+        print(f"no Redis given: started an embedded server at {server.url}", flush=True)
+        asyncio.run(serve(settings, server.url))
+
+
+def command() -> click.Command:
+    """The command, with one option for each setting, so that each is described in one place."""
+
+    def callback(**given: Any) -> None:
+        run(read_settings(**{key: value for key, value in given.items() if value is not None}))
+
+    options: list[click.Parameter] = []
+    for key, field in Settings.model_fields.items():
+        default = "" if field.default in (None, False) else f" [default: {field.default}]"
+        is_flag = field.annotation is bool
+        options.append(
+            click.Option(
+                [flag_of(key), key],
+                help=f"{field.description}{default}",
+                is_flag=is_flag,
+                default=None,
+                metavar=None if is_flag else "VALUE",
+            )
+        )
+    return click.Command("worker", params=options, callback=callback, help=HELP)
+
+
+def main() -> None:
+    """Run the command; whatever is wrong is said in one sentence."""
+    try:
+        command()(prog_name="promptq worker")
+    except PromptqError as error:
+        sys.exit(f"promptq worker: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Puts together what a worker serves: engine, tokenizer, end tokens and the model's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+from shared.scripts import ModelIdentity
+from shared.settings import Settings
+from worker.engine.engine import LLMEngine
+from worker.engine.interface import Engine
+from worker.engine.runner import Runner
+from worker.shipped import MODEL_DIR, MODEL_NAME
+from worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+MODEL_FREE = "model-free"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_HASHED_BYTES = 2**20
+_MODEL_FREE_BLOCK_SIZE = 16
+_MODEL_FREE_KV_BYTES = 2**23
+_MODEL_FREE_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, ready to serve."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    identity: ModelIdentity
+    end_token_ids: frozenset[int]
+    device: str
+    dtype: str
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigurationError(
+            f"--kv-cache-memory: {text!r} is not a size; write 512M, 4G or a number of bytes"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def build(settings: Settings) -> Served:
+    """Load what the settings name. Raises ConfigurationError, ModelError."""
+    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    if settings.model == MODEL_FREE:
+        return _build_model_free(settings, memory)
+    return _build_model(settings, memory)
+
+
+def _build_model_free(settings: Settings, memory: int | None) -> Served:
+    from worker.engine.model_free import END_TOKEN_ID, ModelFreeRunner
+
+    runner = ModelFreeRunner(
+        num_blocks=(memory or _MODEL_FREE_KV_BYTES) // (_MODEL_FREE_BLOCK_SIZE * 8),
+        block_size=_MODEL_FREE_BLOCK_SIZE,
+        max_model_len=_MODEL_FREE_MODEL_LEN,
+        verify=False,
+    )
+    engine = _engine(runner, settings)
+    identity = ModelIdentity(MODEL_FREE, MODEL_FREE)
+    return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "none")
+
+
+def _build_model(settings: Settings, memory: int | None) -> Served:
+    from worker.engine.model_runner import ModelRunner
+
+    name = settings.model or str(MODEL_DIR)
+    runner = ModelRunner.load(
+        name,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_memory=memory,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return Served(
+        engine=_engine(runner, settings),
+        tokenizer=HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code),
+        identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
+        end_token_ids=runner.end_token_ids,
+        device=str(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+    )
+
+
+def _engine(runner: Runner, settings: Settings) -> Engine:
+    return LLMEngine(
+        runner,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk=settings.prefill_chunk,
+        max_model_len=settings.max_model_len,
+    )
+
+
+def _shown_name(model: str | None) -> str:
+    if model is None:
+        return MODEL_NAME
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _fingerprint(name_or_dir: str) -> str:
+    """Tells models apart: sizes and beginnings of the files that make one.
+
+    A safetensors file begins with the names and shapes of all its tensors.
+    """
+    folder = Path(name_or_dir)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name_or_dir, local_files_only=True))
+    digest = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "tokenizer.model")
+    files = [folder / name for name in names if (folder / name).exists()]
+    for file in [*files, *sorted(folder.glob("*.safetensors"))]:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_HASHED_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,71 @@
+"""Listens on the queue's control channel: new work, and requests that were cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from shared import scripts
+from shared.keys import Keys
+from shared.logs import get_logger
+from shared.request_queue import AsyncRequestQueue
+from worker.leases import Leases
+from worker.publisher import Publisher
+
+_RECONNECT_SECONDS = 0.5
+
+
+async def listen(
+    client: Any,
+    keys: Keys,
+    on_pending: Callable[[], None],
+    on_cancel: Callable[[str], None],
+) -> None:
+    """Tell of each message until cancelled.
+
+    Messages that are missed while disconnected cost only time: workers poll for new work, and every
+    publish answers with what is cancelled.
+    """
+    while True:
+        try:
+            async with client.pubsub(ignore_subscribe_messages=True) as channel:
+                await channel.subscribe(keys.control)
+                async for message in channel.listen():
+                    kind, _, request_id = message["data"].partition(b":")
+                    if kind == b"pending":
+                        on_pending()
+                    elif kind == b"cancel":
+                        on_cancel(request_id.decode("ascii", "replace"))
+        except (RedisError, OSError) as error:
+            get_logger().warning("control channel lost, subscribing again", error=str(error))
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+
+class Cancels:
+    """Carries out cancels. The flag in the request is the truth; a message only points at it."""
+
+    def __init__(self, queue: AsyncRequestQueue, leases: Leases, publisher: Publisher) -> None:
+        self._queue = queue
+        self._leases = leases
+        self._publisher = publisher
+        self._ids: set[str] = set()
+        self._arrived = asyncio.Event()
+
+    def add(self, request_id: str) -> None:
+        self._ids.add(request_id)
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            ids, self._ids = self._ids, set()
+            held = [item for item in map(self._leases.by_request, ids) if item is not None]
+            if held:
+                await self._publisher.renew(held)
+            if others := sorted(ids - {item.request_id for item in held}):
+                await self._queue.run(scripts.cancel(others, "flagged"))

@@ -1,0 +1,150 @@
+"""The thread that drives the engine, and the two queues between it and the rest of the worker.
+
+What crosses are plain messages. The inbox is applied between steps and is the only way in, so that
+a block has one owner; aborts never wait behind additions. The outbox is bounded: an engine whose
+output is not fetched stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from shared.schemas import FinishReason
+from worker.engine.interface import (
+    Engine,
+    EngineRequest,
+    EngineStats,
+    SequenceOutput,
+    StepOutput,
+)
+
+_MAX_UNFETCHED_STEPS = 64
+_IDLE_TICK_SECONDS = 0.5
+
+
+class EngineThread:
+    """Runs an engine. `add`, `abort` and `fetch` belong to the asyncio side.
+
+    `on_freed` is told, in the engine's thread, of each abort that was applied.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.limits = engine.limits
+        self.stats = engine.stats
+        self.on_freed: Callable[[int], None] | None = None
+        self._engine = engine
+        self._additions: deque[EngineRequest] = deque()
+        self._aborts: deque[int] = deque()
+        self._inbox = threading.Condition()
+        self._outbox: deque[StepOutput] = deque()
+        self._unfetched = threading.BoundedSemaphore(_MAX_UNFETCHED_STEPS)
+        self._fetchable = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._last_progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the running loop is the one that fetches."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop after the step that runs; what was not fetched is dropped."""
+        with self._inbox:
+            self._stopping = True
+            self._inbox.notify()
+        while self._thread.is_alive():
+            self._take_outbox()
+            await asyncio.sleep(0.005)
+
+    def add(self, request: EngineRequest) -> None:
+        """Hand a sequence to the engine before its next step."""
+        with self._inbox:
+            self._additions.append(request)
+            self._inbox.notify()
+
+    def abort(self, sequence_id: int) -> None:
+        """End a sequence before the engine's next step, or never let it in."""
+        with self._inbox:
+            self._aborts.append(sequence_id)
+            self._inbox.notify()
+
+    async def fetch(self) -> list[StepOutput]:
+        """All steps since the last call, at least one.
+
+        Raises the engine's exception once it has failed and all before it was fetched.
+        """
+        while True:
+            self._fetchable.clear()
+            if steps := self._take_outbox():
+                return steps
+            if self._failure is not None:
+                raise self._failure
+            await self._fetchable.wait()
+
+    def seconds_without_progress(self) -> float:
+        """How long the current step has been running; about 0 while there is none."""
+        return time.monotonic() - self._last_progress
+
+    def _take_outbox(self) -> list[StepOutput]:
+        steps = []
+        while self._outbox:
+            steps.append(self._outbox.popleft())
+            self._unfetched.release()
+        return steps
+
+    def _run(self) -> None:
+        try:
+            while self._apply_inbox():
+                self._last_progress = time.monotonic()
+                if self._engine.has_work:
+                    self._put(self._engine.step())
+        except BaseException as error:  # it crosses to the side that can tell of it
+            self._failure = error
+            self._notify()
+
+    def _apply_inbox(self) -> bool:
+        """Wait for something to do, let additions and aborts take effect; False to stop."""
+        with self._inbox:
+            while not (self._stopping or self._additions or self._aborts or self._engine.has_work):
+                self._last_progress = time.monotonic()
+                self._inbox.wait(_IDLE_TICK_SECONDS)
+            if self._stopping:
+                return False
+            additions, self._additions = self._additions, deque()
+            aborts, self._aborts = self._aborts, deque()
+        for request in additions:
+            try:
+                self._engine.add(request)
+            except ValueError as error:
+                self._put_refusal(request, str(error))
+        # After the additions, so that an abort finds what was added just before it.
+        for sequence_id in aborts:
+            self._engine.abort(sequence_id)
+            if self.on_freed is not None:
+                self.on_freed(sequence_id)
+        return True
+
+    def _put_refusal(self, request: EngineRequest, reason: str) -> None:
+        refusal = SequenceOutput(
+            request.sequence_id, [], finish_reason=FinishReason.ERROR, error=reason
+        )
+        self._put(StepOutput([refusal], self._engine.stats))
+
+    def _put(self, output: StepOutput) -> None:
+        while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
+            if self._stopping:
+                return
+        self.stats: EngineStats = output.stats
+        self._outbox.append(output)
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fetchable.set)

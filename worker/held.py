@@ -1,0 +1,224 @@
+"""A request that this worker holds, from its claim to its last event or its release."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+
+from shared.errors import InvalidRequestError
+from shared.schemas import (
+    ErrorInfo,
+    FinishReason,
+    Request,
+    Result,
+    Stats,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
+from shared.scripts import Claim, Held, ModelIdentity, Row
+from worker.engine.interface import EngineLimits, EngineRequest, SequenceTiming
+from worker.text_stream import TextStream
+from worker.tokenizer import Tokenizer
+
+_sequence_ids = itertools.count(1)
+
+_NOT_SERVED = {
+    "response_format": "structured output is not served yet",
+    "webhook_url": "webhooks are not served yet",
+}
+
+
+@dataclass(slots=True, eq=False)
+class HeldRequest:
+    """What the parts of a worker know of one attempt at a request.
+
+    `events` are all that were emitted, over all attempts. `engine_request` is what the engine gets.
+    """
+
+    claim: Claim
+    engine_request: EngineRequest
+    text: TextStream
+    events: list[TokenEvent]
+    claimed_at: float
+    """`time.monotonic()` in seconds."""
+    num_emitted: int = 0
+    in_engine: bool = False
+    ended: bool = False
+    """Its last row is on the way, or it was lost: whatever the engine still sends is dropped."""
+    timing: SequenceTiming | None = None
+    prompt_tokens_told: bool = field(default=False)
+
+    @property
+    def request_id(self) -> str:
+        return self.claim.request_id
+
+    @property
+    def sequence_id(self) -> int:
+        return self.engine_request.sequence_id
+
+    @property
+    def priority(self) -> int:
+        return self.engine_request.priority
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.engine_request.prompt_token_ids)
+
+    @property
+    def kv_need(self) -> int:
+        """Tokens of KV it is counted with: what was expected, or what it has if that is more."""
+        return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether earlier attempts emitted all it may have, only the last event being missing."""
+        return self.num_emitted >= self.engine_request.max_tokens or self.text.stopped
+
+    def as_held(self) -> Held:
+        """What renews its lease; tells the prompt's exact length the first time."""
+        told, self.prompt_tokens_told = self.prompt_tokens_told, True
+        length = None if told else self.num_prompt_tokens
+        return Held(self.request_id, self.claim.fence, length)
+
+    def next_row(
+        self,
+        token_ids: list[int],
+        text: str,
+        logprobs: list[TokenLogprob] | None = None,
+        finish_reason: FinishReason | None = None,
+        error: ErrorInfo | None = None,
+    ) -> Row:
+        """The row that sends these tokens, and ends the request if there is a finish reason."""
+        event = TokenEvent(
+            index=self.num_emitted,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            attempt=self.claim.attempt,
+            error=error,
+        )
+        self.events.append(event)
+        self.num_emitted = event.end
+        if finish_reason is None:
+            return Row(self.request_id, self.claim.fence, event)
+        self.ended = True
+        event.usage = Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_emitted,
+            cached_tokens=self.timing.cached_tokens if self.timing else 0,
+        )
+        event.stats = self._stats()
+        result = Result.fold(self.events).model_dump_json()
+        return Row(self.request_id, self.claim.fence, event, result)
+
+    def _stats(self) -> Stats:
+        now = time.monotonic()
+        timing = self.timing or SequenceTiming(added_at=now)
+        scheduled_at = timing.scheduled_at or now
+        first_token_at = timing.first_token_at or now
+        waited_ms = self.claim.claimed_at_ms - self.claim.enqueued_at_ms
+        num_new = self.num_emitted - len(self.engine_request.output_token_ids)
+        seconds = now - first_token_at
+        return Stats(
+            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claimed_at) * 1000),
+            prompt_ms=(first_token_at - scheduled_at) * 1000,
+            generation_ms=seconds * 1000,
+            tokens_per_second=(num_new - 1) / seconds if num_new > 1 and seconds > 0 else 0.0,
+            attempts=self.claim.attempt,
+            preemptions=timing.preemptions,
+            recomputed_tokens=timing.recomputed_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What turning a claim into a held request takes. `prepare` may run in any thread."""
+
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    model: ModelIdentity
+    end_token_ids: frozenset[int]
+
+    def prepare(self, claim: Claim) -> HeldRequest:
+        """Parse, tokenise, check, and rebuild what earlier attempts had reached.
+
+        Raises InvalidRequestError naming the field that is wrong.
+        """
+        request = Request.parse(claim.payload)
+        self._check_served(request)
+        prompt = self.tokenizer.encode_prompt(request)
+        self._check_tokens(request, prompt)
+        emitted = [token_id for event in claim.events for token_id in event.token_ids]
+        room = self.limits.max_model_len - len(prompt)
+        ends = frozenset(request.stop_token_ids or ())
+        text = TextStream(self.tokenizer.decode, prompt, request.stop_strings, request.min_tokens)
+        text.replay(emitted, "".join(event.text for event in claim.events))
+        return HeldRequest(
+            claim=claim,
+            engine_request=EngineRequest(
+                sequence_id=next(_sequence_ids),
+                prompt_token_ids=prompt,
+                params=request,
+                seed=claim.seed if request.seed is None else request.seed,
+                max_tokens=min(request.max_tokens or room, room),
+                end_token_ids=ends if request.ignore_eos else ends | self.end_token_ids,
+                bad_token_sequences=self._bad_token_sequences(request),
+                output_token_ids=emitted,
+                priority=request.priority,
+                order=claim.order,
+                cache_salt=request.cache_salt or "",
+            ),
+            text=text,
+            events=list(claim.events),
+            claimed_at=time.monotonic(),
+            num_emitted=len(emitted),
+        )
+
+    def _check_served(self, request: Request) -> None:
+        if request.model is not None and self.model.name and request.model != self.model.name:
+            raise InvalidRequestError(
+                f"model: this queue serves {self.model.name!r}, not {request.model!r}",
+                field="model",
+            )
+        for field_name, reason in _NOT_SERVED.items():
+            value = getattr(request, field_name)
+            if value is not None and value != {"type": "text"}:
+                raise InvalidRequestError(
+                    f"{field_name}: {reason}", field=field_name, error_type="unsupported"
+                )
+
+    def _check_tokens(self, request: Request, prompt: list[int]) -> None:
+        field_name = "prompt" if request.messages is None else "messages"
+        if not prompt:
+            raise InvalidRequestError(f"{field_name}: holds no tokens", field=field_name)
+        longest = self.limits.max_model_len - 1
+        if len(prompt) > longest:
+            raise InvalidRequestError(
+                f"{field_name}: {len(prompt)} tokens are more than the {longest} that this worker"
+                f" can take and still answer (model length {self.limits.max_model_len})",
+                field=field_name,
+            )
+        named = {
+            field_name: prompt,
+            "stop_token_ids": request.stop_token_ids or (),
+            "logit_bias": [int(key) for key in request.logit_bias or ()],
+        }
+        for name, token_ids in named.items():
+            worst = max(token_ids, default=0)
+            if worst >= self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: token id {worst} is outside the vocabulary of"
+                    f" {self.limits.vocab_size} tokens",
+                    field=name,
+                )
+
+    def _bad_token_sequences(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        found = {
+            tuple(tokens)
+            for word in request.bad_words or ()
+            for tokens in self.tokenizer.encode_word(word)
+        }
+        return tuple(sorted(found))

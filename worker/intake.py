@@ -1,0 +1,263 @@
+"""Prefetch: claims and tokenises ahead of need, so that the engine never waits for either."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from shared.errors import InvalidRequestError
+from shared.logs import get_logger
+from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
+from shared.scripts import Claim, Held, Room
+from worker.held import HeldRequest, Preparation
+from worker.leases import Leases
+
+_WORK_AHEAD_SECONDS = 0.1
+_RATE_WINDOW_SECONDS = 2.0
+_MAX_DEPTH = 4096
+_MAX_CLAIMS = 256  # bounds the time of one claim and the delay until the first of them is ready
+_JITTER_SECONDS = 0.001
+
+
+@dataclass(slots=True)
+class IntakeMetrics:
+    """Totals since the start."""
+
+    num_claimed: int = 0
+    num_failed: int = 0
+    num_handed_out: int = 0
+    num_empty: int = 0
+    """How often a request was asked for and none was ready."""
+    waited_seconds: float = 0.0
+    """Time that prepared requests spent ready, until they were handed out."""
+    filled_seconds: float = 0.0
+    """Ready requests integrated over time: by the time that passed, how full it was on average."""
+    started_at: float = 0.0
+
+    @property
+    def mean_wait_seconds(self) -> float:
+        return self.waited_seconds / self.num_handed_out if self.num_handed_out else 0.0
+
+    @property
+    def mean_available(self) -> float:
+        elapsed = time.monotonic() - self.started_at
+        return self.filled_seconds / elapsed if elapsed > 0 else 0.0
+
+
+class Intake:
+    """Keeps prepared requests ready, in queue order.
+
+    `room` tells what the worker has room for, given how many to keep ready beyond free slots.
+    `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
+    to generate; `renew` renews the leases of what was prepared; `on_ready` hears that something is
+    available. `depth` None adapts to the rate of hand-outs, so
+    that about 100 ms of work lie ready.
+    """
+
+    def __init__(
+        self,
+        queue: AsyncRequestQueue,
+        leases: Leases,
+        preparation: Preparation,
+        *,
+        room: Callable[[int], Room],
+        renew: Callable[[list[HeldRequest]], Awaitable[None]],
+        on_ready: Callable[[], None],
+        on_invalid: Callable[[Claim, InvalidRequestError], Awaitable[None]],
+        on_complete: Callable[[HeldRequest], Awaitable[None]],
+        depth: int | None = None,
+    ) -> None:
+        self.metrics = IntakeMetrics()
+        self.num_workers = 1
+        """Live workers of the queue: the more there are, the more they spread their claims."""
+        self._queue = queue
+        self._leases = leases
+        self._preparation = preparation
+        self._room = room
+        self._renew = renew
+        self._on_ready = on_ready
+        self._on_invalid = on_invalid
+        self._on_complete = on_complete
+        self._fixed_depth = depth
+        self._ready: list[tuple[tuple[float, str], float, HeldRequest]] = []
+        self._hand_outs: deque[float] = deque()
+        self._fill_changed_at = time.monotonic()
+        self._num_pending = 0  # what the last claim left in the queue
+        self._work_came = False
+        self._wake_up = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._log = get_logger(worker_id=queue.worker_id)
+
+    def start(self) -> None:
+        """Begin to claim. Raises RuntimeError if it runs already."""
+        if self.is_running:
+            raise RuntimeError("the intake runs already")
+        self.metrics.started_at = self._fill_changed_at = time.monotonic()
+        self._task = asyncio.create_task(self._run(), name="intake")
+
+    async def stop(self) -> None:
+        """Stop claiming and give back what is held ready."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        await self.give_back()
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """The running task, for whoever watches over it. Raises RuntimeError before `start`."""
+        if self._task is None:
+            raise RuntimeError("the intake was not started")
+        return self._task
+
+    @property
+    def available(self) -> int:
+        """How many prepared requests lie ready."""
+        return sum(not held.ended for _, _, held in self._ready)
+
+    @property
+    def depth(self) -> int:
+        """How many requests to keep ready beyond free slots."""
+        if self._fixed_depth is not None:
+            return self._fixed_depth
+        horizon = time.monotonic() - _RATE_WINDOW_SECONDS
+        while self._hand_outs and self._hand_outs[0] < horizon:
+            self._hand_outs.popleft()
+        rate = len(self._hand_outs) / _RATE_WINDOW_SECONDS
+        return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
+
+    def wake(self) -> None:
+        """New work may have come, perhaps more urgent than what runs."""
+        self._work_came = True
+        self._wake_up.set()
+
+    def room_freed(self) -> None:
+        """There may be room for what the last claim left in the queue."""
+        if self._num_pending:
+            self._wake_up.set()
+
+    def peek(self) -> HeldRequest | None:
+        """The request that `next_or_none` would give."""
+        self._drop_ended()
+        return self._ready[0][2] if self._ready else None
+
+    def next_or_none(self) -> HeldRequest | None:
+        """The first in queue order of what is ready, without waiting."""
+        held = self.peek()
+        if held is None:
+            self.metrics.num_empty += 1
+            return None
+        self._account_fill()
+        _, ready_at, _ = heapq.heappop(self._ready)
+        now = time.monotonic()
+        self.metrics.waited_seconds += now - ready_at
+        self.metrics.num_handed_out += 1
+        self._hand_outs.append(now)
+        return held
+
+    async def give_back(self) -> None:
+        """Return what lies ready to the queue."""
+        self._drop_ended()
+        self._account_fill()
+        ready, self._ready = self._ready, []
+        await release(self._queue, self._leases, [held for _, _, held in ready])
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                claimed = await self._fill()
+            except (RedisError, OSError) as error:
+                self._log.warning("claim failed, trying again", error=str(error))
+                claimed = 0
+            if claimed == 0:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake_up.wait(), POLL_SECONDS)
+        except TimeoutError:
+            self._work_came = True  # perhaps its message was missed
+            return
+        if self.num_workers > 1:
+            await asyncio.sleep(random.uniform(0, _JITTER_SECONDS * (self.num_workers - 1)))
+
+    async def _fill(self) -> int:
+        """Claim and prepare once; gives how many were claimed."""
+        self._wake_up.clear()
+        work_came, self._work_came = self._work_came, False
+        room = self._room(self.depth)
+        if room.max_count <= 0 and not (work_came and room.preemptible):
+            return 0
+        claims = await self._queue.take_batch(room)
+        self._num_pending = claims.num_pending
+        if not claims:
+            return 0
+        self.metrics.num_claimed += len(claims)
+        try:
+            prepared = await asyncio.to_thread(self._prepare, claims)
+        except asyncio.CancelledError:
+            await self._queue.release([Held(claim.request_id, claim.fence) for claim in claims])
+            raise
+        self._account_fill()
+        fresh = []
+        for claim, outcome in zip(claims, prepared, strict=True):
+            if isinstance(outcome, InvalidRequestError):
+                self.metrics.num_failed += 1
+                await self._on_invalid(claim, outcome)
+                continue
+            self._leases.add(outcome)
+            if outcome.is_at_end:
+                await self._on_complete(outcome)
+                continue
+            heapq.heappush(self._ready, (claim.order, time.monotonic(), outcome))
+            fresh.append(outcome)
+        self._on_ready()
+        if fresh:
+            await self._renew(fresh)  # tells the exact lengths of the prompts
+        return len(claims)
+
+    def _prepare(self, claims: list[Claim]) -> list[HeldRequest | InvalidRequestError]:
+        """Runs in a thread of its own: long prompts take their time."""
+        outcomes: list[HeldRequest | InvalidRequestError] = []
+        for claim in claims:
+            try:
+                outcomes.append(self._preparation.prepare(claim))
+            except InvalidRequestError as error:
+                outcomes.append(error)
+            except Exception as error:  # whatever it is, it is this request's alone
+                self._log.exception("preparation failed", request_id=claim.request_id)
+                outcomes.append(
+                    InvalidRequestError(f"payload: {error}", "payload", "internal_error")
+                )
+        return outcomes
+
+    def _drop_ended(self) -> None:
+        while self._ready and self._ready[0][2].ended:
+            self._account_fill()
+            heapq.heappop(self._ready)
+
+    def _account_fill(self) -> None:
+        now = time.monotonic()
+        self.metrics.filled_seconds += len(self._ready) * (now - self._fill_changed_at)
+        self._fill_changed_at = now
+
+
+async def release(
+    queue: AsyncRequestQueue, leases: Leases, held_requests: list[HeldRequest]
+) -> None:
+    """Give requests back to the queue, with their progress."""
+    for held in held_requests:
+        leases.drop(held)
+    await queue.release([held.as_held() for held in held_requests])

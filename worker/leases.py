@@ -1,0 +1,82 @@
+"""All that this worker holds, and the timer that keeps the leases of it alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+from shared.logs import get_logger
+from worker.held import HeldRequest
+
+RENEWALS_PER_LEASE = 4
+
+
+class Leases:
+    """Held requests by their id and by the engine's."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, HeldRequest] = {}
+        self._by_sequence: dict[int, HeldRequest] = {}
+        self.num_in_engine = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def __iter__(self) -> Iterator[HeldRequest]:
+        return iter(list(self._by_request.values()))
+
+    def add(self, held: HeldRequest) -> None:
+        self._by_request[held.request_id] = held
+        self._by_sequence[held.sequence_id] = held
+
+    def drop(self, held: HeldRequest) -> None:
+        """Hold it no longer; doing it twice does no harm."""
+        if self._by_sequence.pop(held.sequence_id, None) is None:
+            return
+        if self._by_request.get(held.request_id) is held:
+            del self._by_request[held.request_id]
+        self.mark_out_of_engine(held)
+        held.ended = True
+
+    def mark_in_engine(self, held: HeldRequest) -> None:
+        held.in_engine = True
+        self.num_in_engine += 1
+
+    def mark_out_of_engine(self, held: HeldRequest) -> None:
+        if held.in_engine:
+            held.in_engine = False
+            self.num_in_engine -= 1
+
+    def by_request(self, request_id: str) -> HeldRequest | None:
+        return self._by_request.get(request_id)
+
+    def by_sequence(self, sequence_id: int) -> HeldRequest | None:
+        return self._by_sequence.get(sequence_id)
+
+    @property
+    def kv_need(self) -> int:
+        """KV tokens that all held requests are counted with."""
+        return sum(held.kv_need for held in self._by_request.values())
+
+    @property
+    def preemptible(self) -> list[tuple[int, int]]:
+        """(priority, KV tokens) of what is in the engine."""
+        return [
+            (held.priority, held.kv_need) for held in self._by_request.values() if held.in_engine
+        ]
+
+
+async def keep_alive(
+    leases: Leases,
+    lease_ms: int,
+    renew: Callable[[list[HeldRequest]], Awaitable[None]],
+    is_stuck: Callable[[], bool],
+) -> None:
+    """Renew all leases several times a lease, as long as the engine makes progress."""
+    log = get_logger()
+    while True:
+        await asyncio.sleep(lease_ms / 1000 / RENEWALS_PER_LEASE)
+        if is_stuck():
+            log.error("engine makes no progress; leases are left to run out", held=len(leases))
+        elif held := list(leases):
+            await renew(held)

@@ -1,0 +1,119 @@
+"""Sends what the engine made: detokenise, one round trip for all of it, and act on the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shared.logs import get_logger
+from shared.request_queue import AsyncRequestQueue
+from shared.schemas import ErrorInfo, FinishReason
+from shared.scripts import Row, RowStatus
+from worker.engine.interface import SequenceOutput
+from worker.engine_thread import EngineThread
+from worker.held import HeldRequest
+from worker.leases import Leases
+
+
+class Publisher:
+    """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
+
+    `on_progress` is called after each round trip, when there may be room for more; `on_finished`
+    with each request that got its last event from this worker.
+    """
+
+    def __init__(
+        self,
+        queue: AsyncRequestQueue,
+        leases: Leases,
+        engine: EngineThread,
+        on_progress: Callable[[], None],
+        on_finished: Callable[[HeldRequest], None],
+    ) -> None:
+        self._queue = queue
+        self._leases = leases
+        self._engine = engine
+        self._on_progress = on_progress
+        self._on_finished = on_finished
+        self._log = get_logger(worker_id=queue.worker_id)
+
+    async def run(self) -> None:
+        """Until cancelled, or until the engine fails, whose exception it raises."""
+        while True:
+            steps = await self._engine.fetch()
+            outputs = [output for step in steps for output in step.outputs]
+            rows = [row for output in outputs if (row := self._row(output)) is not None]
+            self._on_progress()  # slots are free before the round trip, not after
+            if rows:
+                await self.send(rows)
+                self._on_progress()
+
+    async def send(self, rows: Sequence[Row]) -> None:
+        """Publish rows and let go of the requests that they end or that were lost."""
+        published = await self._queue.publish(rows)
+        for row, status in zip(rows, published.rows, strict=True):
+            held = self._leases.by_request(row.request_id)
+            if held is None or held.claim.fence != row.fence:
+                continue
+            self._settle(held, status)
+            if row.event.is_last and not status.is_lost:
+                self._leases.drop(held)
+                self._on_finished(held)
+
+    async def renew(self, held: Sequence[HeldRequest]) -> None:
+        """Renew leases; drop what the server says is cancelled, expired or not ours any more."""
+        published = await self._queue.publish([], [item.as_held() for item in held])
+        for item, status in zip(held, published.held, strict=True):
+            self._settle(item, status)
+        self._on_progress()
+
+    async def fail(self, held: HeldRequest, error: ErrorInfo) -> None:
+        """End one request with an error."""
+        self.abort(held)
+        await self.send([held.next_row([], "", finish_reason=FinishReason.ERROR, error=error)])
+
+    def abort(self, held: HeldRequest) -> None:
+        """Take a request out of the engine."""
+        held.ended = True
+        if held.in_engine:
+            self._engine.abort(held.sequence_id)
+            self._leases.mark_out_of_engine(held)
+
+    def _settle(self, held: HeldRequest, status: RowStatus) -> None:
+        if not status.is_lost:
+            return
+        if status in (RowStatus.GAP, RowStatus.ERROR):
+            self._log.error("row refused", request_id=held.request_id, status=status)
+        elif status is RowStatus.FENCED:
+            self._log.warning("lease lost", request_id=held.request_id)
+        self.abort(held)
+        self._leases.drop(held)
+
+    def _row(self, output: SequenceOutput) -> Row | None:
+        held = self._leases.by_sequence(output.sequence_id)
+        if held is None or held.ended:
+            return None
+        if output.timing is not None:
+            held.timing = output.timing
+        if output.finish_reason is not None:
+            self._leases.mark_out_of_engine(held)
+        if output.finish_reason is FinishReason.ERROR:
+            error = ErrorInfo(type="internal_error", message=output.error or "the engine failed it")
+            return held.next_row(
+                [], held.text.flush(), finish_reason=output.finish_reason, error=error
+            )
+
+        text, token_ids, reason = "", [], output.finish_reason
+        for token_id in output.token_ids:
+            token_ids.append(token_id)
+            ends_here = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
+            if not ends_here:  # an end token is no text
+                text += held.text.push(token_id)
+            if held.text.stopped:
+                break
+        if reason is not None and not held.text.stopped:
+            text += held.text.flush()
+        if held.text.stopped:
+            reason = FinishReason.STOP
+            self.abort(held)
+        logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None
+        return held.next_row(token_ids, text, logprobs, reason)

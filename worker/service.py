@@ -1,0 +1,252 @@
+"""A worker's lifetime: start, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from shared import scripts
+from shared.errors import InvalidRequestError, PromptqError
+from shared.logs import get_logger
+from shared.request_queue import AsyncRequestQueue
+from shared.schemas import ErrorInfo, FinishReason, Result, TokenEvent, Usage, WorkerStats
+from shared.scripts import Claim, Room, Row
+from shared.settings import Settings
+from worker.building import Served
+from worker.control import Cancels, listen
+from worker.engine_thread import EngineThread
+from worker.held import HeldRequest, Preparation
+from worker.intake import Intake, release
+from worker.leases import Leases, keep_alive
+from worker.publisher import Publisher
+
+_HEARTBEAT_SECONDS = 1.0
+_HEARTBEAT_TTL_MS = 10_000
+_REAPS_PER_LEASE = 4
+_STUCK_SECONDS = 120.0  # no single step takes that long; a frozen engine loses its leases
+
+
+class EngineStuckError(PromptqError):
+    """The engine has made no progress for so long that its leases were left to run out."""
+
+
+class Worker:
+    """Serves one queue with one engine until it is told to stop.
+
+    The parts and what they do: intake claims and prepares, the feeder below hands to the engine,
+    the publisher sends what comes out, cancels and leases watch over what is held.
+    """
+
+    def __init__(self, settings: Settings, served: Served, client: redis.asyncio.Redis) -> None:
+        self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+        self.served = served
+        self._settings = settings
+        self._client = client
+        self._queue = AsyncRequestQueue(
+            client,
+            settings.queue,
+            worker_id=self.worker_id,
+            lease_ms=settings.lease_ms,
+            max_crashes=settings.max_crashes,
+            model=served.identity,
+            seed=settings.seed,
+        )
+        self.leases = Leases()
+        self.engine = EngineThread(served.engine)
+        self._limits = self.engine.limits
+        # Waiting inside the engine already, so that a freed slot is filled by the very next step.
+        self._lookahead = max(1, self._limits.max_num_seqs // 8)
+        self._publisher = Publisher(
+            self._queue, self.leases, self.engine, self._feed, self._count_finished
+        )
+        self._cancels = Cancels(self._queue, self.leases, self._publisher)
+        self.intake = Intake(
+            self._queue,
+            self.leases,
+            Preparation(served.tokenizer, self._limits, served.identity, served.end_token_ids),
+            room=self._room,
+            renew=self._publisher.renew,
+            on_ready=self._feed,
+            on_invalid=self._fail_claim,
+            on_complete=self._complete,
+            depth=settings.prefetch_depth,
+        )
+        self._draining = False
+        self._started_at_ms = int(time.time() * 1000)
+        self._num_finished = 0
+        self._sums = {"queue_ms": 0.0, "prompt_ms": 0.0, "generation_ms": 0.0}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
+
+    async def start(self) -> None:
+        """Begin to claim. Raises ModelMismatchError if the queue belongs to another model."""
+        await self._queue.take_batch(Room(max_count=0, token_budget=0))
+        self.engine.start()
+        lease_ms = self._queue.lease_ms
+        self._spawn(self._publisher.run())
+        self._spawn(listen(self._client, self._queue.keys, self.intake.wake, self._cancels.add))
+        self._spawn(self._survive_redis(self._cancels.run))
+        self._spawn(keep_alive(self.leases, lease_ms, self._renew_when_possible, self._is_stuck))
+        self._spawn(self._every(_HEARTBEAT_SECONDS, self._heartbeat))
+        self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reap))
+        await self._heartbeat()
+        self.intake.start()
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set. Raises what made a part of the worker fail."""
+        stopping = asyncio.create_task(stop.wait())
+        parts = [*self._tasks, self.intake.task]
+        try:
+            done, _ = await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()
+        finally:
+            stopping.cancel()
+
+    async def drain(self, now: asyncio.Event) -> None:
+        """Claim no more; finish what runs within the grace time, or until `now` is set."""
+        self._draining = True
+        await self.intake.stop()
+        deadline = time.monotonic() + self._settings.drain_seconds
+        while self.leases.num_in_engine and not now.is_set() and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(now.wait(), 0.01)
+
+    async def stop(self) -> None:
+        """End all parts, give back what is still held with its progress, and leave the queue."""
+        self._draining = True
+        await self.intake.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.engine.stop()
+        await release(self._queue, self.leases, list(self.leases))
+        await self._queue.run(scripts.heartbeat(self.stats(), 0))
+
+    def stats(self) -> WorkerStats:
+        """What the worker tells of itself."""
+        engine, limits = self.engine.stats, self._limits
+        finished = max(1, self._num_finished)
+        return WorkerStats(
+            worker_id=self.worker_id,
+            model=self.served.identity.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="draining" if self._draining else "running",
+            started_at_ms=self._started_at_ms,
+            device=self.served.device,
+            dtype=self.served.dtype,
+            max_num_seqs=limits.max_num_seqs,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            num_prefetched=self.intake.available,
+            num_processed=engine.num_processed,
+            prompt_tokens=engine.prompt_tokens,
+            cached_tokens=engine.cached_tokens,
+            generation_tokens=engine.generation_tokens,
+            recomputed_tokens=engine.recomputed_tokens,
+            num_preemptions=engine.num_preemptions,
+            kv_tokens=limits.kv_tokens,
+            kv_used_tokens=engine.num_used_blocks * limits.block_size,
+            kv_bytes_per_token=limits.bytes_per_token,
+            tokens_per_second=engine.generation_tokens / max(engine.busy_seconds, 1e-9),
+            mean_queue_ms=self._sums["queue_ms"] / finished,
+            mean_prompt_ms=self._sums["prompt_ms"] / finished,
+            mean_generation_ms=self._sums["generation_ms"] / finished,
+            peak_memory_bytes=engine.peak_memory_bytes,
+        )
+
+    def _room(self, depth: int) -> Room:
+        """What can be claimed: slots and KV that nothing held is counted with."""
+        capacity = self._limits.kv_tokens
+        wanted = self._limits.max_num_seqs + self._lookahead + depth - len(self.leases)
+        return Room(
+            max_count=max(0, wanted),
+            token_budget=max(0, capacity - self.leases.kv_need),
+            capacity=capacity,
+            preemptible=self.leases.preemptible,
+        )
+
+    def _feed(self) -> None:
+        """Hand prepared requests to the engine: as many as it can use, and any more urgent one."""
+        while (held := self.intake.peek()) is not None:
+            full = self.leases.num_in_engine >= self._limits.max_num_seqs + self._lookahead
+            if full and not self._outranks_one(held):
+                break
+            self.intake.next_or_none()
+            self.leases.mark_in_engine(held)
+            self.engine.add(held.engine_request)
+        self.intake.room_freed()
+
+    def _outranks_one(self, held: HeldRequest) -> bool:
+        return any(priority > held.priority for priority, _ in self.leases.preemptible)
+
+    async def _fail_claim(self, claim: Claim, error: InvalidRequestError) -> None:
+        """End a request that never became a sequence."""
+        index = claim.events[-1].end if claim.events else 0
+        event = TokenEvent(
+            index=index,
+            token_ids=[],
+            text="",
+            finish_reason=FinishReason.ERROR,
+            attempt=claim.attempt,
+            usage=Usage(completion_tokens=index),
+            error=ErrorInfo(type=error.error_type, message=str(error)),
+        )
+        result = Result.fold([*claim.events, event]).model_dump_json()
+        await self._publisher.send([Row(claim.request_id, claim.fence, event, result)])
+
+    async def _complete(self, held: HeldRequest) -> None:
+        """End a request whose earlier attempts emitted all it may have."""
+        reason = FinishReason.STOP if held.text.stopped else FinishReason.LENGTH
+        await self._publisher.send([held.next_row([], held.text.flush(), finish_reason=reason)])
+
+    def _count_finished(self, held: HeldRequest) -> None:
+        stats = held.events[-1].stats
+        if stats is not None:
+            self._num_finished += 1
+            for name in self._sums:
+                self._sums[name] += getattr(stats, name)
+
+    async def _heartbeat(self) -> None:
+        self.intake.num_workers = await self._queue.run(
+            scripts.heartbeat(self.stats(), _HEARTBEAT_TTL_MS)
+        )
+
+    async def _reap(self) -> None:
+        await self._queue.reap()
+
+    async def _renew_when_possible(self, held: list[HeldRequest]) -> None:
+        try:
+            await self._publisher.renew(held)
+        except (RedisError, OSError) as error:
+            self._log.warning("leases not renewed", error=str(error))
+
+    def _is_stuck(self) -> bool:
+        return self.engine.seconds_without_progress() > _STUCK_SECONDS
+
+    async def _every(self, seconds: float, action: Any) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            if self._is_stuck():
+                raise EngineStuckError(
+                    f"the engine has made no progress for {_STUCK_SECONDS:.0f} s"
+                )
+            await self._survive_redis(action)
+
+    async def _survive_redis(self, action: Any) -> None:
+        try:
+            await action()
+        except (RedisError, OSError) as error:
+            self._log.warning("Redis does not answer", error=str(error))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(coroutine))

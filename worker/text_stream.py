@@ -1,0 +1,115 @@
+"""Turns tokens into text as they come: never half a character, never the start of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+REPLACEMENT = "\ufffd"
+_CONTEXT_TOKENS = 6
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class IncrementalDecoder:
+    """Decodes token by token, holding back what may be the first bytes of a character.
+
+    A tokenizer shows such bytes as U+FFFD. Tokens are decoded together with a few before them,
+    since many tokenizers drop a space in front of the first token.
+    """
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._tokens = list(context[-_CONTEXT_TOKENS:])
+        if decode(self._tokens).endswith(REPLACEMENT):
+            self._tokens = []  # half a character in front would swallow the first one behind it
+        self._num_done = len(self._tokens)
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token; empty while a character is incomplete."""
+        self._tokens.append(token_id)
+        text = self._fresh_text()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._settle()
+        return text
+
+    def flush(self) -> str:
+        """What was held back, a dangling half character as U+FFFD."""
+        text = self._fresh_text()
+        self._settle()
+        return text
+
+    def _fresh_text(self) -> str:
+        done = self._decode(self._tokens[: self._num_done])
+        return self._decode(self._tokens)[len(done) :]
+
+    def _settle(self) -> None:
+        del self._tokens[: self._num_done]
+        self._num_done = len(self._tokens)
+
+
+class TextStream:
+    """A request's output text, cut at its stop strings.
+
+    A stop string is looked for from output token `min_tokens` on. What could still become one is
+    held back until it is certain.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        context: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = IncrementalDecoder(decode, context)
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was found; what follows it is not text of this request."""
+
+    def push(self, token_id: int) -> str:
+        """Take the next output token and give the text that is certain."""
+        self._num_tokens += 1
+        return self._release(self._decoder.push(token_id))
+
+    def flush(self) -> str:
+        """The end: give all that was held back, unless a stop string is in it."""
+        text = self._release(self._decoder.flush())
+        held, self._held = self._held, ""
+        return text + ("" if self.stopped else held)
+
+    def replay(self, token_ids: Iterable[int], emitted: str) -> str:
+        """Rebuild the state of an earlier attempt that emitted these tokens and this text.
+
+        Gives what is certain beyond that text, which is nothing unless the attempt was cut short.
+        """
+        text = "".join(self.push(token_id) for token_id in token_ids)
+        return text[len(emitted) :]
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        if self.stopped:
+            self._held = ""
+            return ""
+        hold = 0
+        if self._stop and self._num_tokens >= self._min_tokens:
+            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            if found:
+                self.stopped = True
+                self._held, text = "", self._held[: min(found)]
+                return text
+            hold = max(_overlap(self._held, stop) for stop in self._stop)
+        cut = len(self._held) - hold
+        released, self._held = self._held[:cut], self._held[cut:]
+        return released
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
