@@ -87,7 +87,7 @@ class _Queue:
         return scripts.enqueue(new, self._idempotency_ms)
 
     def _claim(self, room: Room) -> Call[Claims]:
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_hex(8)
         seed_base = nonce if self._seed is None else f"seed {self._seed} "
         return scripts.claim(self.worker_id, self.lease_ms, room, nonce, seed_base, self.model)
 

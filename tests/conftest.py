@@ -6,9 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import fakeredis
 import pytest
@@ -16,17 +14,9 @@ import redis
 import redis.asyncio
 
 from shared.embedded import EmbeddedServer
+from tests.helpers import Server
 
 SERVERS = ["fakeredis", "embedded", "redis-server"]
-
-
-@dataclass
-class Server:
-    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process."""
-
-    url: str
-    connect: Callable[[], Any]
-    connect_async: Callable[[], Any]
 
 
 @pytest.fixture(scope="session")

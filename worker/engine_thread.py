@@ -115,8 +115,6 @@ class EngineThread:
             while not (self._stopping or self._additions or self._aborts or self._engine.has_work):
                 self._last_progress = time.monotonic()
                 self._inbox.wait(_IDLE_TICK_SECONDS)
-            if self._stopping:
-                return False
             additions, self._additions = self._additions, deque()
             aborts, self._aborts = self._aborts, deque()
         for request in additions:
@@ -129,7 +127,7 @@ class EngineThread:
             self._engine.abort(sequence_id)
             if self.on_freed is not None:
                 self.on_freed(sequence_id)
-        return True
+        return not self._stopping
 
     def _put_refusal(self, request: EngineRequest, reason: str) -> None:
         refusal = SequenceOutput(

@@ -127,6 +127,8 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for held in self.leases:
+            self._publisher.abort(held)
         await self.engine.stop()
         await release(self._queue, self.leases, list(self.leases))
         await self._queue.run(scripts.heartbeat(self.stats(), 0))

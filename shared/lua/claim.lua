@@ -76,10 +76,17 @@ local function cost_of(fields, output)
   return math.min(prompt_tokens + math.min(max_tokens, output), capacity)
 end
 
+-- A number below 2^47 for a text; who samples mixes it further, so it need only be different.
+local function seed_of(text)
+  local seed = 0
+  for i = 1, #text do seed = (seed * 33 + string.byte(text, i)) % 140737488355213 end
+  return seed
+end
+
 local function claim(id, fields, score, cost)
   local attempt = tonumber(fields.attempt or 0) + 1
-  local fence = attempt .. '-' .. string.sub(redis.sha1hex(nonce .. id), 1, 12)
-  local seed = fields.seed or exact(tonumber(string.sub(redis.sha1hex(seed_base .. id), 1, 13), 16))
+  local fence = attempt .. '-' .. nonce
+  local seed = fields.seed or exact(seed_of(seed_base .. id))
   local enqueued_at = fields.enqueued_at or exact(now)
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,

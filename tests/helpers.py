@@ -1,0 +1,86 @@
+"""What several tests use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+
+from shared import scripts
+from shared.request_queue import AsyncRequestQueue
+from shared.scripts import ModelIdentity
+from shared.settings import Settings
+from worker.building import Served
+from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine, tokens_of
+from worker.service import Worker
+from worker.tokenizer import ByteTokenizer
+
+
+@dataclass
+class Server:
+    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process."""
+
+    url: str
+    connect: Callable[[], Any]
+    connect_async: Callable[[], Any]
+
+
+def served_model_free(**options: Any) -> Served:
+    """The model-free engine with its cache checks on, as a worker serves it."""
+    return Served(
+        engine=build_model_free_engine(**options),
+        tokenizer=ByteTokenizer(),
+        identity=ModelIdentity("model-free", "model-free"),
+        end_token_ids=frozenset({END_TOKEN_ID}),
+        device="none",
+        dtype="none",
+    )
+
+
+def text_of(seed: int, num_tokens: int) -> str:
+    """What the model-free engine answers to any prompt with this seed."""
+    return bytes(tokens_of(seed, num_tokens)).decode()
+
+
+@asynccontextmanager
+async def running_worker(
+    url: str, served: Served | None = None, **settings: Any
+) -> AsyncIterator[Worker]:
+    """A worker in this event loop, on the model-free engine unless told otherwise.
+
+    It is drained at the end, and must then hold nothing.
+    """
+    client = redis.asyncio.Redis.from_url(url)
+    worker = Worker(Settings(**settings), served or served_model_free(), client)
+    await worker.start()
+    stop = asyncio.Event()
+    serving = asyncio.create_task(worker.serve(stop))
+    try:
+        yield worker
+        stop.set()
+        await serving
+        await worker.drain(asyncio.Event())
+    finally:
+        serving.cancel()
+        await worker.stop()
+        await client.aclose()
+    assert len(worker.leases) == 0
+    worker.served.engine.check_integrity()
+    assert worker.served.engine.stats.num_used_blocks == 0
+
+
+async def finished(queue: AsyncRequestQueue, request_id: str) -> dict[str, Any]:
+    """The result of a request, once it has one."""
+    while True:
+        state = await queue.state(request_id)
+        if state is not None and state.is_final:
+            break
+        await asyncio.sleep(0.005)
+    record = await queue.run(scripts.record(queue.keys, request_id))
+    result: dict[str, Any] = json.loads(record["result"])
+    return result

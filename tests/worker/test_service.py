@@ -1,0 +1,357 @@
+"""A worker serves a queue: in this event loop, on a real server, with the model-free engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from shared import scripts
+from shared.errors import ModelMismatchError
+from shared.request_queue import AsyncRequestQueue, new_request_id
+from shared.schemas import Request, RequestState
+from shared.scripts import Held, ModelIdentity, NewRequest, Room
+from tests.helpers import finished, running_worker, served_model_free, text_of
+
+
+async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
+    fields.setdefault("prompt", "Once upon a time")
+    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
+
+
+async def log_of(queue: AsyncRequestQueue, request_id: str) -> list[dict[str, Any]]:
+    events = await queue.run(scripts.log_after(queue.keys, request_id, 0))
+    return [json.loads(event) for event in events]
+
+
+async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) -> None:
+    while len(await log_of(queue, request_id)) < count:
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> Any:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    yield AsyncRequestQueue(client)
+    await client.aclose()
+
+
+async def test_streams_the_expected_tokens_and_finishes(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    async with running_worker(redis_url) as worker:
+        requests = [await put(queue, seed=n, max_tokens=n + 1) for n in range(40)]
+        results = [await finished(queue, request_id) for request_id in requests]
+        for n, (request_id, result) in enumerate(zip(requests, results, strict=True)):
+            assert result["text"] == text_of(n, n + 1)
+            assert result["finish_reason"] == "length"
+            assert result["usage"]["completion_tokens"] == n + 1
+            assert result["usage"]["prompt_tokens"] == len("Once upon a time")
+            events = await log_of(queue, request_id)
+            assert [event["index"] for event in events] == list(range(n + 1))
+            assert [bool(event["finish_reason"]) for event in events] == [False] * n + [True]
+        assert worker.engine.stats.recomputed_tokens == 0
+
+
+async def test_more_urgent_requests_run_first(redis_url: str, queue: AsyncRequestQueue) -> None:
+    order: list[str] = []
+    ids = {}
+    for name, priority in [("late", 5), ("middle", 0), ("soon", -5)]:
+        ids[name] = await put(queue, priority=priority, max_tokens=5)
+    async with running_worker(redis_url, served_model_free(max_num_seqs=1, step_seconds=0.005)):
+        pending = dict(ids)
+        while pending:
+            for name, request_id in list(pending.items()):
+                state = await queue.state(request_id)
+                if state is RequestState.COMPLETED:
+                    order.append(name)
+                    del pending[name]
+            await asyncio.sleep(0.002)
+    assert order == ["soon", "middle", "late"]
+
+
+async def test_what_is_prefetched_goes_out_by_priority_even_if_it_came_later(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(max_num_seqs=1, step_seconds=0.01)
+    async with running_worker(redis_url, served, prefetch_depth=8) as worker:
+        first = await put(queue, max_tokens=30)
+        await until_tokens(queue, first, 1)
+        others = [await put(queue, priority=1, max_tokens=2) for _ in range(5)]
+        while worker.intake.available < 3:
+            await asyncio.sleep(0.002)
+        urgent = await put(queue, priority=0, max_tokens=2)
+        result = await finished(queue, urgent)
+        # One of the others may already lie in the engine, behind the slot; no more than that.
+        states = [await queue.state(request_id) for request_id in others]
+        assert states.count(RequestState.COMPLETED) <= 1
+        assert result["finish_reason"] == "length"
+        for request_id in others:
+            await finished(queue, request_id)
+
+
+async def test_an_urgent_request_preempts_and_both_end_right(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(max_num_seqs=1, step_seconds=0.005)
+    async with running_worker(redis_url, served) as worker:
+        lazy = await put(queue, seed=1, priority=5, max_tokens=60)
+        await until_tokens(queue, lazy, 5)
+        urgent = await put(queue, seed=2, priority=-5, max_tokens=5)
+        assert (await finished(queue, urgent))["text"] == text_of(2, 5)
+        assert await queue.state(lazy) is RequestState.ACTIVE
+        result = await finished(queue, lazy)
+        assert result["text"] == text_of(1, 60)
+        assert result["stats"]["preemptions"] == 1
+        assert worker.engine.stats.num_preemptions == 1
+
+
+async def test_a_cancel_stops_the_stream_and_frees_the_blocks(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    async with running_worker(redis_url, served_model_free(step_seconds=0.01)) as worker:
+        request_id = await put(queue, max_tokens=1000)
+        await until_tokens(queue, request_id, 5)
+        await queue.cancel(request_id)
+        result = await finished(queue, request_id)
+        assert result["finish_reason"] == "cancelled"
+        count = result["usage"]["completion_tokens"]
+        assert 5 <= count < 1000
+        assert result["usage"]["prompt_tokens"] == len("Once upon a time")
+        while worker.served.engine.stats.num_used_blocks:
+            await asyncio.sleep(0.002)
+        events = await log_of(queue, request_id)
+        assert sum(len(event["token_ids"]) for event in events) == count
+        assert [event["finish_reason"] for event in events[-2:]] == [None, "cancelled"]
+
+
+async def test_the_flag_and_a_message_of_a_plain_client_cancel(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    served = served_model_free(max_num_seqs=1, step_seconds=0.01)
+    async with running_worker(redis_url, served, prefetch_depth=0):
+        running = await put(queue, max_tokens=1000)
+        await until_tokens(queue, running, 3)
+        waiting = [await put(queue, priority=9) for _ in range(5)]
+        for request_id in [running, *waiting]:
+            await client.hset(queue.keys.request(request_id), "cancelled", "1")
+            await client.publish(queue.keys.control, f"cancel:{request_id}")
+        for request_id in [running, *waiting]:
+            assert (await finished(queue, request_id))["finish_reason"] == "cancelled"
+    await client.aclose()
+
+
+async def test_a_message_without_the_flag_cancels_nothing(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    async with running_worker(redis_url, served_model_free(step_seconds=0.005)):
+        request_id = await put(queue, max_tokens=20)
+        await until_tokens(queue, request_id, 3)
+        await client.publish(queue.keys.control, f"cancel:{request_id}")
+        await client.publish(queue.keys.control, b"\xff\xfe:\x00")
+        assert (await finished(queue, request_id))["finish_reason"] == "length"
+    await client.aclose()
+
+
+async def test_a_deadline_ends_a_running_request(redis_url: str, queue: AsyncRequestQueue) -> None:
+    async with running_worker(redis_url, served_model_free(step_seconds=0.01)):
+        request_id = await put(queue, max_tokens=2000, deadline_ms=200)
+        result = await finished(queue, request_id)
+        assert result["finish_reason"] == "expired"
+        assert 0 < len(result["token_ids"]) < 2000
+
+
+async def test_stop_strings_and_stop_tokens_end_a_request(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    whole = text_of(7, 200)
+    stop = whole[20:23]
+    cut = whole.index(stop)
+    token = ord("q")
+    async with running_worker(redis_url):
+        by_string = await put(queue, seed=7, max_tokens=200, stop=["never there", stop])
+        by_token = await put(queue, seed=7, max_tokens=200, stop_token_ids=[token])
+        result = await finished(queue, by_string)
+        assert (result["text"], result["finish_reason"]) == (whole[:cut], "stop")
+        assert len(result["token_ids"]) == cut + 3
+        result = await finished(queue, by_token)
+        assert (result["text"], result["finish_reason"]) == (whole[: whole.index("q")], "stop")
+        assert result["token_ids"][-1] == token
+
+
+async def test_logprobs_come_with_each_token(redis_url: str, queue: AsyncRequestQueue) -> None:
+    async with running_worker(redis_url):
+        request_id = await put(queue, max_tokens=4, logprobs=2)
+        result = await finished(queue, request_id)
+        assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
+
+
+BAD_PAYLOADS = [
+    ("not json", "payload: "),
+    ("[1]", "payload: "),
+    ('{"prompt": "a", "colour": 1}', "colour: "),
+    ('{"prompt": "a", "temperature": 7}', "temperature: "),
+    ('{"prompt": ""}', "prompt: "),
+    ('{"prompt": []}', "prompt: "),
+    ('{"max_tokens": 3}', "prompt: "),
+    ('{"prompt": [1, 99999]}', "prompt: "),
+    ('{"prompt": "a", "stop_token_ids": [99999]}', "stop_token_ids: "),
+    ('{"prompt": "a", "logit_bias": {"99999": 1}}', "logit_bias: "),
+    ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias: "),
+    ('{"prompt": "a", "model": "another"}', "model: "),
+    ('{"prompt": "a", "response_format": {"type": "json_object"}}', "response_format: "),
+    ('{"prompt": "' + "long " * 3000 + '"}', "prompt: "),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens: "),
+    ('{"prompt": "a", "min_tokens": 5, "max_tokens": 2}', "min_tokens: "),
+    ('{"prompt": "\\ud800"}', "payload: "),
+    ('{"messages": []}', "messages: "),
+    (b'{"prompt": "\xff"}', "payload: "),
+]
+
+
+async def test_bad_input_gets_an_error_that_names_the_field_and_the_worker_goes_on(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    async with running_worker(redis_url):
+        for n, (payload, _) in enumerate(BAD_PAYLOADS):
+            async with client.pipeline() as pipe:
+                pipe.hset(queue.keys.request(f"bad-{n}"), "payload", payload)
+                pipe.zadd(queue.keys.pending, {f"bad-{n}": n})
+                pipe.publish(queue.keys.control, "pending")
+                await pipe.execute()
+        for n, (payload, begins) in enumerate(BAD_PAYLOADS):
+            result = await finished(queue, f"bad-{n}")
+            assert result["finish_reason"] == "error", payload
+            assert result["error"]["message"].startswith(begins), (payload, result["error"])
+            events = await log_of(queue, f"bad-{n}")
+            assert len(events) == 1
+            assert events[0]["error"]["type"] in ("invalid_request", "unsupported")
+        good = await put(queue, seed=1, max_tokens=3)
+        assert (await finished(queue, good))["text"] == text_of(1, 3)
+    await client.aclose()
+
+
+async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(max_num_seqs=2, step_seconds=0.005)
+    async with running_worker(redis_url, served, drain_seconds=0.0):
+        requests = [await put(queue, seed=n, max_tokens=150) for n in range(6)]
+        await until_tokens(queue, requests[0], 10)
+    assert await queue.count() == 6
+    async with running_worker(redis_url):
+        for n, request_id in enumerate(requests):
+            result = await finished(queue, request_id)
+            assert result["text"] == text_of(n, 150)
+        events = await log_of(queue, requests[0])
+        assert [event["index"] for event in events] == list(range(150))
+        assert {event["attempt"] for event in events} == {1, 2}
+
+
+async def test_draining_finishes_what_runs(redis_url: str, queue: AsyncRequestQueue) -> None:
+    served = served_model_free(max_num_seqs=2, step_seconds=0.002)
+    async with running_worker(redis_url, served, drain_seconds=60):
+        running = await put(queue, seed=3, max_tokens=100)
+        await until_tokens(queue, running, 2)
+    assert (await finished(queue, running))["text"] == text_of(3, 100)
+
+
+async def test_a_request_whose_progress_is_complete_only_gets_its_last_event(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """A worker with a longer model left it one token from the length that this one can hold."""
+    request_id = await put(queue, seed=1, prompt="ab", max_tokens=100)
+    async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
+        await until_tokens(queue, request_id, 30)
+    so_far = len(await log_of(queue, request_id))
+    served = served_model_free(max_model_len=20)
+    async with running_worker(redis_url, served):
+        result = await finished(queue, request_id)
+    assert result["finish_reason"] == "length"
+    assert result["text"] == text_of(1, so_far)
+
+
+async def test_two_workers_share_a_queue(redis_url: str, queue: AsyncRequestQueue) -> None:
+    slow = {"max_num_seqs": 2, "step_seconds": 0.002}
+    async with (
+        running_worker(redis_url, served_model_free(**slow)) as one,
+        running_worker(redis_url, served_model_free(**slow)) as two,
+    ):
+        requests = [await put(queue, seed=n, max_tokens=20) for n in range(30)]
+        for n, request_id in enumerate(requests):
+            assert (await finished(queue, request_id))["text"] == text_of(n, 20)
+        assert one.engine.stats.num_processed + two.engine.stats.num_processed == 30
+        assert min(one.engine.stats.num_processed, two.engine.stats.num_processed) > 0
+
+
+async def test_a_worker_whose_lease_was_taken_lets_go(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    async with running_worker(redis_url, served_model_free(step_seconds=0.01)) as worker:
+        request_id = await put(queue, seed=5, max_tokens=100)
+        await until_tokens(queue, request_id, 3)
+        # Another attempt took it over: the fence is not this worker's any more.
+        await client.hset(queue.keys.request(request_id), "fence", "2-other")
+        while worker.served.engine.stats.num_used_blocks or len(worker.leases):
+            await asyncio.sleep(0.002)
+        written = len(await log_of(queue, request_id))
+        await asyncio.sleep(0.05)
+        assert len(await log_of(queue, request_id)) == written
+    await client.aclose()
+
+
+async def test_a_worker_finds_work_whose_wake_up_it_missed(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    async with running_worker(redis_url):
+        await asyncio.sleep(0.1)
+        await client.hset(queue.keys.request("silent"), "payload", '{"prompt":"a","max_tokens":2}')
+        await client.zadd(queue.keys.pending, {"silent": 1})
+        assert (await finished(queue, "silent"))["finish_reason"] == "length"
+    await client.aclose()
+
+
+async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQueue) -> None:
+    async with running_worker(redis_url) as worker:
+        await finished(queue, await put(queue, max_tokens=5))
+        while True:
+            told = await queue.run(scripts.worker_stats(queue.keys, worker.worker_id))
+            if told is not None and told.num_processed:
+                break
+            await asyncio.sleep(0.05)
+        assert (told.generation_tokens, told.num_processed, told.model) == (5, 1, "model-free")
+        assert told.prompt_tokens == len("Once upon a time")
+        assert told.heartbeat_at > 0
+    assert await queue.run(scripts.live_worker_ids(queue.keys, 0)) == []
+
+
+async def test_a_worker_of_another_model_refuses_to_start(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    other = AsyncRequestQueue(
+        redis.asyncio.Redis.from_url(redis_url), model=ModelIdentity("llama", "123")
+    )
+    await other.take_batch(Room(max_count=0, token_budget=0))
+    with pytest.raises(ModelMismatchError, match="llama"):
+        async with running_worker(redis_url):
+            pass
+    await other._redis.aclose()
+
+
+async def test_a_request_released_by_hand_is_claimed_again(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    request_id = await put(queue, seed=9, max_tokens=5)
+    claim = await queue.take(timeout=5)
+    assert claim is not None
+    async with running_worker(redis_url):
+        await queue.release([Held(request_id, claim.fence)])
+        assert (await finished(queue, request_id))["text"] == text_of(9, 5)
