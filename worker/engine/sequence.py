@@ -32,6 +32,7 @@ class Sequence:
     num_reached_tokens: int = 0  # highest num_computed_tokens ever: what lies below is recomputed
     slot: int | None = None  # scheduler, from admission to exit
     block_table: list[int] = field(default_factory=list)  # block manager
+    block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
 
     @classmethod
     def of(cls, request: EngineRequest) -> Sequence:

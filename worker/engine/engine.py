@@ -1,0 +1,257 @@
+"""A continuous batch: schedule, launch, collect, and commit what came of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from shared.errors import ConfigurationError
+from shared.schemas import FinishReason
+from worker.engine.block_manager import BlockManager
+from worker.engine.interface import (
+    EngineLimits,
+    EngineRequest,
+    EngineStats,
+    SequenceOutput,
+    StepOutput,
+)
+from worker.engine.runner import Runner, SampledToken
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+
+_AUDIT_INTERVAL_SECONDS = 1.0
+"""An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
+
+
+class LLMEngine:
+    """The engine around a runner; see `interface.Engine` for what it promises.
+
+    `max_model_len` is lowered to what the model and its KV cache can hold; `prefill_chunk` (tokens
+    of one prompt computed in one step, at most) is by default the whole token budget of a step.
+
+    Raises ConfigurationError naming the option that cannot work.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        layout = runner.kv_layout
+        kv_tokens = layout.num_blocks * layout.block_size
+        lengths = (runner.max_model_len, kv_tokens, max_model_len)
+        self.limits = EngineLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=min(length for length in lengths if length is not None),
+            kv_tokens=kv_tokens,
+            block_size=layout.block_size,
+            bytes_per_token=layout.bytes_per_token,
+            vocab_size=runner.vocab_size,
+        )
+        if prefill_chunk is None:
+            prefill_chunk = max_num_batched_tokens
+        _check_settings(self.limits, prefill_chunk, max_model_len)
+        self._runner = runner
+        self._block_manager = BlockManager(layout.num_blocks, layout.block_size)
+        self._scheduler = Scheduler(
+            max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._totals = EngineStats(num_blocks=layout.num_blocks)
+        self._next_audit_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def stats(self) -> EngineStats:
+        return replace(
+            self._totals,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_used_blocks=self._block_manager.num_used,
+            num_cached_blocks=self._block_manager.num_cached,
+            num_preemptions=self._scheduler.num_preemptions,
+            cached_tokens=self._scheduler.num_cached_tokens,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        self._check_request(request)
+        sequence = Sequence.of(request)
+        self._sequences[request.sequence_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, sequence_id: int) -> bool:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return False
+        self._release(sequence)
+        self._check_integrity_when_idle()
+        return True
+
+    def preemptible(self) -> list[tuple[int, int]]:
+        return [
+            (sequence.request.priority, len(sequence.block_table) * self.limits.block_size)
+            for sequence in self._scheduler.running
+        ]
+
+    def step(self) -> StepOutput:
+        """Schedule, compute and commit one step.
+
+        What the runner raises goes through to the caller. Nothing is committed then: no sequence
+        has gained a token and the same work is scheduled again, unless it is aborted.
+        """
+        if not self.has_work:
+            return StepOutput([], self.stats)
+        started_at = time.perf_counter()
+        batch = self._scheduler.schedule()
+        launched = self._runner.launch(batch)
+        sampled = self._runner.collect(launched)
+        outputs = self._commit(batch, sampled)
+        self._totals.num_steps += 1
+        self._totals.step_seconds = time.perf_counter() - started_at
+        self._totals.busy_seconds += self._totals.step_seconds
+        self._check_integrity_when_idle()
+        return StepOutput(outputs, self.stats)
+
+    def check_integrity(self) -> None:
+        scheduler = self._scheduler
+        scheduler.check_integrity()
+        self._block_manager.check_integrity(scheduler.running)
+        scheduled = sorted(it.sequence_id for it in (*scheduler.waiting, *scheduler.running))
+        if scheduled != sorted(self._sequences):
+            raise RuntimeError(
+                f"the engine holds sequences {sorted(self._sequences)} "
+                f"and its scheduler {scheduled}"
+            )
+
+    def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[SequenceOutput]:
+        num_sampling = len(batch.sampling)
+        if len(sampled) != num_sampling:
+            raise RuntimeError(
+                f"the runner sampled {len(sampled)} tokens for {num_sampling} sequences"
+            )
+        tokens = iter(sampled)
+        outputs = []
+        for share in batch.scheduled:
+            token = next(tokens) if share.samples else None
+            if token is None or token.error is None:
+                self._advance(share)
+            if token is None:
+                continue
+            output = self._append(share.sequence, token)
+            if output.finish_reason is not None:
+                output.timing = share.sequence.timing
+                self._release(share.sequence)
+            outputs.append(output)
+        return outputs
+
+    def _advance(self, share: ScheduledSequence) -> None:
+        """Note that the share's tokens are in the KV cache now."""
+        sequence, start, end = share.sequence, share.start, share.start + share.num_tokens
+        sequence.num_computed_tokens = end
+        self._block_manager.mark_computed(sequence, start, end)
+        reached = sequence.num_reached_tokens
+        if start < reached:
+            num_recomputed = min(end, reached) - start
+            sequence.timing.recomputed_tokens += num_recomputed
+            self._totals.recomputed_tokens += num_recomputed
+        if end > reached:
+            sequence.num_reached_tokens = end
+            num_new_of_prompt = min(end, sequence.num_prompt_tokens) - max(start, reached)
+            self._totals.prompt_tokens += max(0, num_new_of_prompt)
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> SequenceOutput:
+        """Append a sampled token and say what it means to the sequence."""
+        if token.error is not None:
+            return SequenceOutput(
+                sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=token.error
+            )
+        sequence.token_ids.append(token.token_id)
+        self._totals.generation_tokens += 1
+        if sequence.timing.first_token_at is None:
+            sequence.timing.first_token_at = time.monotonic()
+        return SequenceOutput(
+            sequence.sequence_id,
+            [token.token_id],
+            logprobs=None if token.logprob is None else [token.logprob],
+            finish_reason=self._finish_reason(sequence),
+        )
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        request = sequence.request
+        num_output_tokens = sequence.num_output_tokens
+        may_end = num_output_tokens >= request.params.min_tokens
+        if may_end and sequence.token_ids[-1] in request.end_token_ids:
+            return FinishReason.STOP
+        if num_output_tokens >= request.max_tokens:
+            return FinishReason.LENGTH
+        if sequence.num_tokens >= self.limits.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _release(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.sequence_id]
+        self._totals.num_processed += 1
+        self._totals.peak_memory_bytes = self._runner.peak_memory_bytes()
+
+    def _check_integrity_when_idle(self) -> None:
+        """Audit when nobody is here, unless that was just done: a last token waits for it."""
+        if not self.has_work and time.monotonic() >= self._next_audit_at:
+            self.check_integrity()
+            self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS
+
+    def _check_request(self, request: EngineRequest) -> None:
+        sequence_id, limits = request.sequence_id, self.limits
+        num_prompt_tokens = len(request.prompt_token_ids)
+        num_output_tokens = len(request.output_token_ids)
+        num_tokens = num_prompt_tokens + num_output_tokens
+        if sequence_id in self._sequences:
+            raise ValueError(f"sequence_id: {sequence_id} is in the engine already")
+        if num_prompt_tokens == 0:
+            raise ValueError("prompt_token_ids: is empty, and there is nothing to continue")
+        if num_tokens >= limits.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids: {num_prompt_tokens} tokens and {num_output_tokens} of output "
+                f"leave no room for another in a length of {limits.max_model_len}"
+            )
+        if request.max_tokens <= num_output_tokens:
+            raise ValueError(
+                f"max_tokens: {request.max_tokens} is reached with the {num_output_tokens} tokens "
+                "of output there are"
+            )
+        for name in ("prompt_token_ids", "output_token_ids"):
+            token_ids = getattr(request, name)
+            for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+                if not 0 <= token_id < limits.vocab_size:
+                    raise ValueError(
+                        f"{name}: {token_id} is outside the vocabulary of {limits.vocab_size}"
+                    )
+
+
+def _check_settings(limits: EngineLimits, prefill_chunk: int, max_model_len: int | None) -> None:
+    if limits.max_num_seqs < 1:
+        raise ConfigurationError(f"--max-num-seqs: {limits.max_num_seqs} is less than 1")
+    if limits.max_num_batched_tokens < limits.max_num_seqs:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
+            f"than one for each of --max-num-seqs, {limits.max_num_seqs}"
+        )
+    if prefill_chunk < 1:
+        raise ConfigurationError(f"--prefill-chunk: {prefill_chunk} is less than 1")
+    if max_model_len is not None and max_model_len < 2:
+        raise ConfigurationError(
+            f"--max-model-len: {max_model_len} is less than a token of prompt and one of output"
+        )
+    if limits.kv_tokens < 2:
+        raise ConfigurationError(
+            f"--kv-cache-memory: leaves room for {limits.kv_tokens} tokens in the KV cache, "
+            "which is less than a token of prompt and one of output"
+        )
