@@ -55,20 +55,19 @@ async def running_worker(
 
     It is drained at the end, and must then hold nothing.
     """
-    client = redis.asyncio.Redis.from_url(url)
-    worker = Worker(Settings(**settings), served or served_model_free(), client)
-    await worker.start()
-    stop = asyncio.Event()
-    serving = asyncio.create_task(worker.serve(stop))
-    try:
-        yield worker
-        stop.set()
-        await serving
-        await worker.drain(asyncio.Event())
-    finally:
-        serving.cancel()
-        await worker.stop()
-        await client.aclose()
+    async with redis.asyncio.Redis.from_url(url) as client:
+        worker = Worker(Settings(**settings), served or served_model_free(), client)
+        await worker.start()
+        stop = asyncio.Event()
+        serving = asyncio.create_task(worker.serve(stop))
+        try:
+            yield worker
+            stop.set()
+            await serving
+            await worker.drain(asyncio.Event())
+        finally:
+            serving.cancel()
+            await worker.stop()
     assert len(worker.leases) == 0
     worker.served.engine.check_integrity()
     assert worker.served.engine.stats.num_used_blocks == 0

@@ -78,12 +78,15 @@ async def test_what_is_prefetched_goes_out_by_priority_even_if_it_came_later(
 ) -> None:
     served = served_model_free(max_num_seqs=1, step_seconds=0.01)
     async with running_worker(redis_url, served, prefetch_depth=8) as worker:
-        first = await put(queue, max_tokens=30)
+        first = await put(queue, max_tokens=2000)
         await until_tokens(queue, first, 1)
         others = [await put(queue, priority=1, max_tokens=2) for _ in range(5)]
         while worker.intake.available < 3:
             await asyncio.sleep(0.002)
         urgent = await put(queue, priority=0, max_tokens=2)
+        while not any(held.request_id == urgent for held in worker.leases):
+            await asyncio.sleep(0.002)
+        await queue.cancel(first)
         result = await finished(queue, urgent)
         # One of the others may already lie in the engine, behind the slot; no more than that.
         states = [await queue.state(request_id) for request_id in others]
@@ -242,15 +245,15 @@ async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
 ) -> None:
     served = served_model_free(max_num_seqs=2, step_seconds=0.005)
     async with running_worker(redis_url, served, drain_seconds=0.0):
-        requests = [await put(queue, seed=n, max_tokens=150) for n in range(6)]
+        requests = [await put(queue, seed=n, max_tokens=1000) for n in range(6)]
         await until_tokens(queue, requests[0], 10)
     assert await queue.count() == 6
     async with running_worker(redis_url):
         for n, request_id in enumerate(requests):
             result = await finished(queue, request_id)
-            assert result["text"] == text_of(n, 150)
+            assert result["text"] == text_of(n, 1000)
         events = await log_of(queue, requests[0])
-        assert [event["index"] for event in events] == list(range(150))
+        assert [event["index"] for event in events] == list(range(1000))
         assert {event["attempt"] for event in events} == {1, 2}
 
 
@@ -266,7 +269,7 @@ async def test_a_request_whose_progress_is_complete_only_gets_its_last_event(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     """A worker with a longer model left it one token from the length that this one can hold."""
-    request_id = await put(queue, seed=1, prompt="ab", max_tokens=100)
+    request_id = await put(queue, seed=1, prompt="ab", max_tokens=1000)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
         await until_tokens(queue, request_id, 30)
     so_far = len(await log_of(queue, request_id))
@@ -336,14 +339,13 @@ async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQu
 async def test_a_worker_of_another_model_refuses_to_start(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    other = AsyncRequestQueue(
-        redis.asyncio.Redis.from_url(redis_url), model=ModelIdentity("llama", "123")
-    )
-    await other.take_batch(Room(max_count=0, token_budget=0))
+    other_model = ModelIdentity("llama", "123")
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        other = AsyncRequestQueue(client, model=other_model)
+        await other.take_batch(Room(max_count=0, token_budget=0))
     with pytest.raises(ModelMismatchError, match="llama"):
         async with running_worker(redis_url):
             pass
-    await other._redis.aclose()
 
 
 async def test_a_request_released_by_hand_is_claimed_again(

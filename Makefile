@@ -1,0 +1,43 @@
+# Everything is set up on the first call of any target; nothing is installed outside .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SET_UP := $(VENV)/.set-up
+
+.PHONY: demo test check format model bench-cancel clean
+
+demo: $(SET_UP)
+	@$(BIN)/promptq demo
+
+test: $(SET_UP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(SET_UP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(SET_UP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# Train the shipped model anew, from the text that its grammar writes.
+model: $(SET_UP)
+	@$(BIN)/python -m worker.shipped.train
+
+# How long a cancelled request keeps its KV blocks.
+bench-cancel: $(SET_UP)
+	@$(BIN)/python -m benchmarks.cancel
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(SET_UP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "promptq needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV) (once, a few minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
