@@ -42,6 +42,9 @@ def open_redis(url: str) -> redis.Redis:
         check_version(client.info("server"), url)
     except NoPermissionError:
         pass  # the role may not ask for the version; whatever it may do will tell
+    except PromptqError:
+        client.close()
+        raise
     except (RedisError, OSError) as error:
         client.close()
         raise explain(error, url) from error
@@ -55,6 +58,9 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
         check_version(await client.info("server"), url)
     except NoPermissionError:
         pass  # as above
+    except PromptqError:
+        await client.aclose()
+        raise
     except (RedisError, OSError) as error:
         await client.aclose()
         raise explain(error, url) from error
@@ -90,4 +96,9 @@ def explain(error: Exception, url: str) -> PromptqError:
     refused = isinstance(error, ResponseError) and str(error).startswith(("NOAUTH", "WRONGPASS"))
     if isinstance(error, AuthenticationError) or refused:
         return RedisAuthError(f"the server at {shown} refused the credentials: {error}")
+    if isinstance(error, ResponseError) and "unknown command" in str(error):
+        return RedisTooOldError(  # it does not even know the greeting, which came with Redis 6
+            f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
+            f" Valkey {MIN_VALKEY} is needed"
+        )
     return RedisUnavailableError(f"no Redis server answers at {shown}: {error}")

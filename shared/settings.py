@@ -20,6 +20,9 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(
         None, description="redis://, rediss:// or unix:// address; without it, an embedded server"
     )
+    redis_wait: float = Field(
+        0.0, ge=0, description="seconds a starting worker waits for the server to answer"
+    )
     queue: str = Field("default", description="name of the queue")
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto: colour in a terminal, JSON otherwise"

@@ -9,14 +9,18 @@ import time
 from typing import Any
 
 import click
+import redis.asyncio
 
 from shared.connection import open_async_redis, without_password
 from shared.embedded import EmbeddedServer, advertised
-from shared.errors import PromptqError
+from shared.errors import PromptqError, RedisUnavailableError
+from shared.keys import Keys
 from shared.logs import configure_logs
 from shared.settings import Settings, flag_of, read_settings
 from worker.building import Served, build
 from worker.service import Worker
+
+_RETRY_SECONDS = 0.2
 
 HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
 
@@ -34,6 +38,7 @@ time goes back to the queue with its progress. A second signal gives everything 
 
 async def serve(settings: Settings, redis_url: str) -> None:
     """Run a worker until SIGTERM or SIGINT."""
+    Keys(settings.queue)  # a name that cannot work is told before a model is loaded
     started = time.monotonic()
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
@@ -44,7 +49,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
 
-    client = await open_async_redis(redis_url)
+    client = await _open_when_there(redis_url, settings.redis_wait)
     try:
         served = await asyncio.to_thread(build, settings)
         worker = Worker(settings, served, client)
@@ -57,6 +62,18 @@ async def serve(settings: Settings, redis_url: str) -> None:
             await worker.stop()
     finally:
         await client.aclose()
+
+
+async def _open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:
+    """Where server and worker start side by side, the worker may be first."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return await open_async_redis(redis_url)
+        except RedisUnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _ready_line(settings: Settings, served: Served, redis_url: str, seconds: float) -> str:

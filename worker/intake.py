@@ -186,7 +186,8 @@ class Intake:
 
     async def _wait(self) -> None:
         try:
-            await asyncio.wait_for(self._wake_up.wait(), POLL_SECONDS)
+            async with asyncio.timeout(POLL_SECONDS):  # wait_for may swallow a cancellation
+                await self._wake_up.wait()
         except TimeoutError:
             self._work_came = True  # perhaps its message was missed
             return

@@ -118,7 +118,8 @@ class Worker:
         deadline = time.monotonic() + self._settings.drain_seconds
         while self.leases.num_in_engine and not now.is_set() and time.monotonic() < deadline:
             with suppress(TimeoutError):
-                await asyncio.wait_for(now.wait(), 0.01)
+                async with asyncio.timeout(0.01):
+                    await now.wait()
 
     async def stop(self) -> None:
         """End all parts, give back what is still held with its progress, and leave the queue."""

@@ -1,0 +1,103 @@
+"""The embedded server lives exactly as long as its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from shared import embedded
+from shared.embedded import EmbeddedServer
+from shared.errors import ConfigurationError
+
+OWNER = """
+import sys, time
+from shared.embedded import EmbeddedServer
+server = EmbeddedServer()
+print(server.url, flush=True)
+time.sleep(600)
+"""
+
+
+def answers(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url) as client:
+            return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def test_runs_until_it_is_stopped_and_leaves_nothing() -> None:
+    with EmbeddedServer() as server:
+        assert answers(server.url)
+        assert server.is_running
+        with redis.Redis.from_url(server.url) as client:
+            folder = Path(client.config_get("dir")["dir"])
+            assert client.info("server")["valkey_version"]
+    assert not answers(server.url)
+    assert not server.is_running
+    assert not folder.exists()
+    server.stop()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_stops_with_its_owner_however_that_dies(end: signal.Signals) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout:
+        url = owner.stdout.readline().strip()
+    assert answers(url)
+    owner.send_signal(end)
+    owner.wait()
+    while answers(url):
+        time.sleep(0.01)
+
+
+def test_several_run_side_by_side() -> None:
+    with EmbeddedServer() as one, EmbeddedServer() as two:
+        assert one.port != two.port
+        assert answers(one.url)
+        assert answers(two.url)
+
+
+def test_says_that_a_port_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port} .* taken"):
+            EmbeddedServer(port=port)
+
+
+def test_keeps_its_data_where_a_folder_is_given(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer(data_dir=tmp_path) as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        client.set("kept", "yes")
+    with (
+        EmbeddedServer(data_dir=tmp_path) as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        assert client.get("kept") == b"yes"
+
+
+def test_later_commands_of_the_same_user_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert embedded.advertised() is None
+    embedded.advertise("redis://127.0.0.1:1/0")
+    assert embedded.advertised() == "redis://127.0.0.1:1/0"
+    assert os.stat(tmp_path / f"promptq-{os.getuid()}").st_mode & 0o077 == 0
+    embedded.withdraw("redis://127.0.0.1:2/0")
+    assert embedded.advertised() == "redis://127.0.0.1:1/0"
+    embedded.withdraw("redis://127.0.0.1:1/0")
+    assert embedded.advertised() is None

@@ -1,0 +1,188 @@
+"""`promptq worker` as a process: it says what is wrong in one sentence, and ends as it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from shared import scripts
+from shared.embedded import EmbeddedServer
+from shared.request_queue import RequestQueue, new_request_id
+from shared.schemas import Request
+from shared.scripts import NewRequest
+from tests.helpers import text_of
+
+COMMAND = [sys.executable, "-m", "worker"]
+
+
+def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+@contextmanager
+def started(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """A worker that has said it is ready."""
+    process = subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline().startswith("ready after ")
+            yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def one_sentence(outcome: subprocess.CompletedProcess[str]) -> str:
+    assert outcome.returncode == 1, outcome
+    assert outcome.stderr.startswith("promptq worker: "), outcome.stderr
+    assert outcome.stderr.count("\n") == 1, outcome.stderr
+    return outcome.stderr
+
+
+def test_says_that_no_server_is_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
+    assert f"no Redis server answers at redis://127.0.0.1:{port}" in said
+
+
+def test_says_that_credentials_are_wrong_and_shows_no_password() -> None:
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as client:
+        client.config_set("requirepass", "right")
+        url = f"redis://:wr0ng@127.0.0.1:{server.port}/0"
+        said = one_sentence(run("--model", "model-free", "--redis", url))
+    assert "refused the credentials" in said
+    assert "wr0ng" not in said
+
+
+def test_says_that_a_server_is_too_old() -> None:
+    """No binary that old is at hand: this server answers everything with its version."""
+    reply = b"redis_version:6.2.14\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while data := connection.recv(4096):
+                    for command in data.split(b"*")[1:]:
+                        if b"HELLO" in command:
+                            connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
+                        elif b"\r\nINFO\r\n" in command:
+                            connection.sendall(b"$%d\r\n%s\r\n" % (len(reply), reply))
+                        else:
+                            connection.sendall(b"-ERR unknown subcommand\r\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        port = listener.getsockname()[1]
+        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
+        thread.join()
+    assert "is Redis 6.2.14; promptq needs Redis 7 or Valkey 8" in said
+
+
+def test_says_that_a_url_is_none() -> None:
+    assert "is not a Redis URL" in one_sentence(run("--redis", "http://localhost"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--queue", "a b"], "queue: 'a b'"),
+        (["--model", "model-free", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens"),
+    ],
+)
+def test_says_which_option_is_wrong(redis_url: str, options: list[str], expected: str) -> None:
+    assert expected in one_sentence(run("--redis", redis_url, *options))
+
+
+def test_says_which_variable_is_wrong(redis_url: str) -> None:
+    said = one_sentence(run("--redis", redis_url, PROMPTQ_MAX_NUM_SEQS="many"))
+    assert "PROMPTQ_MAX_NUM_SEQS" in said
+
+
+def test_says_that_a_model_is_not_there_or_none(redis_url: str, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    assert str(missing) in one_sentence(run("--redis", redis_url, "--model", str(missing)))
+    assert str(tmp_path) in one_sentence(run("--redis", redis_url, "--model", str(tmp_path)))
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = one_sentence(run("--redis", redis_url, "--model", str(tmp_path)))
+    assert "causal" in said
+
+
+def test_serves_and_drains_when_terminated(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        queue = RequestQueue(client)
+        with started("--model", "model-free", "--redis", redis_url) as worker:
+            request = Request.build({"prompt": "a", "seed": 3, "max_tokens": 2000})
+            (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
+            while not queue.run(scripts.log_after(queue.keys, request_id, 0)):
+                pass
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait() == 0
+        record = queue.run(scripts.record(queue.keys, request_id))
+        assert json.loads(record["result"])["text"] == text_of(3, 2000)
+        assert client.zcard(queue.keys.workers) == 0
+
+
+def test_a_killed_workers_stream_is_carried_on(redis_url: str) -> None:
+    """No gap, no repeat, no changed token: the other worker goes on at the next one."""
+    options = ["--model", "model-free", "--redis", redis_url, "--lease-ms", "300"]
+    with redis.Redis.from_url(redis_url) as client:
+        queue = RequestQueue(client)
+        with started(*options) as victim:
+            request = Request.build({"prompt": "a", "seed": 8, "max_tokens": 6000})
+            (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
+            while len(queue.run(scripts.log_after(queue.keys, request_id, 0))) < 20:
+                pass
+            victim.kill()
+            victim.wait()
+        with started(*options):
+            while "result" not in queue.run(scripts.record(queue.keys, request_id)):
+                pass
+        events = [json.loads(e) for e in queue.run(scripts.log_after(queue.keys, request_id, 0))]
+        assert {event["attempt"] for event in events} == {1, 2}
+        assert [event["index"] for event in events] == list(range(6000))
+        assert "".join(event["text"] for event in events) == text_of(8, 6000)
+
+
+def test_starts_an_own_server_where_none_is_given(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    environment.pop("PROMPTQ_REDIS_URL", None)
+    process = subprocess.Popen(
+        [*COMMAND, "--model", "model-free"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        first = process.stdout.readline()
+        assert first.startswith("no Redis given: started an embedded server at redis://127.0.0.1:")
+        assert process.stdout.readline().startswith("ready after ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+
+
+def test_starts_without_torch() -> None:
+    code = "import sys, worker.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
