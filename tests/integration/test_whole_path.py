@@ -1,0 +1,110 @@
+"""Through Redis and back, greedy tokens are those of the library's `generate`.
+
+Requests join and leave all the time; prefixes are shared, prompts are cut into chunks, and in one
+setting the KV cache is so small that sequences are preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+import torch
+
+from shared.request_queue import AsyncRequestQueue, new_request_id
+from shared.schemas import Request
+from shared.scripts import ModelIdentity, NewRequest
+from tests.helpers import finished, running_worker
+from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
+from worker.building import Served
+from worker.engine.engine import LLMEngine
+from worker.engine.model_runner import ModelRunner
+from worker.tokenizer import ByteTokenizer
+
+FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral"]
+BLOCK_SIZE = 4
+MAX_TOKENS = 24
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: list[int]) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def make_prompts(rng: random.Random) -> list[list[int]]:
+    prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(19)]
+    prompts = []
+    for n in range(12):
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
+        prompts.append(prefix + own if n % 2 else own)
+    return prompts
+
+
+def served(directory: Path, *, num_blocks: int) -> Served:
+    bytes_per_token = ModelRunner.load(str(directory), device="cpu").kv_layout.bytes_per_token
+    runner = ModelRunner.load(
+        str(directory),
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        kv_cache_memory=num_blocks * BLOCK_SIZE * bytes_per_token,
+    )
+    engine = LLMEngine(runner, max_num_seqs=6, max_num_batched_tokens=24, prefill_chunk=7)
+    identity = ModelIdentity(directory.name, directory.name)
+    return Served(engine, ByteTokenizer(), identity, frozenset(), "cpu", "float32")
+
+
+@pytest.mark.parametrize("num_blocks", [400, 30], ids=["with-room", "with-preemption"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_tokens_are_those_of_generate(
+    family: str, num_blocks: int, redis_url: str, tmp_path: Path
+) -> None:
+    rng = random.Random(11)
+    is_tight = num_blocks == 30
+    directory = save_model(tmp_path / family, family, 11)
+    model = make_model(family, 11)
+    prompts = make_prompts(rng)
+    expected = [generate(model, prompt) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) > 6, "the models must tell prompts apart"
+
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        queue = AsyncRequestQueue(client)
+
+        async def put(prompt: list[int], **fields: Any) -> str:
+            fields |= {"prompt": prompt, "temperature": 0.0, "ignore_eos": True}
+            request = Request.build(fields)
+            return (await queue.enqueue([NewRequest(new_request_id(), request)]))[0]
+
+        async with running_worker(redis_url, served(directory, num_blocks=num_blocks)) as worker:
+            ids, leavers = [], []
+            for prompt in prompts:
+                priority = rng.choice([-1, 0, 1]) if is_tight else 0
+                ids.append(await put(prompt, max_tokens=MAX_TOKENS, priority=priority))
+                leavers.append(await put(prompt[::-1], max_tokens=60))
+                await asyncio.sleep(rng.random() * 0.02)
+                if rng.random() < 0.7:
+                    await queue.cancel(rng.choice(leavers))
+            for request_id in leavers:
+                await queue.cancel(request_id)
+            results = [await finished(queue, request_id) for request_id in ids]
+            for result, tokens in zip(results, expected, strict=True):
+                assert result["token_ids"] == tokens
+            stats = worker.engine.stats
+            assert stats.cached_tokens > 0, "prefixes were shared"
+            if is_tight:
+                assert stats.num_preemptions > 0
+            else:
+                assert (stats.num_preemptions, stats.recomputed_tokens) == (0, 0)
