@@ -1,0 +1,230 @@
+"""Loading: what is not a causal LM with safetensors is told in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from shared.errors import ConfigurationError, ModelError, ModelNotFoundError, UnsupportedModelError
+from tests.worker.engine.tiny_models import save_model
+from worker.engine.attention import LayerSpec
+from worker.engine.kv_cache import KVCache, bytes_per_token, default_memory_bytes, fitting_blocks
+from worker.engine.loading import LoadedModel, load_model
+from worker.engine.model_runner import ModelRunner, resolve_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def copy(model_dir: Path, tmp_path: Path) -> Path:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def load(source: Path | str, **options: Any) -> LoadedModel:
+    return load_model(str(source), device=CPU, **options)
+
+
+def change_config(directory: Path, **fields: Any) -> None:
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def test_loads(model_dir: Path) -> None:
+    loaded = load(model_dir)
+    assert loaded.family == "llama"
+    assert loaded.end_token_ids == {2}
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype(model_dir: Path, dtype: Any) -> None:
+    assert load(model_dir, dtype=dtype).model.dtype == getattr(torch, dtype)
+    runner = ModelRunner.load(str(model_dir), device="cpu", dtype=dtype, kv_cache_memory=10**6)
+    size = 4 if dtype == "float32" else 2
+    assert runner.kv_layout.bytes_per_token == 2 * 2 * (8 + 8) * size
+
+
+def test_auto_dtype_is_that_of_the_weights(copy: Path) -> None:
+    assert load(copy).model.dtype == torch.float32
+    weights = load_file(copy / "model.safetensors")
+    halves = {name: weight.bfloat16() for name, weight in weights.items()}
+    save_file(halves, copy / "model.safetensors", metadata={"format": "pt"})
+    change_config(copy, dtype="bfloat16")
+    assert load(copy).model.dtype == torch.bfloat16
+
+
+def test_end_tokens(copy: Path) -> None:
+    settings = copy / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert load(copy).end_token_ids == {2, 7}
+    settings.unlink()
+    change_config(copy, eos_token_id=5)
+    assert load(copy).end_token_ids == {5}
+    change_config(copy, eos_token_id=None)
+    assert load(copy).end_token_ids == frozenset()
+
+
+def assert_one_sentence(error: BaseException, directory: Path) -> None:
+    message = str(error)
+    assert message.startswith(str(directory))
+    assert "\n" not in message
+    assert not message.endswith(".")
+    assert len(message) < 300 + len(str(directory))
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    for name in (tmp_path / "nowhere", "./nowhere", "nowhere"):
+        with pytest.raises(ModelNotFoundError, match="there is no such directory"):
+            load(name)
+
+
+def test_file_instead_of_a_directory(model_dir: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        load(model_dir / "config.json")
+
+
+def test_no_config(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_config_is_not_json(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ModelNotFoundError, match=r"config\.json is not JSON") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_config_without_a_family(copy: Path) -> None:
+    (copy / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=r"config\.json has no model_type") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_unknown_family(copy: Path) -> None:
+    change_config(copy, model_type="nonsense")
+    with pytest.raises(UnsupportedModelError, match="nonsense") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_not_a_causal_lm(copy: Path) -> None:
+    change_config(copy, model_type="vit")
+    with pytest.raises(
+        ModelNotFoundError, match=r"is not a causal language model \(its family is 'vit'\)"
+    ) as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_other_weights_than_safetensors(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    with pytest.raises(ModelNotFoundError, match=r"has no \*\.safetensors weights") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_broken_weights(copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(UnsupportedModelError, match="the weights of this 'llama' model") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_missing_weights_are_not_made_up(copy: Path) -> None:
+    """The library would fill them with random numbers."""
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"1 weights .* are missing, .*up_proj"
+    ) as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_weights_of_another_shape(copy: Path) -> None:
+    change_config(copy, intermediate_size=40)
+    with pytest.raises(UnsupportedModelError, match="llama") as caught:
+        load(copy)
+    assert_one_sentence(caught.value, copy)
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise OSError("We couldn't connect to the hub to load the files.\nCheck your connection")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(ModelNotFoundError) as caught:
+        load("somebody/something")
+    assert str(caught.value) == (
+        "somebody/something: We couldn't connect to the hub to load the files"
+    )
+
+
+def test_options_that_cannot_work(model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--dtype: 'int8'"):
+        load(model_dir, dtype="int8")
+    with pytest.raises(ConfigurationError, match="--device: 'tpu'"):
+        resolve_device("tpu")
+    with pytest.raises(ConfigurationError, match="--device: 'cuda:99'"):
+        resolve_device("cuda:99")
+    with pytest.raises(ConfigurationError, match="needs at least 8192 bytes"):
+        ModelRunner.load(str(model_dir), device="cpu", kv_cache_memory=8191)
+    with pytest.raises(ConfigurationError, match="--max-model-len: 500"):
+        ModelRunner.load(str(model_dir), device="cpu", max_model_len=500)
+    assert issubclass(UnsupportedModelError, ModelError)
+
+
+def test_the_cache_is_as_large_as_asked_for(model_dir: Path) -> None:
+    runner = ModelRunner.load(str(model_dir), device="cpu", kv_cache_memory=100_000)
+    layout = runner.kv_layout
+    assert layout.num_blocks == 100_000 // (layout.bytes_per_token * layout.block_size)
+    cache = runner._cache
+    held = sum(layer.key.nbytes + layer.value.nbytes for layer in cache.layers)
+    assert held == layout.num_blocks * layout.block_size * layout.bytes_per_token
+
+
+def test_the_cache_is_as_large_as_it_can_be_used(model_dir: Path) -> None:
+    runner = ModelRunner.load(str(model_dir), device="cpu", max_num_seqs=3, max_model_len=100)
+    assert runner.kv_layout.num_blocks == -(-3 * 100 // 16)
+    assert runner.max_model_len == 100
+    assert runner.vocab_size == 97
+    assert runner.peak_memory_bytes() > 2**20
+
+
+def test_the_cache_takes_a_share_of_what_is_free() -> None:
+    spec = LayerSpec(4, 2, 64, 32, torch.float16, torch.float32)
+    assert bytes_per_token([spec, spec]) == 2 * 2 * (64 * 2 + 32 * 4)
+    memory = default_memory_bytes(CPU)
+    assert memory > 0
+    blocks = fitting_blocks(
+        [spec], block_size=16, memory_bytes=None, wanted_tokens=10**15, device=CPU
+    )
+    assert 0.5 * memory < blocks * 16 * spec.bytes_per_token < 1.5 * memory
+
+
+def test_shared_layers_share_memory() -> None:
+    own = LayerSpec(4, 2, 8, 8, torch.float32, torch.float32)
+    sharing = LayerSpec(4, 2, 8, 8, torch.float32, torch.float32, shares_kv_of=0)
+    cache = KVCache([own, sharing], num_blocks=3, block_size=4, device=CPU)
+    assert cache.layers[0] is cache.layers[1]
+    assert cache.bytes_per_token == 2 * (8 + 8) * 4
+    assert cache.layers[0].key.shape == (3, 2, 4, 8)

@@ -1,0 +1,63 @@
+"""Packing: every token of a step in one row, at its position, with its place in the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.schemas import SamplingParams
+from worker.engine.interface import EngineRequest
+from worker.engine.packing import Packer
+from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+
+BLOCK_SIZE = 4
+
+
+def sequence(sequence_id: int, num_tokens: int, slot: int, blocks: list[int]) -> Sequence:
+    tokens = [100 * sequence_id + position for position in range(num_tokens)]
+    made = Sequence.of(EngineRequest(sequence_id, tokens, SamplingParams(), seed=0, max_tokens=9))
+    made.slot, made.block_table = slot, blocks
+    return made
+
+
+def test_decodes_come_first_longest_context_first() -> None:
+    packer = Packer(BLOCK_SIZE, torch.device("cpu"))
+    short = ScheduledSequence(sequence(1, 3, 0, [7]), 2, 1, samples=True)
+    chunk = ScheduledSequence(sequence(2, 9, 1, [5, 2, 9]), 3, 3, samples=False)
+    long = ScheduledSequence(sequence(3, 6, 2, [1, 8]), 5, 1, samples=True)
+    step = packer.pack(Batch([short, chunk, long]))
+    layout = step.layout
+    assert step.items == [long, short, chunk]
+    assert step.input_ids.tolist() == [[305, 102, 203, 204, 205]]
+    assert step.positions.tolist() == [[5, 2, 3, 4, 5]]
+    assert layout.num_decodes == 2
+    assert layout.query_starts == [0, 1, 2, 5]
+    assert layout.context_lens == [6, 3, 6]
+    assert layout.write_blocks.tolist() == [8, 7, 5, 2, 2]
+    assert layout.write_offsets.tolist() == [1, 2, 3, 0, 1]
+    assert layout.block_tables[:, 0].tolist() == [1, 7, 5]
+    assert layout.block_tables[2].tolist() == [5, 2, 9]
+    assert step.last_rows([short, long]) == [1, 0]
+
+
+def test_a_slot_forgets_its_former_owner() -> None:
+    """Also one whose block table was as long."""
+    packer = Packer(BLOCK_SIZE, torch.device("cpu"))
+    for blocks in ([3, 4], [5, 6], [5, 8], [9], [9, 1, 2]):
+        owner = sequence(1, 4 * len(blocks), 3, blocks)
+        item = ScheduledSequence(owner, 4 * len(blocks) - 1, 1, samples=True)
+        layout = packer.pack(Batch([item])).layout
+        assert layout.block_tables[0, : len(blocks)].tolist() == blocks
+        assert layout.write_blocks.tolist() == [blocks[-1]]
+        owner.block_table.append(99)  # its owner may change it later; the packer has its own
+    again = ScheduledSequence(sequence(1, 4, 3, [9]), 3, 1, samples=True)
+    assert packer.pack(Batch([again])).layout.block_tables.tolist() == [[9]]
+
+
+def test_a_sequence_without_a_slot() -> None:
+    homeless = sequence(4, 2, 0, [0])
+    homeless.slot = None
+    with pytest.raises(ValueError, match="sequence 4 is in a batch without a slot"):
+        Packer(BLOCK_SIZE, torch.device("cpu")).pack(
+            Batch([ScheduledSequence(homeless, 0, 2, samples=True)])
+        )

@@ -1,0 +1,207 @@
+"""Greedy tokens of the engine equal those of the library's `generate`, whatever the batch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.schemas import FinishReason, SamplingParams
+from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
+from worker.engine.engine import LLMEngine
+from worker.engine.interface import EngineRequest, SequenceTiming
+from worker.engine.model_runner import ModelRunner
+
+SEED = 7
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model as a directory, prompts, and what `generate` makes of them."""
+
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    bytes_per_token: int
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    made: dict[str, Family] = {}
+
+    def make(name: str) -> Family:
+        if name not in made:
+            print(f"seed {SEED}")
+            directory = save_model(tmp_path_factory.mktemp(name), name, SEED)
+            prompts = make_prompts()
+            model = make_model(name, SEED)
+            expected = [
+                generate(model, prompt, 5 + 3 * (index % 5)) for index, prompt in enumerate(prompts)
+            ]
+            layout = ModelRunner.load(str(directory), device="cpu").kv_layout
+            made[name] = Family(directory, prompts, expected, layout.bytes_per_token)
+        return made[name]
+
+    return make
+
+
+def make_prompts() -> list[list[int]]:
+    """Of many lengths, most longer than any window of the families; half share a long prefix."""
+    generator = torch.Generator().manual_seed(SEED)
+    prefix = torch.randint(3, VOCAB_SIZE, (17,), generator=generator).tolist()
+    prompts = []
+    for index, length in enumerate((1, 13, 30, 6, 21, 2, 11, 26)):
+        prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        prompts.append(prefix + prompt if index % 2 else prompt)
+    return prompts
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def make_engine(
+    family: Family, *, num_blocks: int = 200, max_num_seqs: int = 4, prefill_chunk: int = 64
+) -> LLMEngine:
+    runner = ModelRunner.load(
+        str(family.directory),
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
+    )
+    return LLMEngine(
+        runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefill_chunk=prefill_chunk
+    )
+
+
+def run(
+    engine: LLMEngine, requests: list[EngineRequest], *, every: int = 2
+) -> tuple[list[list[int]], list[SequenceTiming]]:
+    """Add a request every few steps, with one in between that soon leaves; step until done."""
+    outputs: dict[int, list[int]] = {request.sequence_id: [] for request in requests}
+    timings: dict[int, SequenceTiming] = {}
+    waiting = list(requests)
+    num_steps = 0
+    while waiting or engine.has_work:
+        if waiting and num_steps % every == 0:
+            engine.add(waiting.pop(0))
+            leaver = 1000 + num_steps
+            engine.add(EngineRequest(leaver, [5, num_steps + 3, 9], GREEDY, seed=0, max_tokens=30))
+        for output in engine.step().outputs:
+            if output.sequence_id in outputs:
+                outputs[output.sequence_id] += output.token_ids
+                if output.finish_reason is not None:
+                    assert output.finish_reason is FinishReason.LENGTH
+                    assert output.timing is not None
+                    timings[output.sequence_id] = output.timing
+        if num_steps % 3 == 2:
+            for leaver in range(1000, 1000 + num_steps):
+                engine.abort(leaver)
+        engine.check_integrity()
+        num_steps += 1
+    ids = [request.sequence_id for request in requests]
+    return [outputs[sequence_id] for sequence_id in ids], [timings[each] for each in ids]
+
+
+def greedy_requests(family: Family) -> list[EngineRequest]:
+    return [
+        EngineRequest(index, prompt, GREEDY, seed=0, max_tokens=len(expected), order=(index, ""))
+        for index, (prompt, expected) in enumerate(
+            zip(family.prompts, family.expected, strict=True)
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_joining_and_leaving(name: str, family_of: Callable[[str], Family]) -> None:
+    """Requests join and leave all the time, and nothing is computed twice."""
+    family = family_of(name)
+    assert len({token for tokens in family.expected for token in tokens}) >= 10
+    engine = make_engine(family)
+    outputs, timings = run(engine, greedy_requests(family))
+    assert outputs == family.expected
+    assert engine.stats.num_preemptions == 0
+    assert engine.stats.recomputed_tokens == 0
+    assert [timing.recomputed_tokens for timing in timings] == [0] * len(timings)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Family]) -> None:
+    """Prompts come in chunks of three, the cache is too small for all, and prefixes are shared."""
+    family = family_of(name)
+    engine = make_engine(family, num_blocks=23, prefill_chunk=3)
+    outputs, _ = run(engine, greedy_requests(family), every=1)
+    assert outputs == family.expected
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.cached_tokens > 0
+
+
+def test_blocks_of_the_departed_leave_nothing(family_of: Callable[[str], Family]) -> None:
+    """What a former owner left in a block, be it not even a number, reaches nobody."""
+    family = family_of("llama")
+    engine = make_engine(family, num_blocks=40)
+    runner: Any = engine._runner
+    for layer in runner._cache.layers:
+        layer.key.fill_(float("nan"))
+        layer.value.fill_(float("nan"))
+    outputs, _ = run(engine, greedy_requests(family))
+    assert outputs == family.expected
+
+
+SAMPLED = SamplingParams(
+    temperature=1.3,
+    top_p=0.95,
+    top_k=60,
+    min_p=0.001,
+    repetition_penalty=1.1,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_seed_decides(name: str, family_of: Callable[[str], Family]) -> None:
+    """A sampled request gets the same tokens alone, in a full batch, preempted, and resumed."""
+    family = family_of(name)
+    request = EngineRequest(0, family.prompts[1], SAMPLED, seed=42, max_tokens=24)
+    others = [
+        EngineRequest(index, prompt, SAMPLED, seed=index, max_tokens=12, order=(index, ""))
+        for index, prompt in enumerate(family.prompts, start=1)
+    ]
+    [alone], _ = run(make_engine(family, max_num_seqs=1), [request])
+    assert len(set(alone)) >= 10
+
+    crowded, _ = run(make_engine(family, max_num_seqs=8), [*others[:4], request, *others[4:]])
+    assert crowded[4] == alone
+
+    last = EngineRequest(0, family.prompts[1], SAMPLED, seed=42, max_tokens=24, order=(99, ""))
+    preempted, timings = run(make_engine(family, num_blocks=25), [last, *others], every=1)
+    assert timings[0].preemptions > 0
+    assert preempted[0] == alone
+
+    resumed = EngineRequest(
+        0, family.prompts[1], SAMPLED, seed=42, max_tokens=24, output_token_ids=alone[:10]
+    )
+    [rest], _ = run(make_engine(family), [resumed])
+    assert rest == alone[10:]
+
+    other_seed = EngineRequest(0, family.prompts[1], SAMPLED, seed=43, max_tokens=24)
+    [different], _ = run(make_engine(family), [other_seed])
+    assert different != alone

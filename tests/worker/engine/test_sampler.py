@@ -1,0 +1,446 @@
+"""The sampler against the library's processors, a full sort, and plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from shared.schemas import SamplingParams
+from worker.engine.interface import EngineRequest
+from worker.engine.runner import SampledToken
+from worker.engine.sampler import Sampler
+from worker.engine.sampling import draw as drawing
+from worker.engine.sampling import filters
+from worker.engine.sampling.constraints import Constraints
+from worker.engine.sampling.draw import draw
+from worker.engine.sampling.penalties import Penalties
+from worker.engine.sampling.randomness import uniforms
+from worker.engine.sequence import Sequence
+
+SEED = 5
+CPU = torch.device("cpu")
+_ids = count(1)
+
+
+def sequence(
+    prompt: list[int],
+    output: list[int] | None = None,
+    *,
+    seed: int = 0,
+    end_token_ids: tuple[int, ...] = (),
+    bad_token_sequences: tuple[tuple[int, ...], ...] = (),
+    **params: Any,
+) -> Sequence:
+    request = EngineRequest(
+        next(_ids),
+        prompt,
+        SamplingParams(**params),
+        seed=seed,
+        max_tokens=1000,
+        end_token_ids=frozenset(end_token_ids),
+        bad_token_sequences=bad_token_sequences,
+        output_token_ids=output or [],
+    )
+    return Sequence.of(request)
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    sampler = Sampler(logits.shape[1], CPU)
+    return sampler.sample(logits.clone(), sequences).tokens()
+
+
+def token_ids(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    tokens = sample(logits, sequences)
+    assert [token.error for token in tokens] == [None] * len(tokens)
+    return [token.token_id for token in tokens]
+
+
+def random_logits(
+    rows: int, vocab_size: int, seed: int = SEED, spread: float = 3.0
+) -> torch.Tensor:
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab_size, generator=generator) * spread
+
+
+def random_sequences(rows: int, vocab_size: int, seed: int = SEED) -> list[Sequence]:
+    """Every mixture of parameters."""
+    random = np.random.default_rng(seed)
+
+    def maybe(value: Any, otherwise: Any) -> Any:
+        return value if random.random() < 0.5 else otherwise
+
+    def tokens(most: int) -> list[int]:
+        return random.integers(0, vocab_size, random.integers(1, most)).tolist()
+
+    sequences = []
+    for _ in range(rows):
+        bias = {str(token): float(random.uniform(-5, 5)) for token in tokens(6)}
+        sequences.append(
+            sequence(
+                tokens(40),
+                tokens(30) if random.random() < 0.7 else [],
+                seed=int(random.integers(0, 2**63)),
+                temperature=maybe(float(random.uniform(0.2, 2.0)), maybe(1.0, 0.0)),
+                top_p=maybe(float(random.uniform(0.05, 0.99)), 1.0),
+                top_k=maybe(int(random.integers(1, vocab_size + 50)), maybe(0, -1)),
+                min_p=maybe(float(random.uniform(0.0, 0.2)), 0.0),
+                repetition_penalty=maybe(float(random.uniform(0.5, 2.0)), 1.0),
+                presence_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
+                frequency_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
+                logit_bias=maybe(bias, None),
+                min_tokens=maybe(20, 0),
+                end_token_ids=(3, 4),
+                bad_token_sequences=maybe(((5,), (6, 7), (8, 9, 10)), ()),
+            )
+        )
+        if random.random() < 0.5:
+            sequences[-1].token_ids += [8, 9]
+    return sequences
+
+
+def reference(logits: torch.Tensor, row: Sequence) -> torch.Tensor:
+    """What is left of `logits` [vocab_size] before the softmax: -inf for what cannot be chosen."""
+    params = row.request.params
+    scores = logits.clone().float()
+    output = row.token_ids[row.num_prompt_tokens :]
+    if len(output) < params.min_tokens:
+        scores[list(row.request.end_token_ids)] = -math.inf
+    for *prefix, last in row.request.bad_token_sequences:
+        if output[len(output) - len(prefix) :] == prefix and len(output) >= len(prefix):
+            scores[last] = -math.inf
+    for token, bias in (params.logit_bias or {}).items():
+        scores[int(token)] += bias
+    scores = scores.unsqueeze(0)
+    penalty = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+    scores = penalty(torch.tensor([row.token_ids]), scores)
+    for token in set(output):
+        scores[0, token] -= params.frequency_penalty * output.count(token)
+        scores[0, token] -= params.presence_penalty
+    if params.temperature == 0.0:
+        return scores[0]
+    scores = TemperatureLogitsWarper(params.temperature)(None, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    if params.top_k > 0:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1.0:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    return scores[0]
+
+
+def assert_is_drawn(token: int, scores: torch.Tensor, row: Sequence) -> None:
+    """The token is where the row's number falls in the cumulative distribution."""
+    assert scores[token] > -math.inf
+    if row.request.params.temperature == 0.0:
+        assert token == int(scores.argmax())
+        return
+    cumulative = scores.double().softmax(dim=0).cumsum(dim=0)
+    number = uniforms(
+        np.array([row.request.seed], dtype=np.uint64), np.array([row.num_tokens], dtype=np.uint64)
+    )[0]
+    before = float(cumulative[token - 1]) if token else 0.0
+    assert before - 1e-5 <= number <= float(cumulative[token]) + 1e-5
+
+
+@pytest.mark.parametrize("vocab_size", [97, 256, 2000])
+def test_equals_the_librarys_processors(vocab_size: int) -> None:
+    rows = 120
+    logits = random_logits(rows, vocab_size)
+    sequences = random_sequences(rows, vocab_size)
+    tokens = token_ids(logits, sequences)
+    for token, scores, row in zip(tokens, logits, sequences, strict=True):
+        assert_is_drawn(token, reference(scores, row), row)
+    assert len(set(tokens)) > 20
+
+
+def test_penalties_and_constraints_change_just_what_they_should() -> None:
+    """Every logit, not only the chosen one."""
+    vocab_size = 80
+    logits = random_logits(60, vocab_size)
+    sequences = random_sequences(60, vocab_size)
+    changed = logits.clone()
+    Constraints(sequences, vocab_size, CPU).apply(changed)
+    Penalties(sequences, CPU).apply(changed)
+    for scores, before, row in zip(changed, logits, sequences, strict=True):
+        greedy = row.request.params.model_copy(update={"temperature": 0.0})
+        row.request = replace(row.request, params=greedy)
+        torch.testing.assert_close(scores, reference(before, row))
+
+
+def thresholds(
+    scaled: torch.Tensor,
+    min_p: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    columns = [None if each is None else each.unsqueeze(1) for each in (min_p, top_k, top_p)]
+    most = 0 if top_k is None else int(top_k.max())
+    result = filters.thresholds(scaled, *columns, most, torch.empty_like(scaled))
+    assert result is not None
+    return result
+
+
+def test_filters_keep_just_what_they_should() -> None:
+    vocab_size = 500
+    logits = random_logits(200, vocab_size)
+    random = np.random.default_rng(SEED)
+    min_p = random.choice([0.0, 0.01, 0.1], 200)
+    top_k = random.choice([0, 1, 5, 50, 400], 200)
+    top_p = random.choice([0.1, 0.6, 0.95, 1.0], 200)
+    scaled = logits - logits.amax(dim=1, keepdim=True)
+    threshold = thresholds(
+        scaled,
+        torch.tensor(min_p, dtype=torch.float32),
+        torch.tensor(top_k),
+        torch.tensor(top_p),
+    )
+    for row in range(200):
+        params = {"min_p": min_p[row], "top_k": top_k[row], "top_p": top_p[row]}
+        kept = reference(logits[row], sequence([1], **{k: v.item() for k, v in params.items()}))
+        assert torch.equal(scaled[row] >= threshold[row], kept > -math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_works_in_fp32_whatever_the_logits_are(dtype: torch.dtype) -> None:
+    logits = random_logits(60, 500).to(dtype)
+    sequences = random_sequences(60, 500)
+    assert token_ids(logits, sequences) == token_ids(logits.float(), sequences)
+
+
+def test_a_step_after_the_other() -> None:
+    """What is kept from step to step equals what is worked out afresh, while rows come and go."""
+    vocab_size = 60
+    sequences = random_sequences(12, vocab_size)
+    present = sequences[:6]
+    sampler = Sampler(vocab_size, CPU)
+    for step in range(60):
+        if step % 7 == 3:
+            present = [*present[1:], sequences[(6 + step) % 12]]
+            present = list(dict.fromkeys(present))
+        logits = random_logits(len(present), vocab_size, seed=step)
+        tokens = sampler.sample(logits.clone(), present).tokens()
+        assert [token.token_id for token in tokens] == token_ids(logits, present)
+        for row, token in zip(present, tokens, strict=True):
+            row.token_ids.append(token.token_id)
+
+
+def test_rows_do_not_know_of_each_other() -> None:
+    """The same token alone, in any batch and in any order."""
+    vocab_size = 3000
+    logits = random_logits(48, vocab_size)
+    sequences = random_sequences(48, vocab_size)
+    together = token_ids(logits, sequences)
+    order = np.random.default_rng(SEED).permutation(48).tolist()
+    shuffled = token_ids(logits[order], [sequences[row] for row in order])
+    assert shuffled == [together[row] for row in order]
+    for row in range(48):
+        assert token_ids(logits[row : row + 1], [sequences[row]]) == [together[row]]
+
+
+def test_logits_that_are_no_numbers_fail_their_row_alone() -> None:
+    vocab_size = 300
+    logits = random_logits(8, vocab_size)
+    everything = tuple((token,) for token in range(vocab_size))
+    sequences = [sequence([1], seed=row, top_p=0.9, top_k=20) for row in range(7)]
+    sequences += [sequence([1], bad_token_sequences=everything)]
+    healthy = token_ids(logits[:7], sequences[:7])
+    logits[1, 17] = math.nan
+    logits[3] = math.nan
+    logits[5, 2] = math.inf
+    tokens = sample(logits, sequences)
+    failed = [row for row, token in enumerate(tokens) if token.error is not None]
+    assert failed == [1, 3, 5, 7]
+    for row in (0, 2, 4, 6):
+        assert tokens[row].token_id == healthy[row]
+
+    greedy = [sequence([1], temperature=0.0) for _ in range(7)]
+    tokens = sample(logits[:7], greedy)
+    assert [row for row, token in enumerate(tokens) if token.error is not None] == [1, 3, 5]
+    assert tokens[0].token_id == int(logits[0].argmax())
+
+
+def test_greedy_is_the_argmax() -> None:
+    logits = random_logits(5, 400)
+    rows = [sequence([1], temperature=0.0) for _ in range(5)]
+    assert token_ids(logits, rows) == logits.argmax(dim=1).tolist()
+
+
+def test_min_tokens_keeps_the_end_away() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 3] = 50.0
+    row = sequence([1], temperature=0.0, min_tokens=2, end_token_ids=(3, 99))
+    sampler = Sampler(10, CPU)
+    chosen = []
+    for _ in range(3):
+        [token] = sampler.sample(logits.clone(), [row]).tokens()
+        chosen.append(token.token_id)
+        row.token_ids.append(token.token_id)
+    assert chosen[0] != 3
+    assert chosen[1] != 3
+    assert chosen[2] == 3
+
+
+def test_bad_words_count_in_the_output_alone() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 7] = 50.0
+    bad = {"bad_token_sequences": ((5, 6, 7),), "temperature": 0.0}
+    assert token_ids(logits, [sequence([5, 6], **bad)]) == [7]
+    assert token_ids(logits, [sequence([5], [6], **bad)]) == [7]
+    assert token_ids(logits, [sequence([1], [5, 6], **bad)]) != [7]
+    assert token_ids(logits, [sequence([1], [6, 5], **bad)]) == [7]
+
+
+def test_ids_outside_of_the_vocabulary_do_no_harm() -> None:
+    row = sequence(
+        [1],
+        logit_bias={"10": 5.0, "99": 5.0},
+        min_tokens=5,
+        end_token_ids=(10, 500),
+        bad_token_sequences=((10,), (1, 10), (500, 3)),
+    )
+    assert token_ids(torch.zeros(1, 10), [row])[0] in range(10)
+
+
+def test_the_distribution() -> None:
+    """20,000 draws at as many positions look like the softmax of the logits."""
+    vocab_size, draws = 50, 20_000
+    logits = random_logits(1, vocab_size, spread=1.0)
+    rows = [sequence([1] * 2, seed=9, temperature=0.8) for _ in range(draws)]
+    for position, row in enumerate(rows):
+        row.token_ids = range(position)  # only its length counts
+    observed = np.bincount(token_ids(logits.expand(draws, -1), rows), minlength=vocab_size)
+    expected = (logits[0].double() / 0.8).softmax(dim=0).numpy() * draws
+    chi_square = float(((observed - expected) ** 2 / expected).sum())
+    assert chi_square < 49 + 4 * math.sqrt(2 * 49)
+
+
+def test_numbers_are_a_function_of_seed_and_position() -> None:
+    """Fixed for ever: other workers, and later versions, must go on with the same numbers."""
+    seeds = np.array([0, 0, 1, 2**63 - 1], dtype=np.uint64)
+    positions = np.array([0, 1, 0, 2**20], dtype=np.uint64)
+    assert uniforms(seeds, positions).tolist() == [
+        0.6524484863740322,
+        0.7012121095215252,
+        0.36818951565166946,
+        0.32491307998290764,
+    ]
+
+
+@pytest.mark.parametrize("by", ["seed", "position", "both"])
+def test_numbers_are_even_and_unrelated(by: str) -> None:
+    n = 1 << 16
+    steps = np.arange(n, dtype=np.uint64)
+    still = np.full(n, 12, dtype=np.uint64)
+    numbers = uniforms(still if by == "position" else steps, still if by == "seed" else steps)
+    assert numbers.min() >= 0.0
+    assert numbers.max() < 1.0
+    counts = np.bincount((numbers * 256).astype(int), minlength=256)
+    assert float(((counts - n / 256) ** 2 / (n / 256)).sum()) < 255 + 4 * math.sqrt(2 * 255)
+    for lag in (1, 2, 7, 256):
+        assert abs(np.corrcoef(numbers[:-lag], numbers[lag:])[0, 1]) < 4 / math.sqrt(n)
+
+
+def test_draw_takes_the_first_that_exceeds() -> None:
+    for vocab_size in (1, 5, drawing.BLOCK, drawing.BLOCK + 1, 3 * drawing.BLOCK - 2):
+        random = np.random.default_rng(vocab_size)
+        weights = random.random((40, vocab_size)) * (random.random((40, vocab_size)) < 0.1)
+        weights[:, random.integers(vocab_size)] = 0.5
+        numbers = random.random(40)
+        cumulative = weights.cumsum(axis=1)
+        expected = (cumulative <= numbers[:, None] * cumulative[:, -1:]).sum(axis=1)
+        drawn = draw(torch.tensor(weights), torch.tensor(numbers))
+        assert drawn.tolist() == expected.tolist()
+
+
+def test_draw_never_takes_what_has_no_weight() -> None:
+    weights = torch.zeros(3, 1000)
+    weights[:, 333] = 0.1
+    weights[:, 700] = 1e-30
+    numbers = torch.tensor([0.0, 1.0 - 2**-53, 1.0], dtype=torch.float64)
+    assert set(draw(weights, numbers).tolist()) <= {333, 700}
+    weights[:, 999] = 0.2
+    assert draw(weights, numbers).tolist() == [333, 999, 999]
+
+
+@pytest.mark.parametrize("vocab_size", [100, 5000])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_top_p_of_flat_distributions(top_p: float, vocab_size: int) -> None:
+    """Where thousands of tokens are needed, more candidates are looked at."""
+    logits = random_logits(4, vocab_size, spread=0.1)
+    scaled = logits - logits.amax(dim=1, keepdim=True)
+    column = torch.tensor([top_p, 1.0, top_p, top_p], dtype=torch.float64)
+    threshold = thresholds(scaled, top_p=column)
+    assert threshold[1] == -math.inf
+    for row in (0, 2, 3):
+        probabilities = scaled[row].double().softmax(dim=0).sort(descending=True).values
+        needed = int((probabilities.cumsum(dim=0) < top_p).sum()) + 1
+        kept = int((scaled[row] >= threshold[row]).sum())
+        assert abs(kept - needed) <= 1
+
+
+def test_equal_logits_share_their_fate() -> None:
+    scaled = torch.tensor([[0.0, -1.0, -1.0, -1.0, -9.0]])
+    for top_k, kept in ((1, 1), (2, 4), (4, 4), (5, 5)):
+        threshold = thresholds(scaled, top_k=torch.tensor([top_k]))
+        assert int((scaled >= threshold).sum()) == kept
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    """Of 0.4, 0.3, 0.2, 0.1 the two likeliest are 4/7 and 3/7, so that 0.5 needs one alone."""
+    scaled = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log() - math.log(0.4)
+    top_p = torch.tensor([0.5], dtype=torch.float64)
+    alone = thresholds(scaled, top_p=top_p)
+    after_top_k = thresholds(scaled, top_k=torch.tensor([2]), top_p=top_p)
+    assert int((scaled >= alone).sum()) == 2
+    assert int((scaled >= after_top_k).sum()) == 1
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    vocab_size = 200
+    logits = random_logits(4, vocab_size)
+    asked: dict[str, Any] = {"seed": 3, "temperature": 1.7, "top_k": 30, "frequency_penalty": 1.0}
+    rows = [
+        sequence([1], [2, 2], logprobs=3, logit_bias={"7": 20.0}, **asked),
+        sequence([1], [2, 2], **asked),
+        sequence([1], [2, 2], logprobs=0, **asked),
+        sequence([1], temperature=0.0, logprobs=20),
+    ]
+    tokens = sample(logits, rows)
+    assert tokens[1].logprob is None
+    for row, num_top in ((0, 3), (2, 0), (3, 20)):
+        token, report = tokens[row].token_id, tokens[row].logprob
+        assert report is not None
+        expected = logits[row].log_softmax(dim=0)
+        assert report.token_id == token
+        assert report.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        assert report.rank == int((logits[row] > logits[row, token]).sum()) + 1
+        top = report.top or []
+        assert [each.token_id for each in top] == logits[row].topk(num_top).indices.tolist()
+        values = expected.topk(num_top).values.tolist()
+        assert [each.logprob for each in top] == pytest.approx(values, abs=1e-5)
+    assert tokens[0].token_id == 7
+    reporting = [rows[row] for row in (0, 2, 3)]
+    assert sample(logits[[0, 2, 3]], reporting) == [tokens[row] for row in (0, 2, 3)]
+    assert tokens[3].logprob is not None
+    assert tokens[3].logprob.rank == 1
+
+
+def test_asking_for_logprobs_changes_no_token() -> None:
+    logits = random_logits(20, 300)
+    plain = [sequence([1], seed=row, top_p=0.8) for row in range(20)]
+    asking = [sequence([1], seed=row, top_p=0.8, logprobs=5) for row in range(20)]
+    assert token_ids(logits, plain) == token_ids(logits, asking)

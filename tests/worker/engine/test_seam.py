@@ -1,0 +1,302 @@
+"""The check at load: what cannot be served correctly is refused, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from shared.errors import ConfigurationError, UnsupportedModelError
+from shared.schemas import SamplingParams
+from tests.worker.engine.tiny_models import FAMILIES, GPT_SHAPED, LLAMA_SHAPED, make_model
+from worker.engine import precision, seam_check
+from worker.engine.attention import FULL, LayerCache, Pattern, Scoring, StepLayout
+from worker.engine.attention.torch_paged import torch_paged_attention
+from worker.engine.interface import EngineRequest
+from worker.engine.loading import LoadedModel
+from worker.engine.model_runner import ModelRunner
+from worker.engine.seam_check import CheckedModel, check_model, model_length
+from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+
+BERT_SHAPED = {
+    name: value for name, value in LLAMA_SHAPED.items() if name not in ("head_dim", "eos_token_id")
+}
+HIDDEN_16 = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2}
+
+
+def loaded_model(family: str, **overrides: Any) -> LoadedModel:
+    return LoadedModel(family, make_model(family, **overrides), frozenset())
+
+
+def check(loaded: LoadedModel, backend: Any = torch_paged_attention) -> CheckedModel:
+    return check_model(loaded, backend, model_length(loaded, None))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bloom": (HIDDEN_16 | {"n_layer": 2, "n_head": 4}, "no position_ids"),
+    "mamba": (HIDDEN_16, "no position_ids"),
+    "rwkv": (HIDDEN_16 | {"attention_hidden_size": 16}, "no position_ids"),
+    "codegen": (GPT_SHAPED | {"rotary_dim": 4}, "its attention cannot be replaced"),
+    "gptj": (GPT_SHAPED | {"rotary_dim": 4}, "its attention cannot be replaced"),
+    "xglm": (
+        {"vocab_size": 97, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+        "its attention cannot be replaced",
+    ),
+    "falcon": (HIDDEN_16 | {"num_attention_heads": 4}, "its attention cannot be replaced"),
+    "lfm2": (
+        LLAMA_SHAPED | {"layer_types": ["conv", "full_attention"]},
+        "1 modules of a model of 2 layers make 1 attention calls",
+    ),
+    "jamba": (LLAMA_SHAPED | {"num_experts": 2}, "0 modules of a model of 2 layers"),
+    "diffllama": (LLAMA_SHAPED, "2 modules of a model of 2 layers make 4 attention calls"),
+    "bert": (BERT_SHAPED, "layer 0 has no causal mask"),
+    "doge": (LLAMA_SHAPED, "layer 0 adds a bias to its scores"),
+    "gemma3_text": (
+        FAMILIES["gemma3_text"] | {"use_bidirectional_attention": True},
+        "neither causal, nor a sliding window, nor a chunk",
+    ),
+    "minimax_m3_vl_text": (
+        LLAMA_SHAPED
+        | {
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "dense"],
+            "index_head_dim": 8,
+            "index_block_size": 4,
+        },
+        "layer 1 asks its attention for 'block_indices'",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_by_name_with_the_reason(family: str) -> None:
+    overrides, reason = REFUSED[family]
+    with pytest.raises(UnsupportedModelError) as caught:
+        check(loaded_model(family, **overrides))
+    message = str(caught.value)
+    assert message.startswith(f"{family}: ")
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_what_mixes_rows_outside_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each token's MLP sees the token before it, which may be another request's."""
+    forward = modeling_llama.LlamaMLP.forward
+
+    def leaking(self: modeling_llama.LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x + 0.3 * torch.roll(x, 1, dims=1))
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", leaking)
+    with pytest.raises(UnsupportedModelError, match="do not get what they get alone"):
+        check(loaded_model("llama"))
+
+
+def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that a family makes where the library would make none."""
+    create = modeling_llama.create_causal_mask
+
+    def creating(**kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor | None = create(**kwargs)
+        return torch.zeros(1) if mask is None else mask
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", creating)
+    with pytest.raises(UnsupportedModelError, match="makes a mask or bias of its own"):
+        check(loaded_model("llama"))
+
+
+def test_a_layer_that_stops_calling_is_noticed() -> None:
+    loaded = loaded_model("llama")
+    runner = ModelRunner.of(loaded, kv_cache_memory=10**6)
+    runner.launch(batch_of_one())
+    model: Any = loaded.model
+    model.config.num_hidden_layers = 1
+    with pytest.raises(UnsupportedModelError, match="1 attention calls in a forward of 2 layers"):
+        runner.launch(batch_of_one())
+
+
+def with_scoring(change: Callable[[Scoring], Scoring]) -> Any:
+    """The backend, with a mistake."""
+
+    def backend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        layout: StepLayout,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        return torch_paged_attention(query, key, value, cache, layout, change(scoring))
+
+    return backend
+
+
+def wider(scoring: Scoring) -> Scoring:
+    pattern = scoring.pattern
+    return replace(scoring, pattern=Pattern(pattern.kind, pattern.size + 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "mistake"),
+    [
+        ("mistral", {"sliding_window": 4096, "max_position_embeddings": 9999}, wider),
+        ("gemma3_text", {}, wider),
+        ("llama4_text", {"attention_chunk_size": 8192, "max_position_embeddings": 9999}, wider),
+        ("gpt_oss", {}, lambda scoring: replace(scoring, sinks=None)),
+        ("gemma2", {}, lambda scoring: replace(scoring, softcap=None)),
+        ("gemma2", {}, lambda scoring: replace(scoring, scale=scoring.scale * 1.1)),
+    ],
+    ids=["window", "some windows", "chunk", "sinks", "softcap", "scale"],
+)
+def test_mistakes_are_seen(
+    family: str, overrides: dict[str, Any], mistake: Callable[[Scoring], Scoring]
+) -> None:
+    """Also in windows of thousands of tokens, with a prompt of a few."""
+    loaded = loaded_model(family, **overrides)
+    check(loaded)
+    with pytest.raises(UnsupportedModelError, match=f"{family}: requests in a packed step"):
+        check(loaded, with_scoring(mistake))
+
+
+def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary attention is relative, so a wrong offset shows only in what is learned by position."""
+    loaded = loaded_model("gpt2")
+    forward = loaded.model.forward
+
+    def shifted(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if position_ids.shape[1] not in seam_check.LENGTHS:
+            position_ids = (position_ids - 1).clamp_min(0)
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(loaded.model, "forward", shifted)
+    with pytest.raises(UnsupportedModelError, match="do not get what they get alone"):
+        check(loaded)
+
+
+def test_what_looks_at_the_whole_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name: here all positions change once one of them is far along."""
+    loaded = loaded_model("llama")
+    forward = loaded.model.forward
+
+    def stretched(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if position_ids.max() > 100:
+            position_ids = position_ids * 2
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(loaded.model, "forward", stretched)
+    with pytest.raises(UnsupportedModelError, match="do not get what they get alone"):
+        check(loaded)
+
+
+def test_patterns_come_from_the_librarys_masks_and_the_true_sizes() -> None:
+    kinds = [spec.pattern for spec in check(loaded_model("gemma3_text")).specs]
+    assert kinds == [Pattern("sliding", 7), FULL] * 2
+    kinds = [spec.pattern for spec in check(loaded_model("llama4_text")).specs]
+    assert kinds == [*[Pattern("chunked", 8)] * 3, FULL]
+    qwen = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    kinds = [spec.pattern for spec in check(loaded_model("qwen2", **LLAMA_SHAPED, **qwen)).specs]
+    assert kinds == [FULL, Pattern("sliding", 9)]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    loaded = loaded_model("llama4_text")
+    check(loaded)
+    assert loaded.model.config.attention_chunk_size == 8
+    assert {getattr(module, "floor_scale", 16) for module in loaded.model.modules()} == {16}
+    loaded = loaded_model("mistral")
+    with pytest.raises(UnsupportedModelError):
+        check(loaded, with_scoring(wider))
+    assert loaded.model.config.sliding_window == 7
+
+
+def test_positions_counted_by_rows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 scales its queries by a position that it counts itself."""
+    assert check(loaded_model("llama4_text", floor_scale=8192)).counts_rows
+    assert not check(loaded_model("llama4_text", attn_temperature_tuning=False)).counts_rows
+    assert not check(loaded_model("ministral3")).counts_rows
+    faint = loaded_model("llama4_text", floor_scale=8192, initializer_range=0.02)
+    faint.model.to(torch.bfloat16)
+    assert check(faint).counts_rows
+    monkeypatch.setattr(precision, "_SHARE", 0.0)
+    assert check(faint).counts_rows
+
+
+def test_geometry_is_what_the_model_really_hands_over() -> None:
+    gemma = check(loaded_model("gemma4_text")).specs
+    assert [(spec.num_kv_heads, spec.key_size) for spec in gemma] == [(2, 8), (2, 16)] * 2
+    assert [spec.shares_kv_of for spec in gemma] == [None, None, 0, 1]
+    assert sum(spec.bytes_per_token for spec in gemma) == 4 * 2 * (8 + 8 + 16 + 16)
+    deepseek = check(loaded_model("deepseek_v3")).specs
+    assert [(spec.key_size, spec.value_size) for spec in deepseek] == [(16, 12)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_low_precision_passes(family: str, dtype: torch.dtype) -> None:
+    loaded = loaded_model(family)
+    loaded.model.to(dtype)
+    weights = {name: weight.clone() for name, weight in loaded.model.state_dict().items()}
+    specs = check(loaded).specs
+    assert {spec.key_dtype for spec in specs} == {dtype}
+    for name, weight in loaded.model.state_dict().items():
+        assert weight.dtype == weights[name].dtype
+        assert torch.equal(weight, weights[name])
+
+
+def test_rounding_hides_no_mistake() -> None:
+    loaded = loaded_model("mixtral", sliding_window=4096, initializer_range=0.02)
+    loaded.model.to(torch.bfloat16)
+    check(loaded)
+    with pytest.raises(UnsupportedModelError, match="mixtral: requests in a packed step"):
+        check(loaded, with_scoring(wider))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "mixtral", "gemma3_text", "gpt_oss"])
+def test_models_too_large_to_be_checked_in_fp32(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "_SHARE", 0.0)
+    loaded = loaded_model(family, initializer_range=0.1)
+    loaded.model.to(torch.bfloat16)
+    check(loaded)
+    with pytest.raises(UnsupportedModelError, match="requests in a packed step"):
+        check(loaded, with_scoring(lambda scoring: replace(scoring, scale=-scoring.scale)))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_look_at_the_whole_batch(kind: str) -> None:
+    """They are served as long as no length makes them change."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    rope |= {"original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    loaded = loaded_model("llama", rope_parameters=rope)
+    assert model_length(loaded, None) == 64
+    assert model_length(loaded, 50) == 50
+    with pytest.raises(UnsupportedModelError, match=rf"llama: .*'{kind}'.*--max-model-len 64"):
+        model_length(loaded, 65)
+    check(loaded)
+
+
+def test_length_beyond_the_models_positions() -> None:
+    with pytest.raises(ConfigurationError, match="--max-model-len: 129 is more than the 128"):
+        model_length(loaded_model("llama"), 129)
+
+
+def test_a_model_serves_one_cache_at_a_time() -> None:
+    """A second runner takes the model over; the first one fails rather than use the wrong cache."""
+    loaded = loaded_model("llama")
+    first = ModelRunner.of(loaded, kv_cache_memory=10**6)
+    ModelRunner.of(loaded, kv_cache_memory=10**6)
+    step = first._packer.pack(batch_of_one())
+    with pytest.raises(UnsupportedModelError, match="was not seen by the check at load"):
+        first._model.logits(step, torch.tensor([0]))
+
+
+def batch_of_one() -> Batch:
+    sequence = Sequence.of(EngineRequest(1, [5, 6], SamplingParams(), seed=0, max_tokens=1))
+    sequence.slot, sequence.block_table = 0, [0]
+    return Batch([ScheduledSequence(sequence, 0, 2, samples=True)])

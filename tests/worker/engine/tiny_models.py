@@ -1,0 +1,165 @@
+"""Tiny random models of many families, saved as directories that the engine can load."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 97
+
+LLAMA_SHAPED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+GPT_SHAPED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXED_LAYERS = {
+    "num_hidden_layers": 4,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_SHAPED,
+    "qwen3": LLAMA_SHAPED,
+    "gpt2": GPT_SHAPED,
+    "mistral": {**LLAMA_SHAPED, "sliding_window": 7},
+    "gemma2": {
+        **LLAMA_SHAPED,
+        **MIXED_LAYERS,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {**LLAMA_SHAPED, **MIXED_LAYERS, "query_pre_attn_scalar": 8},
+    "mixtral": {
+        **LLAMA_SHAPED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        **LLAMA_SHAPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "gpt_oss": {
+        **LLAMA_SHAPED,
+        **MIXED_LAYERS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "llama4_text": {
+        **LLAMA_SHAPED,
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+        "floor_scale": 16,
+    },
+    "phi": {**LLAMA_SHAPED, "partial_rotary_factor": 0.5},
+    "gpt_neox": {**LLAMA_SHAPED, "rotary_pct": 0.5},
+    "ministral3": {
+        **LLAMA_SHAPED,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "gemma4_text": {  # heads of two sizes, and layers that share K and V
+        **LLAMA_SHAPED,
+        **MIXED_LAYERS,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
+    "deepseek_v3": {  # keys and values of different sizes
+        **LLAMA_SHAPED,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    },
+    "gpt_bigcode": GPT_SHAPED,
+    "opt": {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "init_std": 0.3,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+
+def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random model in fp32, the same for the same arguments.
+
+    Attention is eager, as it is the one that always honours softcap and sinks. No weight, be it a
+    norm's, a bias or a sink, has the value that would hide a mistake.
+    """
+    config = AutoConfig.for_model(family, **{**FAMILIES.get(family, {}), **overrides})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of families that are behind the library they are in
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """The same as a directory."""
+    make_model(family, seed, **overrides).save_pretrained(directory)
+    return directory

@@ -1,0 +1,248 @@
+"""Paged attention in plain torch: the backend that runs everywhere.
+
+Decodes are gathered into padded groups and attend together; a chunk attends alone. Padding points
+at a sequence's own first visible token, so that no foreign or stale memory is ever read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from worker.engine.attention import LayerCache, Pattern, Scoring, StepLayout
+
+MAX_GATHERED_TOKENS = 1 << 16
+"""Padded context tokens of one group of decodes; bounds the memory that a gather takes."""
+MAX_SCORES = 1 << 24
+"""Scores that the explicit softmax holds at once."""
+
+
+def torch_paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: LayerCache,
+    layout: StepLayout,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """See AttentionBackend."""
+    cache.key[layout.write_blocks, :, layout.write_offsets] = key
+    cache.value[layout.write_blocks, :, layout.write_offsets] = value
+
+    num_kv_heads, value_size = value.shape[1:]
+    output = value.new_empty(query.shape[0], query.shape[1], value_size)
+    decodes, chunks = _plans(layout, scoring.pattern, num_kv_heads, key)
+    for decode in decodes:
+        rows = slice(decode.first, decode.last)
+        keys = _gather(cache.key, decode.cache_rows)
+        values = _gather(cache.value, decode.cache_rows)
+        attended = _attend(query[rows].unsqueeze(2), keys, values, decode.bias, scoring)
+        output[rows] = attended.squeeze(2)
+    for chunk in chunks:
+        rows = slice(chunk.first, chunk.last)
+        if chunk.cache_rows is None:
+            keys, values = key[rows].transpose(0, 1)[None], value[rows].transpose(0, 1)[None]
+        else:
+            keys = _gather(cache.key, chunk.cache_rows)
+            values = _gather(cache.value, chunk.cache_rows)
+        attended = _attend(query[rows].transpose(0, 1)[None], keys, values, chunk.bias, scoring)
+        output[rows] = attended[0].transpose(0, 1)
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences `first` to `last`, which have one row each and similar contexts."""
+
+    first: int
+    last: int
+    cache_rows: torch.Tensor  # [size, num_kv_heads, length] into the cache seen as rows of one head
+    bias: torch.Tensor | None  # [size, 1, 1, length], -inf where nothing is
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence's rows `first` to `last`."""
+
+    first: int
+    last: int
+    cache_rows: torch.Tensor | None  # [1, num_kv_heads, length]; None: all it sees is in the step
+    bias: torch.Tensor | None  # [rows, length], -inf where not visible; None: plainly causal
+
+
+def _plans(
+    layout: StepLayout, pattern: Pattern, num_kv_heads: int, like: torch.Tensor
+) -> tuple[list[_DecodeGroup], list[_Chunk]]:
+    """The gathers of a step; worked out by the first layer of each pattern and head count."""
+    plans: tuple[list[_DecodeGroup], list[_Chunk]] | None
+    plans = layout.plans.get((pattern, num_kv_heads, like.dtype))
+    if plans is None:
+        heads = torch.arange(num_kv_heads, device=like.device)
+        plans = (
+            _plan_decodes(layout, pattern, heads, like.dtype),
+            _plan_chunks(layout, pattern, heads, like.dtype),
+        )
+        layout.plans[pattern, num_kv_heads, like.dtype] = plans
+    return plans
+
+
+def _plan_decodes(
+    layout: StepLayout, pattern: Pattern, heads: torch.Tensor, dtype: torch.dtype
+) -> list[_DecodeGroup]:
+    contexts = layout.context_lens[: layout.num_decodes]
+    starts = [pattern.first_visible(context - 1) for context in contexts]
+    lengths = [context - start for context, start in zip(contexts, starts, strict=True)]
+    groups = []
+    for first, last in _similar(lengths):
+        longest = max(lengths[first:last])
+        start = torch.tensor(starts[first:last], device=heads.device).unsqueeze(1)
+        offset = torch.arange(longest, device=heads.device)
+        bias = None
+        if min(lengths[first:last]) < longest:
+            length = torch.tensor(lengths[first:last], device=heads.device).unsqueeze(1)
+            seen = offset < length
+            offset = torch.where(seen, offset, 0)
+            bias = _bias(seen, dtype)[:, None, None, :]
+        positions = (start + offset).expand(last - first, longest)
+        cache_rows = _cache_rows(layout.block_tables[first:last], positions, heads, layout)
+        groups.append(_DecodeGroup(first, last, cache_rows, bias))
+    return groups
+
+
+def _similar(lengths: list[int]) -> list[tuple[int, int]]:
+    """Cut into runs that, padded, stay within bounds and are not mostly padding."""
+    groups = []
+    first, longest = 0, 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        padded = (index + 1 - first) * longest
+        wasteful = length < longest // 4 and longest > 256
+        if index > first and (padded > MAX_GATHERED_TOKENS or wasteful):
+            groups.append((first, index))
+            first, longest = index, length
+    if lengths:
+        groups.append((first, len(lengths)))
+    return groups
+
+
+def _plan_chunks(
+    layout: StepLayout, pattern: Pattern, heads: torch.Tensor, dtype: torch.dtype
+) -> list[_Chunk]:
+    chunks = []
+    for index in range(layout.num_decodes, len(layout.context_lens)):
+        first, last = layout.query_starts[index], layout.query_starts[index + 1]
+        context = layout.context_lens[index]
+        position = context - (last - first)
+        start = pattern.first_visible(position)
+        cache_rows = None
+        if start < position:
+            positions = torch.arange(start, context, device=heads.device).unsqueeze(0)
+            tables = layout.block_tables[index : index + 1]
+            cache_rows = _cache_rows(tables, positions, heads, layout)
+        bias = None
+        if start < position or pattern.first_visible(context - 1) > start:
+            query = torch.arange(position, context, device=heads.device).unsqueeze(1)
+            key = torch.arange(start, context, device=heads.device)
+            bias = _bias(_visible(query, key, pattern), dtype)
+        chunks.append(_Chunk(first, last, cache_rows, bias))
+    return chunks
+
+
+def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Whether queries at these positions see keys at those."""
+    visible = key <= query
+    if pattern.kind == "sliding":
+        visible &= key > query - pattern.size
+    elif pattern.kind == "chunked":
+        visible &= key // pattern.size == query // pattern.size
+    return visible
+
+
+def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the kernels add to scores; they would make it of booleans again in every layer."""
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return bias.masked_fill_(~visible, float("-inf"))
+
+
+def _cache_rows(
+    tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
+) -> torch.Tensor:
+    """[size, num_kv_heads, length]: rows of the cache, seen as [everything, head size]."""
+    size = layout.block_size
+    blocks = tables.gather(1, positions // size)
+    per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
+    return per_head * size + (positions % size).unsqueeze(1)
+
+
+def _gather(cache: torch.Tensor, cache_rows: torch.Tensor) -> torch.Tensor:
+    """[size, num_kv_heads, length, head size] out of the paged cache."""
+    rows = cache.view(-1, cache.shape[-1]).index_select(0, cache_rows.view(-1))
+    return rows.view(*cache_rows.shape, cache.shape[-1])
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """[size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
+
+    Without a bias, rows are as many as keys and causal, or one row that sees all keys.
+    """
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _attend_explicitly(query, keys, values, bias, scoring)
+    size, num_heads, rows, key_size = query.shape
+    num_kv_heads = keys.shape[1]
+    grouped = num_heads != num_kv_heads
+    if rows == 1 and grouped:
+        # The heads of a group share their keys, so they can be rows and nothing is repeated.
+        query = query.reshape(size, num_kv_heads, -1, key_size)
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:-2], query.shape[2], -1)
+    attended = scaled_dot_product_attention(
+        query.to(keys.dtype),
+        keys,
+        values,
+        attn_mask=bias,
+        scale=scoring.scale,
+        is_causal=bias is None and rows > 1,
+        enable_gqa=rows > 1 and grouped,
+    )
+    return attended.reshape(size, num_heads, rows, -1)
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """The same with softcap and sinks, which the library's kernels do not know."""
+    size, num_heads, rows, key_size = query.shape
+    num_kv_heads, length = keys.shape[1:3]
+    if bias is None and rows > 1:
+        bias = _bias(query.new_ones(rows, length, dtype=torch.bool).tril(), torch.float32)
+    query = query.reshape(size, num_kv_heads, -1, rows, key_size)
+    keys, values = keys.unsqueeze(2).transpose(-1, -2), values.unsqueeze(2)
+    tile = max(1, MAX_SCORES // (size * num_heads * length))
+    tiles = []
+    for first in range(0, rows, tile):
+        seen_from = slice(first, first + tile)
+        scores = (query[..., seen_from, :] @ keys).float() * scoring.scale
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        if bias is not None:
+            scores += bias.unsqueeze(-3)[..., seen_from, :]
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.float().view(num_kv_heads, -1, 1, 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
+        tiles.append(weights.to(values.dtype) @ values)
+    return torch.cat(tiles, dim=-2).reshape(size, num_heads, rows, -1)

@@ -1,0 +1,159 @@
+"""Runs batches through a transformers model on the paged KV cache."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import ConfigurationError
+from worker.engine.attention import backend_for
+from worker.engine.kv_cache import KVCache, fitting_blocks
+from worker.engine.loading import DType, LoadedModel, load_model
+from worker.engine.memory import give_back
+from worker.engine.packing import Packer
+from worker.engine.runner import KVLayout, SampledToken
+from worker.engine.sampler import Sampler, SamplerOutput
+from worker.engine.seam_check import CheckedModel, check_model, model_length
+from worker.engine.sequence import Batch
+
+LENGTH_WITHOUT_LIMIT = 8192
+"""Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way; `sampled` is None if it samples nothing."""
+
+    sampled: SamplerOutput | None
+
+
+class ModelRunner:
+    """The runner that serves real models (see Runner)."""
+
+    def __init__(
+        self, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_model_len: int
+    ) -> None:
+        self.name = loaded.name
+        self.family = loaded.family
+        self.end_token_ids = loaded.end_token_ids
+        self.device = loaded.model.device
+        self.dtype = loaded.model.dtype
+        self._cache = cache
+        self._vocab_size: int = loaded.text_config.vocab_size
+        self._max_model_len = max_model_len
+        self._model = checked.on(loaded.model, cache, backend_for(self.device), max_model_len)
+        self._packer = Packer(cache.block_size, self.device)
+        self._sampler = Sampler(self.vocab_size, self.device)
+
+    @classmethod
+    def load(
+        cls,
+        name_or_dir: str,
+        *,
+        device: str = "auto",
+        dtype: DType = "auto",
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        trust_remote_code: bool = False,
+    ) -> ModelRunner:
+        """Load a model, check that the seam serves it correctly, and allocate its cache.
+
+        `kv_cache_memory` is in bytes. Raises ModelNotFoundError, UnsupportedModelError or
+        ConfigurationError, each with one sentence that says what is wrong.
+        """
+        loaded = load_model(
+            name_or_dir,
+            device=resolve_device(device),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls.of(
+            loaded,
+            kv_cache_memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        *,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+    ) -> ModelRunner:
+        """The same for a model that is loaded already."""
+        device = loaded.model.device
+        limit = model_length(loaded, None)
+        length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
+        checked = check_model(loaded, backend_for(device), limit)
+        give_back(device)
+        num_blocks = fitting_blocks(
+            checked.specs,
+            block_size=block_size,
+            memory_bytes=kv_cache_memory,
+            wanted_tokens=max_num_seqs * length,
+            device=device,
+        )
+        cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
+        return cls(loaded, checked, cache, length)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        cache = self._cache
+        return KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Launched:
+        """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
+        step = self._packer.pack(batch)
+        sampling = batch.sampling
+        # A step without samples still needs a row: not every family's head takes none.
+        rows = step.last_rows(sampling) or [0]
+        logits = self._model.logits(step, torch.tensor(rows, device=self.device))
+        if not sampling:
+            return Launched(None)
+        return Launched(self._sampler.sample(logits, [item.sequence for item in sampling]))
+
+    def collect(self, launched: Launched) -> list[SampledToken]:
+        return launched.sampled.tokens() if launched.sampled is not None else []
+
+    def peak_memory_bytes(self) -> int:
+        """Of the device on CUDA, of the whole process on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigurationError for what cannot be used."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
+    elif device.type != "cpu":
+        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N")
+    return device

@@ -1,0 +1,1 @@
+"""The parts of the sampler, one step of its order each."""

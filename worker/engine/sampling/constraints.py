@@ -1,0 +1,123 @@
+"""Tokens that are banned or biased: (row, token) pairs, so that only they are touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.engine.sequence import Sequence
+
+BANNED = float("-inf")
+_ANY = -1
+_NOTHING = -2
+
+
+class Constraints:
+    """Of one set of sequences: end tokens before `min_tokens`, bad words, `logit_bias`."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._banned: _Pairs | None = None
+        self._bias: tuple[_Pairs, torch.Tensor] | None = None
+        self._early_ends = _EarlyEnds(sequences, vocab_size)
+        self._bad_endings = _BadEndings(sequences, vocab_size)
+        banned = [
+            (row, bad[0])
+            for row, sequence in enumerate(sequences)
+            for bad in sequence.request.bad_token_sequences
+            if len(bad) == 1 and bad[0] < vocab_size
+        ]
+        if banned:
+            self._banned = _pairs(np.array(banned), device)
+        bias = {
+            (row, int(token_id)): value
+            for row, sequence in enumerate(sequences)
+            for token_id, value in (sequence.request.params.logit_bias or {}).items()
+            if int(token_id) < vocab_size
+        }
+        if bias:
+            values = torch.tensor([*bias.values()], dtype=torch.float32, device=device)
+            self._bias = _pairs(np.array([*bias]), device), values
+
+    def __bool__(self) -> bool:
+        return bool(self._banned or self._bias or self._early_ends or self._bad_endings)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change `logits` [R, vocab_size] in place; rows in the order of the sequences."""
+        if self._banned is not None:
+            logits[self._banned] = BANNED
+        for banned in (self._early_ends.pairs(), self._bad_endings.pairs()):
+            if len(banned):
+                logits[_pairs(banned, self._device)] = BANNED
+        if self._bias is not None:
+            pairs, values = self._bias
+            logits[pairs] += values
+
+
+class _EarlyEnds:
+    """End tokens of sequences that have not `min_tokens` yet."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int) -> None:
+        self._pending = [
+            (row, sequence, [end for end in sequence.request.end_token_ids if end < vocab_size])
+            for row, sequence in enumerate(sequences)
+            if sequence.num_output_tokens < sequence.request.params.min_tokens
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def pairs(self) -> npt.NDArray[np.int64]:
+        if self._pending:
+            self._pending = [
+                item
+                for item in self._pending
+                if item[1].num_output_tokens < item[1].request.params.min_tokens
+            ]
+        pairs = [(row, end) for row, _, ends in self._pending for end in ends]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+class _BadEndings:
+    """Last tokens of bad words whose other tokens the output ends with."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int) -> None:
+        entries = [
+            (row, bad)
+            for row, sequence in enumerate(sequences)
+            for bad in sequence.request.bad_token_sequences
+            if len(bad) > 1 and bad[-1] < vocab_size
+        ]
+        self._longest = max((len(bad) - 1 for _, bad in entries), default=0)
+        with_entries = sorted({row for row, _ in entries})
+        self._sequences = [sequences[row] for row in with_entries]
+        # Bad words are aligned to the right, as the output's end is; what lies before matches all.
+        self._prefixes = np.full((len(entries), self._longest), _ANY, dtype=np.int64)
+        for index, (_, bad) in enumerate(entries):
+            self._prefixes[index, self._longest - len(bad) + 1 :] = bad[:-1]
+        self._ending_of = np.array([with_entries.index(row) for row, _ in entries], dtype=np.int64)
+        self._pairs = np.array([(row, bad[-1]) for row, bad in entries], dtype=np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(self._sequences)
+
+    def pairs(self) -> npt.NDArray[np.int64]:
+        if not self._sequences:
+            return np.empty((0, 2), dtype=np.int64)
+        endings = np.full((len(self._sequences), self._longest), _NOTHING, dtype=np.int64)
+        for index, sequence in enumerate(self._sequences):
+            count = min(self._longest, sequence.num_output_tokens)
+            if count:
+                endings[index, -count:] = sequence.token_ids[-count:]
+        matches = (self._prefixes == _ANY) | (self._prefixes == endings[self._ending_of])
+        pairs: npt.NDArray[np.int64] = self._pairs[matches.all(axis=1)]
+        return pairs
+
+
+_Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+def _pairs(pairs: npt.NDArray[np.int64], device: torch.device) -> _Pairs:
+    rows, tokens = torch.from_numpy(pairs.T.copy()).to(device)
+    return rows, tokens

@@ -1,0 +1,51 @@
+"""Drawing from a distribution by the inverse of its cumulative sum, in vocabulary order."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 256
+
+
+def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """A token id [R] for each row of `weights` [R, vocab_size], not normalised, not negative.
+
+    The draw falls where the cumulative weight first exceeds `uniforms` [R] (float64, in [0, 1))
+    times the total; a token of weight 0 is never drawn. First the block is found, then the token
+    in it, so that only block sums are accumulated over the vocabulary.
+    """
+    vocab_size = weights.shape[1]
+    cumulative = _block_sums(weights).cumsum(dim=1)
+    target = uniforms.unsqueeze(1) * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    before = cumulative.gather(1, (block - 1).clamp_min(0)).masked_fill(block == 0, 0.0)
+    target = (target - before).clamp_min(0.0)
+
+    # The last block may be short: in its missing places is the last token, with weight 0.
+    places = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(1, places.clamp_max(vocab_size - 1)).double()
+    inside.masked_fill_(places >= vocab_size, 0.0)
+    return (block * BLOCK + _first_above(inside.cumsum(dim=1), target)).squeeze(1)
+
+
+def totals(weights: torch.Tensor) -> torch.Tensor:
+    """[R, 1], float64: each row's sum."""
+    return _block_sums(weights).sum(dim=1, keepdim=True)
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """[R, number of blocks], float64."""
+    vocab_size = weights.shape[1]
+    whole = vocab_size // BLOCK * BLOCK
+    sums = weights[:, :whole].view(len(weights), -1, BLOCK).sum(dim=2)
+    if whole < vocab_size:
+        sums = torch.cat([sums, weights[:, whole:].sum(dim=1, keepdim=True)], dim=1)
+    return sums.double()
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: the first place where the cumulative sum exceeds the target, or, should rounding
+    have lifted the target to the total, the last place that adds anything."""
+    above = (cumulative <= target).sum(dim=1, keepdim=True)
+    last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
+    return torch.minimum(above, last)

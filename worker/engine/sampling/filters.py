@@ -1,0 +1,88 @@
+"""min_p, top_k and top_p as one threshold on each row's scaled logits.
+
+A token stays if and only if its logit reaches the threshold. So tokens of equal logits share their
+fate, whatever order a sort would have put them in, and nothing depends on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker.engine.sampling.draw import totals
+
+FIRST_CANDIDATES = 256
+"""How many of the likeliest tokens are looked at first for top_p; eight times as many next."""
+
+_LOWEST = -60.0
+"""A token this far below the likeliest is never drawn; keeps sums of exponentials finite."""
+_JUST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def thresholds(
+    scaled: torch.Tensor,
+    min_p: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    max_top_k: int,
+    scratch: torch.Tensor,
+) -> torch.Tensor | None:
+    """[R, 1] for `scaled` [R, vocab_size], logits over temperature, shifted so that each row's
+    maximum is 0; None if nothing is filtered.
+
+    In the order of vLLM and transformers: min_p against the likeliest token; of the rest the top_k
+    likeliest; of those, renormalised, the fewest that together reach top_p. Each parameter is
+    [R, 1], with 0 (min_p, top_k) or 1 (top_p) where a row does not use it, or None if no row does.
+    `max_top_k` is the greatest top_k, and `scratch` is like `scaled`.
+    """
+    if min_p is None and top_k is None and top_p is None:
+        return None
+    threshold = scaled.new_zeros(len(scaled), 1).log() if min_p is None else min_p.log()
+    if top_k is None and top_p is None:
+        return threshold
+    candidates = max_top_k if top_p is None else max(max_top_k, FIRST_CANDIDATES)
+    likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
+    if top_k is not None:
+        kth = likeliest.gather(1, (top_k - 1).clamp_min(0))
+        threshold = torch.maximum(threshold, kth.masked_fill(top_k == 0, float("-inf")))
+    if top_p is not None:
+        threshold = _top_p(scaled, likeliest, threshold, top_p, scratch)
+    return threshold
+
+
+def weights_above(scaled: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Unnormalised probabilities [R, vocab_size] in `out`, 0 for what is below the threshold."""
+    torch.sub(scaled, threshold.clamp_min(_LOWEST), out=out).exp_()
+    return torch.threshold_(out, _JUST_BELOW_ONE, 0.0)
+
+
+def _top_p(
+    scaled: torch.Tensor,
+    likeliest: torch.Tensor,
+    threshold: torch.Tensor,
+    top_p: torch.Tensor,
+    scratch: torch.Tensor,
+) -> torch.Tensor:
+    """[R, 1]: the logit of the last token that is needed to reach `top_p` of what passes
+    `threshold`, in the descending order that `likeliest` [R, candidates] begins."""
+    wanted = top_p * totals(weights_above(scaled, threshold, scratch))
+    result, found = _last_needed(likeliest, threshold, wanted)
+    candidates, vocab_size = likeliest.shape[1], scaled.shape[1]
+    pending = (~found & (top_p < 1.0)).squeeze(1).nonzero().squeeze(1)
+    while len(pending) and candidates < vocab_size:
+        candidates = min(8 * candidates, vocab_size)
+        likeliest = scaled[pending].topk(candidates, dim=1).values
+        result[pending], found = _last_needed(likeliest, threshold[pending], wanted[pending])
+        pending = pending[~found.squeeze(1)]
+    # Where rounding keeps the sum from ever getting there, all that pass are needed.
+    return torch.where(top_p < 1.0, result, threshold)
+
+
+def _last_needed(
+    likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logit with which the sum of weights reaches what is wanted, and whether it does."""
+    weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
+    needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
+    found = needed < likeliest.shape[1]
+    last = likeliest.gather(1, needed.clamp_max(likeliest.shape[1] - 1))
+    return torch.where(found, torch.maximum(last, threshold), threshold), found

@@ -1,0 +1,100 @@
+"""Repetition, presence and frequency penalties over the tokens that occurred, and no others."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.engine.sequence import Sequence
+
+_Occurrences = tuple[torch.Tensor, torch.Tensor]
+"""Of each: its sequence's index among those that ask, and the token id."""
+
+
+class Penalties:
+    """Of those sequences in a set that ask for any; repetition counts the prompt too.
+
+    Occurrences are kept as (row, token) pairs. A token that occurs twice is there twice: what is
+    idempotent is written twice, and what counts occurrences is subtracted once for each.
+    """
+
+    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+        self._device = device
+        self._rows = [row for row, sequence in enumerate(sequences) if _asks(sequence)]
+        self._sequences = [sequences[row] for row in self._rows]
+        params = [sequence.request.params for sequence in self._sequences]
+        self._repetition = self._tensor([each.repetition_penalty for each in params])
+        self._presence = self._tensor([each.presence_penalty for each in params])
+        self._frequency = self._tensor([each.frequency_penalty for each in params])
+        self._row_of = torch.tensor(self._rows, dtype=torch.int64, device=device)
+        if self._rows:
+            prompts = [
+                np.unique(np.array(sequence.request.prompt_token_ids, dtype=np.int64))
+                if sequence.request.params.repetition_penalty != 1.0
+                else np.empty(0, dtype=np.int64)
+                for sequence in self._sequences
+            ]
+            self._prompt = self._occurrences(prompts)
+            self._lengths, self._output = self._count_output()
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change `logits` [R, vocab_size] in place; rows in the order of the sequences."""
+        if not self:
+            return
+        self._catch_up()
+        written = []
+        for index, tokens in (self._prompt, self._output):
+            repetition = self._repetition[index]
+            scores = logits[self._row_of[index], tokens]
+            written.append(torch.where(scores > 0, scores / repetition, scores * repetition))
+        for (index, tokens), scores in zip((self._prompt, self._output), written, strict=True):
+            logits[self._row_of[index], tokens] = scores
+        index, tokens = self._output
+        rows = self._row_of[index]
+        logits[rows, tokens] = logits[rows, tokens] - self._presence[index]
+        logits.index_put_((rows, tokens), -self._frequency[index], accumulate=True)
+
+    def _catch_up(self) -> None:
+        """Count what was emitted since the last step: mostly one token for each sequence."""
+        lengths = [sequence.num_tokens for sequence in self._sequences]
+        if lengths == self._lengths:
+            return
+        if any(now != then + 1 for now, then in zip(lengths, self._lengths, strict=True)):
+            self._lengths, self._output = self._count_output()
+            return
+        self._lengths = lengths
+        last = [sequence.token_ids[-1] for sequence in self._sequences]
+        index, tokens = self._output
+        self._output = (
+            torch.cat([index, torch.arange(len(last), device=self._device)]),
+            torch.cat([tokens, torch.tensor(last, device=self._device)]),
+        )
+
+    def _count_output(self) -> tuple[list[int], _Occurrences]:
+        """The sequences' lengths now, and the tokens of their outputs."""
+        outputs = [
+            np.array(sequence.token_ids[sequence.num_prompt_tokens :], dtype=np.int64)
+            for sequence in self._sequences
+        ]
+        return [sequence.num_tokens for sequence in self._sequences], self._occurrences(outputs)
+
+    def _occurrences(self, tokens: list[npt.NDArray[np.int64]]) -> _Occurrences:
+        index = np.repeat(np.arange(len(tokens)), [len(each) for each in tokens])
+        flat = torch.from_numpy(np.concatenate(tokens))
+        return torch.from_numpy(index).to(self._device), flat.to(self._device)
+
+    def _tensor(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+
+def _asks(sequence: Sequence) -> bool:
+    params = sequence.request.params
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )

@@ -1,0 +1,27 @@
+"""Memory for a step's largest intermediate results."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Scratch:
+    """Buffers that are reused from step to step.
+
+    On a CPU a fresh tensor of a batch of logits costs more than most operations on it, as the
+    operating system hands out its pages one by one. CUDA tensors come from a pool anyway.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns], float32, with any content, valid until the same name is taken again."""
+        if self._device.type != "cpu":
+            return torch.empty(rows, columns, dtype=torch.float32, device=self._device)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape[0] < rows or buffer.shape[1] != columns:
+            buffer = torch.empty(rows, columns, dtype=torch.float32)
+            self._buffers[name] = buffer
+        return buffer[:rows]
