@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from shared.errors import ConfigurationError
 from shared.scripts import ModelIdentity
@@ -69,8 +71,12 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
 
 
 def _build_model(settings: Settings, memory: int | None) -> Served:
+    from transformers.utils import logging as transformers_logging
+
     from worker.engine.model_runner import ModelRunner
 
+    if not sys.stderr.isatty():  # a progress bar is for people
+        cast("Any", transformers_logging).disable_progress_bar()
     name = settings.model or str(MODEL_DIR)
     runner = ModelRunner.load(
         name,

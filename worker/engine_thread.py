@@ -34,8 +34,8 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.limits = engine.limits
-        self.stats = engine.stats
-        self.on_freed: Callable[[int], None] | None = None
+        self.stats: EngineStats = engine.stats
+        self.on_freed: Callable[[int], object] | None = None
         self._engine = engine
         self._additions: deque[EngineRequest] = deque()
         self._aborts: deque[int] = deque()
@@ -139,7 +139,7 @@ class EngineThread:
         while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
             if self._stopping:
                 return
-        self.stats: EngineStats = output.stats
+        self.stats = output.stats
         self._outbox.append(output)
         self._notify()
 
