@@ -22,7 +22,17 @@ from shared.errors import (
     RequestNotFoundError,
 )
 from shared.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
-from shared.schemas import FinishReason, Request, RequestState, TokenEvent, Usage
+from shared.schemas import (
+    ErrorInfo,
+    FinishReason,
+    Request,
+    RequestState,
+    Result,
+    Stats,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from shared.scripts import (
     CancelStatus,
     Claim,
@@ -183,7 +193,7 @@ def test_expects_the_measured_p90_of_output_where_max_tokens_is_loose(queue: Req
         queue.publish([Row(claim.request_id, claim.fence, finished)])
     put(queue, prompt="abcd" * 3, max_tokens=4000)
     (claim,) = queue.take_batch(ROOM)
-    assert claim.cost < 5 + 20
+    assert claim.cost == -(-len(claim.payload) // 4) + 5
 
 
 def test_what_is_too_large_for_the_whole_worker_still_goes_to_an_empty_one(
@@ -686,6 +696,476 @@ def test_long_queues_of_cancelled_requests_are_worked_off(client: Any, queue: Re
             break
     assert ids(claims) == ["good"]
     assert queue.state(batch[0].request_id) is RequestState.CANCELLED
+
+
+# --- what is published, to the letter
+
+
+def test_statuses_are_settled_row_by_row_before_any_is_written(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "a")
+    put(queue, "b")
+    a, b = queue.take_batch(ROOM)
+    queue.cancel("b")
+    sent = [row(a, 0), row(a, 1, reason=FinishReason.STOP), row(a, 2), row(b, 0), row(b, 1)]
+    published = queue.publish(sent, [held(a), held(b)])
+    assert published.rows == ["ok", "ok", "finished", "cancelled", "finished"]
+    assert published.held == ["finished", "finished"]
+    assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
+    assert [at for at, _ in log_of(client, queue, "b")] == ["0-1"]
+
+
+def test_a_row_that_cannot_be_written_does_not_stop_the_others(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "spoilt", priority=-1)
+    put(queue, "good")
+    spoilt, good = queue.take_batch(ROOM)
+    client.set(queue.keys.tokens("spoilt"), "no stream any more")
+    assert queue.publish([row(spoilt, 0), row(good, 0)]).rows == ["error", "ok"]
+    assert len(log_of(client, queue, "good")) == 1
+
+
+def test_a_result_that_the_worker_gives_is_kept_as_it_is(queue: RequestQueue) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([Row("a", claim.fence, event(0, reason=FinishReason.STOP), '{"given":true}')])
+    assert queue.run(scripts.record(queue.keys, "a"))["result"] == '{"given":true}'
+
+
+def test_a_result_that_the_server_folds_lacks_nothing(queue: RequestQueue) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    chosen = TokenLogprob(token_id=7, logprob=-0.5, rank=2, top=None)
+    first = TokenEvent(index=0, token_ids=[7], text="x", logprobs=[chosen], attempt=1)
+    last = TokenEvent(
+        index=1, token_ids=[], text="", finish_reason=FinishReason.ERROR, attempt=1,
+        usage=Usage(prompt_tokens=3, completion_tokens=1), stats=Stats(attempts=1),
+        error=ErrorInfo(type="internal_error", message='"quoted"'),
+    )  # fmt: skip
+    queue.publish([Row("a", claim.fence, first), Row("a", claim.fence, last)])
+    folded = Result.model_validate_json(queue.run(scripts.record(queue.keys, "a"))["result"])
+    assert folded == Result.fold([first, last])
+
+
+def test_nothing_is_added_behind_a_last_event(client: Any, queue: RequestQueue) -> None:
+    """Neither when the hash has forgotten that there is one, nor when the log has expired."""
+    for name in ("forgotten", "expired"):
+        put(queue, name)
+        (claim,) = queue.take_batch(ROOM)
+        queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+        if name == "forgotten":
+            client.hset(queue.keys.request(name), "state", "active")
+        else:
+            client.delete(queue.keys.tokens(name))
+        published = queue.publish([row(claim, 0), row(claim, 1)], [held(claim)])
+        assert published.rows == [RowStatus.FINISHED, RowStatus.FINISHED]
+        assert published.held == [RowStatus.FINISHED]
+    client.delete(queue.keys.request("forgotten"))
+    client.zadd(queue.keys.pending, {"forgotten": 1})
+    assert queue.take_batch(ROOM) == []
+    assert [at for at, _ in log_of(client, queue, "forgotten")] == ["1-1"]
+    assert not queue.contains("forgotten")
+
+
+def test_a_finished_request_cannot_be_given_back(queue: RequestQueue) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+    assert queue.release([held(claim)]) == ["finished"]
+    assert queue.state("a") is RequestState.COMPLETED
+    assert queue.is_empty()
+
+
+def test_sharded_queues_publish_to_shard_channels(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.config, "pubsub", "sharded")
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    with client.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.ssubscribe(queue.keys.events("a"))
+        channel.get_message(timeout=1)
+        queue.publish([row(claim, 0, "live")])
+        message = channel.get_message(timeout=5)
+    assert json.loads(message["data"])["text"] == "live"
+
+
+def test_logs_and_results_live_as_long_as_the_queue_says(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.config, mapping={"log_ttl_ms": "5000", "result_ttl_ms": "9000"})
+    put(queue, "a")
+    queue.cancel("a")
+    assert 0 < client.pttl(queue.keys.tokens("a")) <= 5000
+    assert 5000 < client.pttl(queue.keys.request("a")) <= 9000
+
+
+def test_only_answers_that_ended_by_themselves_are_measured(
+    client: Any, queue: RequestQueue
+) -> None:
+    for _ in range(140):
+        put(queue)
+    for claim in queue.take_batch(ROOM)[:135]:
+        queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+    assert client.llen(queue.keys.prefix + "outputs") == 128
+    for request_id in [put(queue) for _ in range(200)]:
+        queue.cancel(request_id)
+    newest = put(queue)
+    (claim,) = queue.take_batch(ROOM)
+    payload = client.hget(queue.keys.request(newest), "payload")
+    assert claim.cost == -(-len(payload) // 4) + 1
+
+
+def test_times_are_kept(queue: RequestQueue) -> None:
+    before = int(time.time() * 1000)
+    put(queue, "a")
+    (first,) = queue.take_batch(ROOM)
+    time.sleep(0.01)
+    queue.release([Held("a", first.fence, prompt_tokens=9)])
+    (second,) = queue.take_batch(ROOM)
+    assert second.enqueued_at_ms == first.enqueued_at_ms >= before - 1000
+    assert second.claimed_at_ms > first.claimed_at_ms
+    assert second.prompt_tokens == 9, "a release tells the length too"
+    queue.publish([row(second, 0, reason=FinishReason.STOP)])
+    record = queue.run(scripts.record(queue.keys, "a"))
+    assert int(record["finished_at"]) >= second.claimed_at_ms
+
+
+def test_what_is_put_back_wakes_the_workers(client: Any, queue: RequestQueue) -> None:
+    """Whether a worker gives it back, a lease runs out or a dead letter is run again."""
+    crashing = RequestQueue(client, lease_ms=1, max_crashes=2)
+    with client.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(queue.keys.control)
+        channel.get_message(timeout=1)
+
+        def is_woken() -> bool:
+            message = channel.get_message(timeout=5)
+            return message is not None and message["data"] == b"pending"
+
+        put(queue, "a")
+        assert is_woken()
+        (claim,) = crashing.take_batch(ROOM)
+        crashing.release([held(claim)])
+        assert is_woken()
+        for returned in (1, 0):
+            crashing.take_batch(ROOM)
+            time.sleep(0.01)
+            assert crashing.reap().returned == returned
+            assert not returned or is_woken()
+        crashing.requeue("a")
+        assert is_woken()
+
+
+# --- claims, to the letter
+
+
+def test_fences_differ_even_if_a_failover_hands_out_an_attempt_twice(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "a")
+    (before,) = queue.take_batch(ROOM)
+    client.hset(queue.keys.request("a"), mapping={"state": "waiting", "attempt": "0"})
+    client.zrem(queue.keys.leases, "a")
+    client.zadd(queue.keys.pending, {"a": 1})
+    (after,) = queue.take_batch(ROOM)
+    assert before.attempt == after.attempt
+    assert queue.publish([row(before, 0)]).rows == [RowStatus.FENCED]
+
+
+def test_what_is_active_without_a_lease_is_claimed_again(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    queue.take_batch(ROOM)
+    client.delete(queue.keys.leases)
+    client.zadd(queue.keys.pending, {"a": 1})
+    assert ids(queue.take_batch(ROOM)) == ["a"]
+
+
+def test_a_renewal_restores_a_lease_that_was_lost(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    client.delete(queue.keys.leases)
+    assert queue.publish([], [held(claim)]).held == [RowStatus.OK]
+    assert client.zscore(queue.keys.leases, "a") is not None
+
+
+def test_one_claim_passes_a_request_over_once(client: Any, queue: RequestQueue) -> None:
+    put(queue, "big", prompt="word " * 400, max_tokens=1, priority=-1)
+    for _ in range(3):
+        put(queue, max_tokens=1)
+    assert len(queue.take_batch(Room(max_count=3, token_budget=100))) == 3
+    assert client.hget(queue.keys.request("big"), "passed") == b"1"
+
+
+def test_finds_what_it_may_take_behind_pages_of_what_it_may_not(
+    client: Any, queue: RequestQueue
+) -> None:
+    for n in range(100):
+        put_plainly(client, queue, f"newer-{n}", n, '{"prompt":"a","version":2}')
+    put(queue, "good")
+    claims = queue.take_batch(ROOM)
+    assert ids(claims) == ["good"]
+    assert claims.num_pending == 100
+
+
+def test_one_claim_looks_at_a_bounded_number(client: Any, queue: RequestQueue) -> None:
+    batch = [new() for _ in range(1000)]
+    queue.enqueue(batch)
+    for item in batch:
+        client.hset(queue.keys.request(item.request_id), "cancelled", "1")
+    queue.take_batch(ROOM)
+    assert 0 < queue.count() < 1000
+
+
+def test_a_negative_length_makes_no_room(client: Any, queue: RequestQueue) -> None:
+    put_plainly(client, queue, "first", 1, '{"prompt":"a","max_tokens":-1000000}')
+    for n in range(10):
+        put_plainly(client, queue, f"n{n}", 2 + n, '{"prompt":"a","max_tokens":60}')
+    assert len(queue.take_batch(Room(max_count=100, token_budget=100))) == 2
+
+
+def test_an_aging_that_the_queue_sets_is_used(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.config, "aging_ms", "1000")
+    put(queue, "a", priority=-7)
+    now = time.time() * 1000
+    assert abs(client.zscore(queue.keys.pending, "a") - (now - 7000)) < 500
+
+
+def test_a_delayed_request_takes_its_place_by_priority(client: Any, queue: RequestQueue) -> None:
+    put(queue, "normal")
+    put(queue, "urgent-later", delay_ms=1, priority=-1)
+    time.sleep(0.01)
+    assert ids(queue.take_batch(ROOM)) == ["urgent-later", "normal"]
+    assert client.zcard(queue.keys.delayed) == 0
+
+
+def test_a_reaper_brings_what_was_delayed(queue: RequestQueue) -> None:
+    put(queue, "later", delay_ms=1)
+    time.sleep(0.01)
+    assert queue.reap().returned == 1
+    assert queue.contains("later")
+
+
+# --- enqueue, to the letter
+
+
+def test_an_id_cannot_stand_twice_in_a_batch(queue: RequestQueue) -> None:
+    with pytest.raises(RequestExistsError, match="'a'"):
+        queue.enqueue([new("a"), new("a")])
+    assert queue.is_empty()
+
+
+def test_an_idempotency_key_holds_within_a_batch_and_for_its_time(client: Any) -> None:
+    queue = RequestQueue(client, idempotency_ms=5000)
+    first, again = queue.enqueue([new(idempotency_key="k"), new(idempotency_key="k")])
+    assert first == again
+    assert queue.count() == 1
+    assert 0 < client.pttl(queue.keys.prefix + "idempotency:k") <= 5000
+
+
+def test_a_full_queue_still_knows_its_idempotency_keys(client: Any, queue: RequestQueue) -> None:
+    first = put(queue, idempotency_key="k")
+    client.hset(queue.keys.config, "max_pending", "1")
+    put_plainly(client, queue, "beyond the limit", 1, "{}")
+    assert put(queue, idempotency_key="k") == first
+
+
+def test_delayed_requests_count_for_the_limit(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.config, "max_pending", "1")
+    put(queue, delay_ms=60_000)
+    with pytest.raises(QueueFullError):
+        put(queue)
+
+
+def test_a_full_queue_estimates_by_the_rate_of_the_last_finishes(
+    client: Any, queue: RequestQueue
+) -> None:
+    for _ in range(2):
+        put(queue)
+    for claim in queue.take_batch(ROOM):
+        queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+        time.sleep(0.3)
+    client.hset(queue.keys.config, "max_pending", "1")
+    with pytest.raises(QueueFullError) as caught:
+        queue.enqueue([new() for _ in range(3)])
+    assert caught.value.retry_after_ms >= 2 * 290
+
+
+def test_an_id_whose_key_is_of_another_type_is_taken(client: Any, queue: RequestQueue) -> None:
+    client.set(queue.keys.request("a"), "text")
+    with pytest.raises(RequestExistsError):
+        put(queue, "a")
+
+
+# --- reap and requeue, to the letter
+
+
+def test_a_cancelled_request_whose_worker_died_ends_as_cancelled(client: Any) -> None:
+    queue = RequestQueue(client, lease_ms=1)
+    put(queue, "a")
+    queue.take_batch(ROOM)
+    queue.cancel("a")
+    time.sleep(0.01)
+    assert queue.reap().ended == 1
+    assert queue.state("a") is RequestState.CANCELLED
+
+
+def test_a_reaper_leaves_a_held_request_to_its_holder(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    client.zadd(queue.keys.deadlines, {"a": 1})
+    assert queue.reap().ended == 0
+    assert queue.publish([], [held(claim)]).held == [RowStatus.EXPIRED]
+
+
+def test_a_lease_that_outlived_its_request_is_dropped(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    queue.cancel("a")
+    client.zadd(queue.keys.leases, {"a": 1})
+    assert queue.reap().returned == 0
+    assert client.zcard(queue.keys.leases) == 0
+
+
+def test_a_dead_letter_is_run_again_with_its_priority_and_then_forgotten(client: Any) -> None:
+    queue = RequestQueue(client, lease_ms=1, max_crashes=1)
+    put(queue, "scripted", priority=-7)
+    put_plainly(client, queue, "plain", 1, '{"prompt":"a","priority":-7}')
+    queue.take_batch(ROOM)
+    time.sleep(0.01)
+    queue.reap()
+    for name in ("scripted", "plain"):
+        assert queue.run(scripts.requeue(name, name)) == "exists"
+        score = client.zscore(queue.keys.pending, queue.requeue(name))
+        assert abs(score - (time.time() * 1000 - 7 * 60_000)) < 30_000
+        assert client.pttl(queue.keys.request(name)) > 0
+        result = json.loads(queue.run(scripts.record(queue.keys, name))["result"])
+        assert result["error"]["type"] == "dead_letter"
+
+
+# --- cancel, to the letter
+
+
+def test_a_message_alone_cancels_nothing_that_waits(queue: RequestQueue) -> None:
+    put(queue, "a")
+    assert queue.run(scripts.cancel(["a"], "flagged")) == [CancelStatus.ACTIVE]
+    assert queue.contains("a")
+
+
+def test_removing_what_runs_does_not_flag_it(queue: RequestQueue) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    assert not queue.remove("a")
+    assert queue.publish([row(claim, 0)]).rows == [RowStatus.OK]
+
+
+def test_clear_ends_whatever_strangers_left_in_the_queue(client: Any, queue: RequestQueue) -> None:
+    put(queue, "runs", priority=-1)
+    put(queue, "over")
+    runs, over = queue.take_batch(ROOM)
+    queue.publish([row(over, 0, reason=FinishReason.STOP)])
+    client.zadd(queue.keys.pending, {"runs": 1, "over": 2, b"\xff": 3, "no-hash": 4})
+    put(queue, "waits")
+    assert queue.clear() == 3
+    assert queue.is_empty()
+    assert queue.publish([row(runs, 0)]).rows == [RowStatus.OK]
+    assert queue.state("over") is RequestState.COMPLETED
+
+
+# --- fields that a stranger spoilt
+
+SPOILT = [
+    ("attempt", "x"),
+    ("prompt_tokens", "abc"),
+    ("prompt_tokens", "1.5"),
+    ("enqueued_at", "2026-01-01T00:00:00"),
+    ("enqueued_at", "1790000000.5"),
+    ("seed", "abc"),
+    ("seed", "-"),
+    ("passed", "x"),
+    ("crashes", "x"),
+    ("priority", "x"),
+    ("score", "soon"),
+    ("score", "nan"),
+    ("state", "queued"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SPOILT)
+def test_a_spoilt_field_hinders_neither_the_request_nor_others(
+    client: Any, name: str, value: str
+) -> None:
+    queue = RequestQueue(client, lease_ms=1)
+    for request_id in ("bad", "late"):
+        payload = {"payload": '{"prompt":"a"}', name: value}
+        client.hset(queue.keys.request(request_id), mapping=payload)
+    client.zadd(queue.keys.pending, {"bad": 1})
+    client.zadd(queue.keys.delayed, {"late": 1})
+    assert queue.state("bad") is RequestState.WAITING
+    put(queue, "good")
+    assert sorted(ids(queue.take_batch(ROOM))) == ["bad", "good", "late"]
+    client.hset(queue.keys.request("bad"), name, value)
+    time.sleep(0.01)
+    assert queue.reap().returned == 3
+    claims = {claim.request_id: claim for claim in queue.take_batch(ROOM)}
+    assert sorted(claims) == ["bad", "good", "late"]
+    client.hset(queue.keys.request("bad"), name, value)
+    assert queue.release([held(claims["bad"]), held(claims["good"])]) == ["waiting", "waiting"]
+    assert queue.contains("bad")
+    assert queue.cancel("bad") is CancelStatus.CANCELLED
+    assert last_event(client, queue, "bad")["finish_reason"] == "cancelled"
+
+
+@pytest.mark.parametrize(
+    "name", ["aging_ms", "max_pending", "log_ttl_ms", "result_ttl_ms", "strict_priority", "pubsub"]
+)
+@pytest.mark.parametrize("value", ["abc", "inf", "nan", "", "1e300"])
+def test_a_setting_without_sense_counts_as_left_out(
+    client: Any, queue: RequestQueue, name: str, value: str
+) -> None:
+    client.hset(queue.keys.config, name, value)
+    put(queue, "a", priority=-1)
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+    assert queue.state("a") is RequestState.COMPLETED
+    assert 0 < client.pttl(queue.keys.tokens("a")) <= 60_000
+    assert 60_000 < client.pttl(queue.keys.request("a")) <= 3_600_000
+
+
+def test_an_entry_in_the_log_that_is_no_event_does_not_hinder_the_end(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0)])
+    client.xadd(queue.keys.tokens("a"), {"event": "junk"}, id="2-0")
+    queue.cancel("a")
+    assert queue.publish([], [held(claim)]).held == [RowStatus.CANCELLED]
+    record = queue.run(scripts.record(queue.keys, "a"))
+    assert record["state"] == "cancelled"
+    assert json.loads(record["result"])["text"] == "x"
+    assert client.zcard(queue.keys.leases) == 0
+
+
+def test_a_request_whose_hash_was_deleted_while_it_ran_gets_its_last_event(client: Any) -> None:
+    queue = RequestQueue(client, lease_ms=1)
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0)])
+    client.delete(queue.keys.request("a"))
+    assert queue.publish([row(claim, 1)], [held(claim)]).rows == [RowStatus.FENCED]
+    time.sleep(0.01)
+    assert queue.reap().ended == 1
+    end = last_event(client, queue, "a")
+    assert end["error"]["message"].startswith("request: ")
+    assert end["usage"]["completion_tokens"] == 1
+    assert client.pttl(queue.keys.tokens("a")) > 0
+
+
+def test_a_payload_beyond_the_limit_is_refused_before_it_travels(
+    client: Any, queue: RequestQueue
+) -> None:
+    put_plainly(client, queue, "huge", 1, '{"prompt":"' + "x" * 2**23 + '"}')
+    put_plainly(client, queue, "b" * 201, 2, '{"prompt":"a"}')
+    assert queue.take_batch(ROOM) == []
+    assert last_event(client, queue, "huge")["error"]["message"].startswith("payload: 83886")
+    assert last_event(client, queue, "b" * 201)["error"]["message"].startswith("id: ")
 
 
 # --- asyncio
