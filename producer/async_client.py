@@ -1,0 +1,256 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, Self, TypeVar
+
+import redis
+import redis.asyncio
+
+from producer.cancelling import heeding_cancels
+from producer.composing import Composed, Messages, Prompt, call_fields, compose, compose_samples
+from producer.connecting import (
+    address_of,
+    check_replies_are_bytes,
+    explained,
+    server_url,
+    without_server,
+)
+from producer.outcomes import Samples, fold
+from producer.queue_stats import QueueStats, read_stats
+from producer.stream import (
+    SILENCE_SECONDS,
+    Action,
+    Ask,
+    Emit,
+    Sleep,
+    Steps,
+    Subscribe,
+    Wait,
+    advance,
+    follow,
+    heard,
+)
+from shared.connection import open_async_redis
+from shared.errors import RedisUnavailableError, RequestExistsError
+from shared.keys import Keys, check_request_id
+from shared.request_queue import AsyncRequestQueue
+from shared.schemas import RequestState, Result, TokenEvent
+from shared.scripts import Call, CancelStatus
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """`producer.Client` for asyncio: the same methods, awaited, with the same errors.
+
+    It connects at the first call, or on entering `async with`.
+    """
+
+    def __init__(
+        self,
+        server: str | redis.asyncio.Redis | None = None,
+        queue: str = "default",
+        *,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self._keys = Keys(queue)
+        self._owned: redis.asyncio.Redis | None = None
+        self._queue: AsyncRequestQueue | None = None
+        self._redis: Any = None  # its command methods are untyped
+        self._connecting = asyncio.Lock()
+        self._silence = silence_seconds
+        if isinstance(server, redis.asyncio.Redis):
+            check_replies_are_bytes(server.connection_pool)
+            self.url = address_of(server.connection_pool)
+            self._use(server)
+        else:
+            self.url = server_url(server)
+
+    async def enqueue(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        delay_ms: int = 0,
+        **fields: Any,
+    ) -> str:
+        """As `Client.enqueue`."""
+        request = call_fields(prompt, messages, request_id, delay_ms, fields)
+        return (await self.enqueue_many([request]))[0]
+
+    async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
+        """As `Client.enqueue_many`."""
+        return await self._enqueue(compose(requests))
+
+    async def enqueue_samples(
+        self,
+        n: int,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        delay_ms: int = 0,
+        **fields: Any,
+    ) -> list[str]:
+        """As `Client.enqueue_samples`."""
+        request = call_fields(prompt, messages, request_id, delay_ms, fields)
+        return await self._enqueue(compose_samples(n, request))
+
+    def stream(
+        self, request_id: str, *, from_index: int = 0, timeout: float | None = None
+    ) -> AsyncIterator[TokenEvent]:
+        """As `Client.stream`. Who leaves the loop early closes it with `contextlib.aclosing`."""
+        return self._follow(request_id, from_index, timeout)
+
+    async def result(
+        self, request_id: str, *, timeout: float | None = None, check: bool = True
+    ) -> Result:
+        """As `Client.result`."""
+        events = [event async for event in self._follow(request_id, 0, timeout)]
+        return fold(request_id, events, check)
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        **fields: Any,
+    ) -> Result:
+        """As `Client.generate`. A task that is cancelled here does not cancel the request."""
+        request_id = await self.enqueue(prompt, **fields)
+        return await self.result(request_id, timeout=timeout, check=check)
+
+    async def sample(
+        self,
+        n: int,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        **fields: Any,
+    ) -> Samples:
+        """As `Client.sample`."""
+        request_ids = await self.enqueue_samples(n, prompt, **fields)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        results = []
+        for request_id in request_ids:
+            left = None if deadline is None else deadline - time.monotonic()
+            results.append(await self.result(request_id, timeout=left, check=check))
+        return Samples(request_ids, results)
+
+    async def cancel(self, request_id: str) -> CancelStatus:
+        """As `Client.cancel`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.cancel(check_request_id(request_id)))
+
+    async def state(self, request_id: str) -> RequestState | None:
+        """As `Client.state`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.state(check_request_id(request_id)))
+
+    async def stats(self) -> QueueStats:
+        """As `Client.stats`."""
+        return await self._converse(read_stats(self._keys))
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        if self._queue is not None:
+            await self._queue.close()
+        if self._owned is not None:
+            await self._owned.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self._connected()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _connected(self) -> AsyncRequestQueue:
+        async with self._connecting:
+            if self._queue is None:
+                try:
+                    self._owned = await heeding_cancels(open_async_redis(self.url))
+                except RedisUnavailableError as error:
+                    raise without_server(error) from error
+                self._use(self._owned)
+        assert self._queue is not None
+        return self._queue
+
+    def _use(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._queue = AsyncRequestQueue(client, self._keys.queue)
+
+    async def _enqueue(self, composed: Composed) -> list[str]:
+        if not composed.new:
+            return []
+        queue = await self._connected()
+        with explained(self.url):
+            try:
+                return await heeding_cancels(queue.enqueue(composed.new))
+            except RequestExistsError:  # redis-py tries again when it loses a reply
+                if not composed.is_safe_to_repeat:
+                    raise
+                return [item.request_id for item in composed.new]
+
+    async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
+        answer: Any = None
+        queue = await self._connected()
+        with explained(self.url):
+            while True:
+                try:
+                    call = calls.send(answer)
+                except StopIteration as stop:
+                    value: T = stop.value
+                    return value
+                answer = await heeding_cancels(queue.run(call))
+
+    def _follow(
+        self, request_id: str, from_index: int, timeout: float | None
+    ) -> AsyncIterator[TokenEvent]:
+        steps = follow(
+            self._keys,
+            check_request_id(request_id),
+            from_index,
+            silence=self._silence,
+            timeout=timeout,
+        )
+        return self._carry_out(steps)
+
+    async def _carry_out(self, steps: Steps) -> AsyncIterator[TokenEvent]:
+        await self._connected()
+        with explained(self.url):
+            async with aclosing(self._redis.pubsub()) as subscription:
+                action = advance(steps, None)
+                while action is not None:
+                    answer = None
+                    if isinstance(action, Emit):
+                        yield action.event
+                    else:
+                        answer = await heeding_cancels(self._perform(action, subscription))
+                    action = advance(steps, answer)
+
+    async def _perform(self, action: Action, subscription: Any) -> Any:
+        try:
+            match action:
+                case Ask(call):
+                    return await (await self._connected()).run(call)
+                case Wait(seconds):
+                    return heard(await subscription.get_message(timeout=seconds))
+                case Sleep(seconds):
+                    await asyncio.sleep(seconds)
+                case Subscribe(channel, sharded):
+                    await subscription.aclose()
+                    subscribe = subscription.ssubscribe if sharded else subscription.subscribe
+                    await subscribe(channel)
+        except redis.RedisError as error:
+            return error

@@ -1,0 +1,257 @@
+"""The synchronous client: enqueue, stream, result, cancel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any, Self, TypeVar
+
+import redis
+
+from producer.composing import Composed, Messages, Prompt, call_fields, compose, compose_samples
+from producer.connecting import (
+    address_of,
+    check_replies_are_bytes,
+    explained,
+    server_url,
+    without_server,
+)
+from producer.outcomes import Samples, fold
+from producer.queue_stats import QueueStats, read_stats
+from producer.stream import (
+    SILENCE_SECONDS,
+    Action,
+    Ask,
+    Emit,
+    Sleep,
+    Steps,
+    Subscribe,
+    Wait,
+    advance,
+    follow,
+    heard,
+)
+from shared.connection import open_redis
+from shared.errors import RedisUnavailableError, RequestExistsError
+from shared.keys import check_request_id
+from shared.request_queue import RequestQueue
+from shared.schemas import RequestState, Result, TokenEvent
+from shared.scripts import Call, CancelStatus
+
+T = TypeVar("T")
+
+
+class Client:
+    """Puts requests into a queue and reads their streams. Thread-safe.
+
+    `server` is a URL or a redis-py client (which stays its owner's to close); without one, the
+    server of PROMPTQ_REDIS_URL or of the `promptq up` that runs on this machine. Use it as a
+    context manager, or call `close`.
+
+    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError; so does
+    every method when the server goes away.
+    """
+
+    def __init__(
+        self,
+        server: str | redis.Redis | None = None,
+        queue: str = "default",
+        *,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        self._owned: redis.Redis | None = None
+        if isinstance(server, redis.Redis):
+            check_replies_are_bytes(server.connection_pool)
+            self.url = address_of(server.connection_pool)
+            self._redis: Any = server  # its command methods are untyped
+        else:
+            self.url = server_url(server)
+            try:
+                self._redis = self._owned = open_redis(self.url)
+            except RedisUnavailableError as error:
+                raise without_server(error) from error
+        self._queue = RequestQueue(self._redis, queue)
+        self._silence = silence_seconds
+
+    def enqueue(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        delay_ms: int = 0,
+        **fields: Any,
+    ) -> str:
+        """Put one request in and give its id, a UUIDv7 unless `request_id` is given.
+
+        `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
+        are those of `shared.schemas.Request` (`max_tokens`, `temperature`, `priority`, ...). With
+        `delay_ms` it waits at least so long.
+
+        Raises InvalidRequestError, RequestExistsError, QueueFullError. With an id of your own,
+        RequestExistsError may also mean that the connection dropped after this call got through;
+        an `idempotency_key` makes repeating safe.
+        """
+        return self.enqueue_many([call_fields(prompt, messages, request_id, delay_ms, fields)])[0]
+
+    def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Put requests in, all or none, and give their ids.
+
+        Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
+        """
+        return self._enqueue(compose(requests))
+
+    def enqueue_samples(
+        self,
+        n: int,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        request_id: str | None = None,
+        delay_ms: int = 0,
+        **fields: Any,
+    ) -> list[str]:
+        """Put `n` requests of one prompt in, all or none.
+
+        Their ids are `ID:0` ... `ID:n-1`; where `seed` is given, theirs are `seed + i`.
+        """
+        return self._enqueue(
+            compose_samples(n, call_fields(prompt, messages, request_id, delay_ms, fields))
+        )
+
+    def stream(
+        self, request_id: str, *, from_index: int = 0, timeout: float | None = None
+    ) -> Iterator[TokenEvent]:
+        """The events of a request, from the first to the last, each once and in order.
+
+        Subscribers may come at any time, also after the end. With `from_index` the stream begins
+        with the event that holds that token. A connection that drops is opened again. An error of
+        the request is its last event, not an exception.
+
+        Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds.
+        """
+        return self._follow(request_id, from_index, timeout)
+
+    def result(
+        self, request_id: str, *, timeout: float | None = None, check: bool = True
+    ) -> Result:
+        """Wait for the request to end and give the whole.
+
+        Raises RequestFailedError if it ended with an error, unless `check` is false; a request
+        that was cancelled or expired gives what it had. Raises TimeoutError after `timeout`
+        seconds (it goes on; call `cancel` to end it), RequestNotFoundError.
+        """
+        return fold(request_id, list(self._follow(request_id, 0, timeout)), check)
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        **fields: Any,
+    ) -> Result:
+        """`enqueue` and `result` in one."""
+        return self.result(self.enqueue(prompt, **fields), timeout=timeout, check=check)
+
+    def sample(
+        self,
+        n: int,
+        prompt: Prompt | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = True,
+        **fields: Any,
+    ) -> Samples:
+        """`enqueue_samples` and the results of all; `timeout` is that of the whole."""
+        request_ids = self.enqueue_samples(n, prompt, **fields)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        results = []
+        for request_id in request_ids:
+            left = None if deadline is None else deadline - time.monotonic()
+            results.append(self.result(request_id, timeout=left, check=check))
+        return Samples(request_ids, results)
+
+    def cancel(self, request_id: str) -> CancelStatus:
+        """End a request: at once if it waits, at its worker's next step if it runs."""
+        with explained(self.url):
+            return self._queue.cancel(check_request_id(request_id))
+
+    def state(self, request_id: str) -> RequestState | None:
+        """Where a request is in its life; None if it is unknown."""
+        with explained(self.url):
+            return self._queue.state(check_request_id(request_id))
+
+    def stats(self) -> QueueStats:
+        """What the queue holds and how its workers fare."""
+        return self._converse(read_stats(self._queue.keys))
+
+    def close(self) -> None:
+        """End every wait and close the connections, unless the redis-py client was given."""
+        self._queue.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enqueue(self, composed: Composed) -> list[str]:
+        if not composed.new:
+            return []
+        with explained(self.url):
+            try:
+                return self._queue.enqueue(composed.new)
+            except RequestExistsError:  # redis-py tries again when it loses a reply
+                if not composed.is_safe_to_repeat:
+                    raise
+                return [item.request_id for item in composed.new]
+
+    def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
+        answer: Any = None
+        with explained(self.url):
+            while True:
+                try:
+                    call = calls.send(answer)
+                except StopIteration as stop:
+                    value: T = stop.value
+                    return value
+                answer = self._queue.run(call)
+
+    def _follow(
+        self, request_id: str, from_index: int, timeout: float | None
+    ) -> Iterator[TokenEvent]:
+        keys = self._queue.keys
+        steps = follow(
+            keys, check_request_id(request_id), from_index, silence=self._silence, timeout=timeout
+        )
+        return self._carry_out(steps)
+
+    def _carry_out(self, steps: Steps) -> Iterator[TokenEvent]:
+        with explained(self.url), closing(self._redis.pubsub()) as subscription:
+            action = advance(steps, None)
+            while action is not None:
+                answer = None
+                if isinstance(action, Emit):
+                    yield action.event
+                else:
+                    answer = self._perform(action, subscription)
+                action = advance(steps, answer)
+
+    def _perform(self, action: Action, subscription: Any) -> Any:
+        try:
+            match action:
+                case Ask(call):
+                    return self._queue.run(call)
+                case Wait(seconds):
+                    return heard(subscription.get_message(timeout=seconds))
+                case Sleep(seconds):
+                    time.sleep(seconds)
+                case Subscribe(channel, sharded):
+                    subscription.close()
+                    (subscription.ssubscribe if sharded else subscription.subscribe)(channel)
+        except redis.RedisError as error:
+            return error

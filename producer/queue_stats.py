@@ -1,0 +1,52 @@
+"""What a queue holds and how its workers fare."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared import scripts
+from shared.keys import Keys
+from shared.schemas import WorkerStats
+from shared.scripts import Call
+
+
+class QueueStats(BaseModel):
+    """Counts of requests by where they are, and the heartbeats of the workers that live."""
+
+    queue: str
+    model: str = ""
+    paused: bool = False
+    waiting: int
+    delayed: int
+    active: int
+    """Held by a worker: running, or prepared to run."""
+    dead: int
+    """Dead letters: given up after crashes of their workers."""
+    workers: list[WorkerStats]
+
+
+def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
+    """Yields calls, is sent what they give."""
+    model, paused = yield Call("", ["HMGET", keys.config, "model", "paused"], list)
+    counts = {}
+    for name in ("pending", "delayed", "leases", "dead"):
+        counts[name] = yield Call("", ["ZCARD", getattr(keys, name)], int)
+    now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000)
+    workers = []
+    for worker_id in (yield scripts.live_worker_ids(keys, now_ms)):
+        worker = yield scripts.worker_stats(keys, worker_id)
+        if worker is not None:  # it left between the two calls
+            workers.append(worker)
+    return QueueStats(
+        queue=keys.queue,
+        model=(model or b"").decode(),
+        paused=paused == b"1",
+        waiting=counts["pending"],
+        delayed=counts["delayed"],
+        active=counts["leases"],
+        dead=counts["dead"],
+        workers=workers,
+    )

@@ -1,0 +1,110 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from producer.queue_stats import QueueStats
+from shared.schemas import WorkerStats
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration in the unit that suits it."""
+    if value is None:
+        return "–"
+    return f"{value:.0f} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+
+
+def byte_size(value: float) -> str:
+    """A size in the unit that suits it."""
+    if not value:
+        return "–"
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
+    """A table without frame, numbers to the right, the columns of `left` to the left."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
+
+
+def queue_table(stats: QueueStats) -> Table:
+    """Counts of requests by where they are."""
+    title = f"queue {stats.queue}"
+    title += f", model {stats.model}" if stats.model else ""
+    title += ", paused" if stats.paused else ""
+    table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
+    counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
+    table.add_row(*(f"{count:,}" for count in counts))
+    return table
+
+
+def workers_table(workers: Sequence[WorkerStats]) -> Table:
+    """One column for each worker, as there are more facts than workers."""
+    table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
+    table.add_column("")
+    for worker in workers:
+        table.add_column(worker.worker_id, justify="right", overflow="fold")
+    for name, values in _facts(workers).items():
+        table.add_row(name, *values)
+    return table
+
+
+def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
+    def each(fact: Any) -> list[str]:
+        return [fact(worker) for worker in workers]
+
+    return {
+        "state": each(lambda w: w.state),
+        "model": each(lambda w: w.model),
+        "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
+        "slots in use": each(lambda w: f"{w.num_running} of {w.max_num_seqs}"),
+        "prepared, waiting": each(lambda w: f"{w.num_waiting + w.num_prefetched}"),
+        "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
+        "requests processed": each(lambda w: f"{w.num_processed:,}"),
+        "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
+        "  of them cached": each(lambda w: f"{w.cached_tokens:,}"),
+        "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
+        "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
+        "recomputed tokens": each(lambda w: f"{w.recomputed_tokens:,}"),
+        "preemptions": each(lambda w: f"{w.num_preemptions:,}"),
+        "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),
+        "mean prompt time": each(lambda w: milliseconds(w.mean_prompt_ms)),
+        "mean generation time": each(lambda w: milliseconds(w.mean_generation_ms)),
+        "peak memory": each(lambda w: byte_size(w.peak_memory_bytes)),
+    }
+
+
+def settings_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Settings with their defaults and what they are now."""
+    table = Table(box=box.SIMPLE_HEAD, show_lines=False)
+    table.add_column("environment variable", no_wrap=True)
+    table.add_column("now", overflow="fold")
+    table.add_column("what it is")
+    for row in rows:
+        changed = row["value"] != row["default"]
+        value = "–" if row["value"] is None else str(row["value"])
+        default = f" [dim](default {row['default']})[/]" if changed else ""
+        style = "bold" if changed else ""
+        table.add_row(
+            row["variable"],
+            f"[{style}]{value}[/]" if style else value,
+            row["description"] + default,
+        )
+    return table
