@@ -19,9 +19,22 @@ def an(phrase: str) -> str:
     return f"{'an' if _VOWEL_SOUND.match(phrase) else 'a'} {phrase}"
 
 
+def listed(text: str, separator: str = "|") -> tuple[str, ...]:
+    """The phrases of a text: ``by the well|in the barn``."""
+    return tuple(text.split(separator))
+
+
 def one_of(rng: random.Random, options: Sequence[str]) -> str:
     """Any of the options, all equally likely."""
     return options[rng.randrange(len(options))]
+
+
+def choose(rng: random.Random, template: str) -> str:
+    """The template with every choice made, its fields still open."""
+    while match := _CHOICE.search(template):
+        chosen = one_of(rng, match[1].split("|"))
+        template = template[: match.start()] + chosen + template[match.end() :]
+    return template
 
 
 def render(rng: random.Random, template: str, fields: Mapping[str, object]) -> str:
@@ -29,8 +42,6 @@ def render(rng: random.Random, template: str, fields: Mapping[str, object]) -> s
 
     Raises ``KeyError`` or ``AttributeError`` for a field that the story does not have.
     """
-    while match := _CHOICE.search(template):
-        chosen = one_of(rng, match[1].split("|"))
-        template = template[: match.start()] + chosen + template[match.end() :]
-    text = re.sub(r" {2,}", " ", template.format_map(fields)).strip()
+    text = choose(rng, template).format_map(fields)
+    text = re.sub(r" {2,}", " ", text).strip()
     return _SENTENCE_START.sub(lambda match: match[1] + match[2].upper(), text)

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from worker.shipped.phrases import an, one_of
+from worker.shipped.phrases import an, choose, listed, one_of
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Scene:
 
 _YOUNG = ("little", "young", "small")
 _ANY = ("little", "young", "old", "small")
-_GROWN = ("old", "young", "kind", "tired")
+_GROWN = ("old", "young", "busy", "tired")
 
 KINDS = (
     Kind("fox", _ANY, "a clever animal with red fur and a long, soft tail"),
@@ -177,8 +177,8 @@ KINDS = (
     Kind("donkey", _ANY, "a patient animal with long ears that carries heavy things"),
     Kind("dragon", _ANY, "a creature from old stories that can fly and breathe fire"),
     Kind("robot", _ANY, "a machine that can move and work by itself"),
-    Kind("girl", ("little", "young"), "a child who will be a woman one day", True),
-    Kind("boy", ("little", "young"), "a child who will be a man one day", False),
+    Kind("girl", ("little", "young", "small"), "a child who will be a woman one day", True),
+    Kind("boy", ("little", "young", "small"), "a child who will be a man one day", False),
     Kind("woman", ("old", "young"), "a grown-up girl", True),
     Kind("man", ("old", "young"), "a grown-up boy", False),
     Kind("baker", _GROWN, "a person who makes bread and cakes"),
@@ -193,8 +193,15 @@ KINDS = (
     Kind("miller", _GROWN, "a person who turns grain into flour"),
     Kind("king", ("old", "young"), "a man who rules a country", False),
     Kind("queen", ("old", "young"), "a woman who rules a country", True),
-    Kind("prince", ("young",), "the son of a king or a queen", False),
-    Kind("princess", ("young",), "the daughter of a king or a queen", True),
+    Kind(
+        "prince", ("young", "little", "gentle", "handsome"), "the son of a king or a queen", False
+    ),
+    Kind(
+        "princess",
+        ("young", "little", "gentle", "clever"),
+        "the daughter of a king or a queen",
+        True,
+    ),
     Kind("knight", ("old", "young"), "a soldier from old times who rode a horse"),
     Kind("wizard", ("old", "young"), "a man from old stories who can do magic", False),
     Kind("witch", ("old", "young"), "a woman from old stories who can do magic", True),
@@ -208,13 +215,15 @@ KINDS = (
     Kind("doctor", _GROWN, "a person who helps sick people to get well"),
 )
 
-HER_NAMES = tuple(
+HER_NAMES = listed(
     "Mira Luna Ada Nora Tilly Rosa Wren Ivy Hazel Mina Elsa Clara Poppy Ruby Lily Nell Greta "
-    "Daisy Anna Maya Lina Bella Olive Juno Fern Sophie Emma Lucy Alice Zoé Chloé".split()
+    "Daisy Anna Maya Lina Bella Olive Juno Fern Sophie Emma Lucy Alice Zoé",
+    " ",
 )
-HIS_NAMES = tuple(
+HIS_NAMES = listed(
     "Pip Otto Finn Leo Max Tom Ben Bruno Hugo Oscar Jack Sam Felix Milo Theo Anton Emil Jasper "
-    "Toby Arlo Basil Barnaby Moss Rufus Henry Oliver Gus Walter Tim Bo René Noé".split()
+    "Toby Arlo Basil Barnaby Moss Rufus Henry Oliver Gus Walter Tim Bo René",
+    " ",
 )
 
 TRAITS = (
@@ -323,9 +332,8 @@ def character(rng: random.Random, kind: Kind, taken: tuple[str, ...] = ()) -> Ch
     she = rng.random() < 0.5 if kind.she is None else kind.she
     names = tuple(name for name in (HER_NAMES if she else HIS_NAMES) if name not in taken)
     trait = TRAITS[rng.randrange(len(TRAITS))]
-    return Character(
-        kind.name, one_of(rng, kind.ages), one_of(rng, names), she, trait.name, trait.habit
-    )
+    habit = choose(rng, trait.habit)
+    return Character(kind.name, one_of(rng, kind.ages), one_of(rng, names), she, trait.name, habit)
 
 
 def item(rng: random.Random, thing: Thing) -> Item:
