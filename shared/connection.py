@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
+import redis.asyncio.retry
+import redis.retry
+from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from shared.errors import (
     ConfigurationError,
     PromptqError,
     RedisAuthError,
+    RedisSideError,
     RedisTooOldError,
     RedisUnavailableError,
 )
 
+T = TypeVar("T")
+
 MIN_REDIS = 7
 MIN_VALKEY = 8
 _CONNECT_TIMEOUT_SECONDS = 5.0
+_RETRIES = 10
 
 
 def without_password(url: str) -> str:
     """The address as it may be shown: a password is masked."""
-    parts = urlsplit(url)
+    url = re.sub(r"(?<=password=)[^&]*", "***", url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address at all; what stands behind the last @ is no password
+        return url.rpartition("@")[2]
     if parts.password is None:
         return url
     host = parts.netloc.rpartition("@")[2]
@@ -40,6 +52,7 @@ def open_redis(url: str) -> redis.Redis:
     client: redis.Redis = _make(redis.Redis, url)
     try:
         check_version(client.info("server"), url)
+        client.set_retry(_retry(redis.retry.Retry))
     except NoPermissionError:
         pass  # the role may not ask for the version; whatever it may do will tell
     except PromptqError:
@@ -48,6 +61,9 @@ def open_redis(url: str) -> redis.Redis:
     except (RedisError, OSError) as error:
         client.close()
         raise explain(error, url) from error
+    except TypeError as error:  # options in the URL that a connection does not know
+        client.close()
+        raise _no_url(error, url) from error
     return client
 
 
@@ -56,6 +72,7 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
     try:
         check_version(await client.info("server"), url)
+        client.set_retry(_retry(redis.asyncio.retry.Retry))
     except NoPermissionError:
         pass  # as above
     except PromptqError:
@@ -64,6 +81,9 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     except (RedisError, OSError) as error:
         await client.aclose()
         raise explain(error, url) from error
+    except TypeError as error:  # as above
+        await client.aclose()
+        raise _no_url(error, url) from error
     return client
 
 
@@ -71,10 +91,24 @@ def _make(kind: Any, url: str) -> Any:
     try:
         return kind.from_url(url, socket_connect_timeout=_CONNECT_TIMEOUT_SECONDS)
     except ValueError as error:
-        raise ConfigurationError(
-            f"redis: {without_password(url)!r} is not a Redis URL ({error}); it looks like"
-            " redis://localhost:6379/0, rediss://... or unix:///path"
-        ) from error
+        raise _no_url(error, url) from error
+
+
+def _no_url(error: Exception, url: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"redis: {without_password(url)!r} is not a Redis URL ({error}); it looks like"
+        " redis://localhost:6379/0, rediss://... or unix:///path"
+    )
+
+
+def _retry(kind: Callable[..., T]) -> T:
+    """What a dropped connection is worth: some seconds of trying. `from_url` would try nothing.
+
+    Repeating is safe: the scripts say `duplicate` or `finished` of what they have done already. A
+    server that takes the connection and then says nothing is not asked again.
+    """
+    backoff = ExponentialWithJitterBackoff(cap=1, base=0.01)
+    return kind(backoff, _RETRIES, supported_errors=(redis.exceptions.ConnectionError,))
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:
@@ -101,4 +135,6 @@ def explain(error: Exception, url: str) -> PromptqError:
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
             f" Valkey {MIN_VALKEY} is needed"
         )
+    if isinstance(error, ResponseError):
+        return RedisSideError(f"the server at {shown} refuses a command: {error}")
     return RedisUnavailableError(f"no Redis server answers at {shown}: {error}")

@@ -183,7 +183,7 @@ class RequestQueue(_Queue):
         for find in (scripts.waiting_ids, scripts.delayed_ids):
             while ids := self.run(find(self.keys, _CLEAR_PAGE)):
                 statuses = self.run(scripts.cancel(ids, "waiting"))
-                removed += len(statuses)
+                removed += statuses.count(CancelStatus.CANCELLED)
         return removed
 
     def contains(self, request_id: str) -> bool:
@@ -286,7 +286,7 @@ class AsyncRequestQueue(_Queue):
         for find in (scripts.waiting_ids, scripts.delayed_ids):
             while ids := await self.run(find(self.keys, _CLEAR_PAGE)):
                 statuses = await self.run(scripts.cancel(ids, "waiting"))
-                removed += len(statuses)
+                removed += statuses.count(CancelStatus.CANCELLED)
         return removed
 
     async def contains(self, request_id: str) -> bool:

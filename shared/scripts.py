@@ -7,6 +7,7 @@ only in how they send it, so that every rule about arguments and replies stands 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -267,7 +268,8 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
     def parse(reply: list[Any]) -> list[CancelStatus]:
         return [CancelStatus(text) for text in _texts(reply)]
 
-    return Call("cancel", [mode, *request_ids], parse)
+    encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
+    return Call("cancel", [mode, *encoded], parse)
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
@@ -313,12 +315,12 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
     """Ids at the front of the queue."""
-    return Call("", ["ZRANGE", keys.pending, 0, limit - 1], _texts)
+    return Call("", ["ZRANGE", keys.pending, 0, limit - 1], _ids)
 
 
 def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
     """Ids that wait for their time, soonest first."""
-    return Call("", ["ZRANGE", keys.delayed, 0, limit - 1], _texts)
+    return Call("", ["ZRANGE", keys.delayed, 0, limit - 1], _ids)
 
 
 def count(keys: Keys) -> Call[int]:
@@ -342,7 +344,8 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
         if current is not None:
-            return RequestState(_text(current))
+            with suppress(ValueError):  # a stranger's word means nothing to the scripts either
+                return RequestState(_text(current))
         return RequestState.WAITING if payload is not None else None
 
     return Call("", ["HMGET", keys.request(request_id), "state", "payload"], parse)
@@ -364,6 +367,11 @@ def _text(value: str | bytes | int) -> str:
 
 def _texts(values: Iterable[Any]) -> list[str]:
     return [_text(value) for value in values]
+
+
+def _ids(values: Iterable[bytes]) -> list[str]:
+    """Ids as a stranger may have put them in: bytes that are no text come as surrogates."""
+    return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
 def _text_map(reply: Any) -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 import redis.asyncio
+from redis.exceptions import RedisError
 
-from shared.connection import open_async_redis, without_password
+from shared.connection import explain, open_async_redis, without_password
 from shared.embedded import EmbeddedServer, advertised
 from shared.errors import PromptqError, RedisUnavailableError
 from shared.keys import Keys
@@ -92,11 +93,18 @@ def run(settings: Settings) -> None:
     configure_logs(settings.log_level, settings.log_format)
     redis_url = settings.redis_url or advertised()
     if redis_url is not None:
-        asyncio.run(serve(settings, redis_url))
+        _serve(settings, redis_url)
         return
     with EmbeddedServer() as server:
         print(f"no Redis given: started an embedded server at {server.url}", flush=True)
-        asyncio.run(serve(settings, server.url))
+        _serve(settings, server.url)
+
+
+def _serve(settings: Settings, redis_url: str) -> None:
+    try:
+        asyncio.run(serve(settings, redis_url))
+    except RedisError as error:
+        raise explain(error, redis_url) from error
 
 
 def command() -> click.Command:

@@ -58,14 +58,16 @@ class Cancels:
         self._ids.add(request_id)
         self._arrived.set()
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            ids, self._ids = self._ids, set()
-            held = [item for item in map(self._leases.by_request, ids) if item is not None]
-            if held:
-                await self._publisher.renew(held)
-            if others := sorted(ids - {item.request_id for item in held}):
-                await self._queue.run(scripts.cancel(others, "flagged"))
+    async def run_once(self) -> None:
+        """Wait for cancels and carry them out.
+
+        If that fails they wait no longer than a renewal of the leases, which tells of them too.
+        """
+        await self._arrived.wait()
+        self._arrived.clear()
+        ids, self._ids = self._ids, set()
+        held = [item for item in map(self._leases.by_request, ids) if item is not None]
+        if held:
+            await self._publisher.renew(held)
+        if others := sorted(ids - {item.request_id for item in held}):
+            await self._queue.run(scripts.cancel(others, "flagged"))

@@ -54,12 +54,15 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """Stop after the step that runs; what was not fetched is dropped."""
+    async def stop(self, patience: float) -> None:
+        """Stop after the step that runs; what was not fetched is dropped.
+
+        A step that has been running for more than `patience` seconds is not waited for.
+        """
         with self._inbox:
             self._stopping = True
             self._inbox.notify()
-        while self._thread.is_alive():
+        while self._thread.is_alive() and self.seconds_without_progress() <= patience:
             self._take_outbox()
             await asyncio.sleep(0.005)
 
@@ -87,6 +90,11 @@ class EngineThread:
             if self._failure is not None:
                 raise self._failure
             await self._fetchable.wait()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine raised; it does nothing any more."""
+        return self._failure is not None
 
     def seconds_without_progress(self) -> float:
         """How long the current step has been running; about 0 while there is none."""

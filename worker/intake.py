@@ -9,6 +9,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
@@ -17,6 +18,7 @@ from shared.errors import InvalidRequestError
 from shared.logs import get_logger
 from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
 from shared.scripts import Claim, Held, Room
+from worker.ending import end
 from worker.held import HeldRequest, Preparation
 from worker.leases import Leases
 
@@ -92,6 +94,7 @@ class Intake:
         self._fill_changed_at = time.monotonic()
         self._num_pending = 0  # what the last claim left in the queue
         self._work_came = False
+        self._too_small: Room | None = None  # what the last claim found nothing for
         self._wake_up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._log = get_logger(worker_id=queue.worker_id)
@@ -106,8 +109,7 @@ class Intake:
     async def stop(self) -> None:
         """Stop claiming and give back what is held ready."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end([self._task])
             self._task = None
         await self.give_back()
 
@@ -201,33 +203,48 @@ class Intake:
         room = self._room(self.depth)
         if room.max_count <= 0 and not (work_came and room.preemptible):
             return 0
+        if not work_came and self._too_small is not None and not _more(room, self._too_small):
+            return 0
         claims = await self._queue.take_batch(room)
         self._num_pending = claims.num_pending
+        self._too_small = None if claims else room
         if not claims:
             return 0
         self.metrics.num_claimed += len(claims)
         try:
             prepared = await asyncio.to_thread(self._prepare, claims)
         except asyncio.CancelledError:
-            await self._queue.release([Held(claim.request_id, claim.fence) for claim in claims])
+            await self._give_back_claims(claims)
             raise
         self._account_fill()
-        fresh = []
+        fresh, failed, complete = [], [], []
         for claim, outcome in zip(claims, prepared, strict=True):
             if isinstance(outcome, InvalidRequestError):
-                self.metrics.num_failed += 1
-                await self._on_invalid(claim, outcome)
-                continue
-            self._leases.add(outcome)
-            if outcome.is_at_end:
-                await self._on_complete(outcome)
-                continue
-            heapq.heappush(self._ready, (claim.order, time.monotonic(), outcome))
-            fresh.append(outcome)
+                failed.append((claim, outcome))
+            elif outcome.is_at_end:
+                complete.append(outcome)
+            else:
+                self._leases.add(outcome)
+                heapq.heappush(self._ready, (claim.order, time.monotonic(), outcome))
+                fresh.append(outcome)
         self._on_ready()
+        self.metrics.num_failed += len(failed)
+        try:
+            for claim, error in failed:
+                await self._on_invalid(claim, error)
+            for held in complete:
+                await self._on_complete(held)
+        except (asyncio.CancelledError, RedisError, OSError):
+            untold = [claim for claim, _ in failed] + [held.claim for held in complete]
+            await self._give_back_claims(untold)
+            raise
         if fresh:
             await self._renew(fresh)  # tells the exact lengths of the prompts
         return len(claims)
+
+    async def _give_back_claims(self, claims: list[Claim]) -> None:
+        with suppress(RedisError, OSError):  # else their leases run out
+            await self._queue.release([Held(claim.request_id, claim.fence) for claim in claims])
 
     def _prepare(self, claims: list[Claim]) -> list[HeldRequest | InvalidRequestError]:
         """Runs in a thread of its own: long prompts take their time."""
@@ -253,6 +270,10 @@ class Intake:
         now = time.monotonic()
         self.metrics.filled_seconds += len(self._ready) * (now - self._fill_changed_at)
         self._fill_changed_at = now
+
+
+def _more(room: Room, than: Room) -> bool:
+    return room.max_count > than.max_count or room.token_budget > than.token_budget
 
 
 async def release(

@@ -34,7 +34,13 @@ class Publisher:
         self._engine = engine
         self._on_progress = on_progress
         self._on_finished = on_finished
+        self._num_sending = 0
         self._log = get_logger(worker_id=queue.worker_id)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether rows are on their way."""
+        return self._num_sending > 0
 
     async def run(self) -> None:
         """Until cancelled, or until the engine fails, whose exception it raises."""
@@ -49,7 +55,11 @@ class Publisher:
 
     async def send(self, rows: Sequence[Row]) -> None:
         """Publish rows and let go of the requests that they end or that were lost."""
-        published = await self._queue.publish(rows)
+        self._num_sending += 1
+        try:
+            published = await self._queue.publish(rows)
+        finally:
+            self._num_sending -= 1
         for row, status in zip(rows, published.rows, strict=True):
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
@@ -91,6 +101,11 @@ class Publisher:
     def _row(self, output: SequenceOutput) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)
         if held is None or held.ended:
+            return None
+        if self._leases.by_request(held.request_id) is not held:
+            # Its lease was lost, and this very worker was the next to claim the request.
+            self.abort(held)
+            self._leases.drop(held)
             return None
         if output.timing is not None:
             held.timing = output.timing

@@ -22,6 +22,7 @@ from shared.scripts import Claim, Room, Row
 from shared.settings import Settings
 from worker.building import Served
 from worker.control import Cancels, listen
+from worker.ending import end
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest, Preparation
 from worker.intake import Intake, release
@@ -93,7 +94,7 @@ class Worker:
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
         self._spawn(listen(self._client, self._queue.keys, self.intake.wake, self._cancels.add))
-        self._spawn(self._survive_redis(self._cancels.run))
+        self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(keep_alive(self.leases, lease_ms, self._renew_when_possible, self._is_stuck))
         self._spawn(self._every(_HEARTBEAT_SECONDS, self._heartbeat))
         self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reap))
@@ -116,7 +117,7 @@ class Worker:
         self._draining = True
         await self.intake.stop()
         deadline = time.monotonic() + self._settings.drain_seconds
-        while self.leases.num_in_engine and not now.is_set() and time.monotonic() < deadline:
+        while self._is_busy and not now.is_set() and time.monotonic() < deadline:
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await now.wait()
@@ -125,14 +126,21 @@ class Worker:
         """End all parts, give back what is still held with its progress, and leave the queue."""
         self._draining = True
         await self.intake.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
+        broken = self.engine.has_failed or self._is_stuck()
+        suspects = [held for held in self.leases if held.in_engine and broken]
         for held in self.leases:
             self._publisher.abort(held)
-        await self.engine.stop()
+        await self.engine.stop(patience=_STUCK_SECONDS)
+        for held in suspects:  # one of them did it: their leases run out, which counts as a crash
+            self.leases.drop(held)
         await release(self._queue, self.leases, list(self.leases))
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether anything runs, or ran and is not told of yet."""
+        return self.leases.num_in_engine > 0 or self._publisher.is_sending
 
     def stats(self) -> WorkerStats:
         """What the worker tells of itself."""
@@ -168,12 +176,16 @@ class Worker:
         )
 
     def _room(self, depth: int) -> Room:
-        """What can be claimed: slots and KV that nothing held is counted with."""
+        """What can be claimed: slots and KV that nothing held is counted with.
+
+        Both are negative while urgent requests are held that will preempt; the more of them, the
+        less there is to preempt for further ones.
+        """
         capacity = self._limits.kv_tokens
         wanted = self._limits.max_num_seqs + self._lookahead + depth - len(self.leases)
         return Room(
-            max_count=max(0, wanted),
-            token_budget=max(0, capacity - self.leases.kv_need),
+            max_count=wanted,
+            token_budget=capacity - self.leases.kv_need,
             capacity=capacity,
             preemptible=self.leases.preemptible,
         )

@@ -13,6 +13,7 @@ local STATE_AFTER = {
   stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',
   error = 'failed',
 }
+local IS_FINAL = {completed = true, failed = true, cancelled = true, expired = true, dead = true}
 local MAX_OUTPUTS = 128 -- how many finished requests the measured p90 of output looks back on
 
 local function request_key(id) return prefix .. 'request:' .. id end
@@ -26,6 +27,19 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 
 local function config(name, default)
   return redis.call('HGET', prefix .. 'config', name) or default
+end
+
+-- A field as a whole number; the default where it is missing or a stranger wrote something else.
+local function whole(value, default)
+  if value and #value <= 15 and string.find(value, '^%-?%d+$') then return tonumber(value) end
+  return default
+end
+
+-- A number of a payload that plain commands enqueued, which is known by its JSON alone. Bare quotes
+-- cannot stand inside a JSON string, so a match is a key; at worst one of a nested object, and what
+-- is read this way is only an estimate.
+local function number_in(payload, name)
+  return tonumber(string.match(payload, '"' .. name .. '"%s*:%s*(-?%d+)'))
 end
 
 local publish_command = config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
@@ -44,7 +58,7 @@ local function read_request(id, ...)
 end
 
 local function is_final(state)
-  return state and state ~= 'waiting' and state ~= 'active'
+  return IS_FINAL[state] or false
 end
 
 -- How many tokens the log holds, and whether its last event is there.
@@ -68,11 +82,14 @@ end
 local function fold_log(id)
   local texts, token_ids, logprobs, last = {}, {}, {}, {}
   for _, json in ipairs(log_events(id)) do
-    last = cjson.decode(json)
-    texts[#texts + 1] = last.text
-    for _, token_id in ipairs(last.token_ids) do token_ids[#token_ids + 1] = exact(token_id) end
-    if type(last.logprobs) == 'table' then
-      for _, item in ipairs(last.logprobs) do logprobs[#logprobs + 1] = cjson.encode(item) end
+    local parsed, event = pcall(cjson.decode, json)
+    if parsed and type(event) == 'table' and type(event.token_ids) == 'table' then
+      last = event
+      texts[#texts + 1] = last.text
+      for _, token_id in ipairs(last.token_ids) do token_ids[#token_ids + 1] = exact(token_id) end
+      if type(last.logprobs) == 'table' then
+        for _, item in ipairs(last.logprobs) do logprobs[#logprobs + 1] = cjson.encode(item) end
+      end
     end
   end
   local parts = {
@@ -109,11 +126,11 @@ end
 -- is given by a worker that has it at hand; otherwise the log is read once more.
 local function finish(id, reason, count, event, result)
   redis.pcall('XADD', tokens_key(id), exact(count) .. '-1', 'event', event)
-  redis.pcall('PEXPIRE', tokens_key(id), config('log_ttl_ms', 60000))
+  redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))
   publish_event(id, event)
   redis.pcall('HSET', request_key(id), 'state', STATE_AFTER[reason], 'finish_reason', reason,
     'finished_at', exact(now), 'last_event', event, 'result', result or fold_log(id))
-  redis.pcall('PEXPIRE', request_key(id), config('result_ttl_ms', 3600000))
+  redis.pcall('PEXPIRE', request_key(id), whole(config('result_ttl_ms'), 3600000))
   drop_holds(id)
   if reason == 'stop' or reason == 'length' then
     redis.call('LPUSH', outputs, exact(now) .. ' ' .. exact(count))
@@ -126,8 +143,8 @@ local function finish_bare(id, reason, error_type, message)
   local fields = read_request(id, 'attempt', 'prompt_tokens') or {}
   local count, ended = log_top(id)
   if ended then return drop_holds(id) end
-  local event = bare_last_event(count, tonumber(fields.attempt or 0),
-    tonumber(fields.prompt_tokens or 0), reason, error_type, message)
+  local event = bare_last_event(count, whole(fields.attempt, 0),
+    whole(fields.prompt_tokens, 0), reason, error_type, message)
   finish(id, reason, count, event)
 end
 
@@ -139,12 +156,19 @@ local function past_deadline()
   return passed
 end
 
+-- A place in the queue as it was kept; the end of the queue where a stranger spoilt it.
+local function place(score)
+  local number = tonumber(score or nil)
+  if not number or number ~= number then number = now end
+  return string.format('%.17g', number)
+end
+
 -- Move delayed requests whose time has come to pending. Returns how many.
 local function promote_delayed()
   local due = redis.call('ZRANGE', delayed, '-inf', exact(now), 'BYSCORE', 'LIMIT', 0, 100)
   for _, id in ipairs(due) do
     local fields = read_request(id, 'score') or {}
-    redis.call('ZADD', pending, fields.score or exact(now), id)
+    redis.call('ZADD', pending, place(fields.score), id)
     redis.call('ZREM', delayed, id)
   end
   return #due
@@ -154,7 +178,7 @@ end
 -- priority overtake by at most so long; a strict level is wider than any time.
 local function score_of(priority)
   local level = config('strict_priority') == '1' and 2199023255552
-    or tonumber(config('aging_ms', 60000))
+    or whole(config('aging_ms'), 60000)
   return now + priority * level
 end
 
@@ -163,7 +187,7 @@ local function back_to_waiting(id, score)
   redis.call('HSET', request_key(id), 'state', 'waiting')
   redis.call('HDEL', request_key(id), 'fence', 'worker')
   redis.call('ZREM', leases, id)
-  redis.call('ZADD', pending, score, id)
+  redis.call('ZADD', pending, place(score), id)
 end
 
 local function wake_workers()

@@ -12,8 +12,13 @@ for n = 2, #ARGV do
   local fields = read_request(id, 'state', 'payload', 'cancelled') or {}
   local status
   if is_final(fields.state) then
+    drop_holds(id) -- a stranger may have put it into `pending` again
     status = 'finished'
-  elseif redis.call('ZSCORE', leases, id) or (mode == 'flagged' and fields.cancelled ~= '1') then
+  elseif mode == 'flagged' and fields.cancelled ~= '1' then
+    status = 'active'
+  elseif redis.call('ZSCORE', leases, id) then
+    redis.call('ZREM', pending, id)
+    redis.call('ZREM', delayed, id)
     status = 'active'
     if mode == 'any' then
       status = 'flagged'

@@ -18,6 +18,7 @@ local worker, lease_ms, max_count, budget = ARGV[1], tonumber(ARGV[2]), tonumber
 local capacity, nonce, version = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local model, fingerprint, seed_base = ARGV[8], ARGV[9], ARGV[11]
 
+local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request is overtaken before room is kept for it
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
 local PAGE = 32
@@ -57,13 +58,6 @@ local function measured_output()
   return counts[math.ceil(#counts * 0.9)]
 end
 
--- A payload that plain commands enqueued is known by its JSON alone. Bare quotes cannot stand
--- inside a JSON string, so a match is a key; at worst one of a nested object, and what is read
--- this way is only an estimate.
-local function number_in(payload, name)
-  return tonumber(string.match(payload, '"' .. name .. '"%s*:%s*(-?%d+)'))
-end
-
 local function is_newer(payload)
   if (number_in(payload, 'version') or 1) <= version then return false end
   local parsed, request = pcall(cjson.decode, payload)
@@ -71,9 +65,9 @@ local function is_newer(payload)
 end
 
 local function cost_of(fields, output)
-  local prompt_tokens = tonumber(fields.prompt_tokens) or math.ceil(#fields.payload / 4)
+  local prompt_tokens = whole(fields.prompt_tokens) or math.ceil(#fields.payload / 4)
   local max_tokens = number_in(fields.payload, 'max_tokens') or output
-  return math.min(prompt_tokens + math.min(max_tokens, output), capacity)
+  return math.max(0, math.min(prompt_tokens + math.min(max_tokens, output), capacity))
 end
 
 -- A number below 2^47 for a text; who samples mixes it further, so it need only be different.
@@ -84,17 +78,17 @@ local function seed_of(text)
 end
 
 local function claim(id, fields, score, cost)
-  local attempt = tonumber(fields.attempt or 0) + 1
+  local attempt = whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
-  local seed = fields.seed or exact(seed_of(seed_base .. id))
-  local enqueued_at = fields.enqueued_at or exact(now)
+  local seed = exact(whole(fields.seed) or seed_of(seed_base .. id))
+  local enqueued_at = exact(whole(fields.enqueued_at, now))
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
     'claimed_at', exact(now))
   redis.call('ZADD', leases, exact(now + lease_ms), id)
   redis.call('ZREM', pending, id)
   return {id, fields.payload, fence, attempt, score, seed, enqueued_at,
-    fields.prompt_tokens or '', exact(cost), log_events(id)}
+    whole(fields.prompt_tokens, ''), exact(cost), log_events(id)}
 end
 
 promote_delayed()
@@ -107,6 +101,12 @@ local function examine(id, score)
   if #id > 200 or string.find(id, '[^\33-\126]') then
     finish_bare(id, 'error', 'invalid_request',
       'id: is not 1 to 200 printable ASCII characters without spaces')
+    return true
+  end
+  local size = redis.pcall('HSTRLEN', request_key(id), 'payload')
+  if type(size) == 'number' and size > MAX_PAYLOAD then
+    finish_bare(id, 'error', 'invalid_request', string.format(
+      'payload: %d bytes are more than the %d allowed', size, MAX_PAYLOAD))
     return true
   end
   local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
@@ -145,12 +145,15 @@ local function examine(id, score)
     return false
   end
   if taken_tokens + cost > budget + more_tokens then
-    passed_over[#passed_over + 1] = id
-    if tonumber(fields.passed or 0) >= MAX_PASSES then walking = false end
+    local passed = whole(fields.passed, 0)
+    passed_over[#passed_over + 1] = {id, passed}
+    if passed >= MAX_PASSES then walking = false end
     return false
   end
   -- Those that were passed over count it once something behind them was taken.
-  for _, overtaken in ipairs(passed_over) do redis.call('HINCRBY', request_key(overtaken), 'passed', 1) end
+  for _, overtaken in ipairs(passed_over) do
+    redis.call('HSET', request_key(overtaken[1]), 'passed', overtaken[2] + 1)
+  end
   passed_over = {}
   taken_tokens = taken_tokens + cost
   claims[#claims + 1] = claim(id, fields, score, cost)

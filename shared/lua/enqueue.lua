@@ -39,7 +39,7 @@ local function retry_after(excess)
   return math.max(1, math.ceil(excess * (newest - oldest) / (#finished - 1)))
 end
 
-local limit = tonumber(config('max_pending', 0))
+local limit = whole(config('max_pending'), 0)
 local excess = redis.call('ZCARD', pending) + redis.call('ZCARD', delayed) + #fresh - limit
 if limit > 0 and #fresh > 0 and excess > 0 then return {'full', retry_after(excess)} end
 

@@ -79,7 +79,7 @@ for n, status in ipairs(row_status) do
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
-      row_status[n] = 'error ' .. added.err
+      row_status[n] = 'error ' .. tostring(added.err)
     else
       publish_event(id, event)
     end
@@ -95,7 +95,7 @@ for n, status in ipairs(held_status) do
     redis.call('HSET', request_key(id), 'prompt_tokens', prompt_tokens)
   end
   if status == 'ok' then
-    redis.call('ZADD', leases, 'XX', expiry, id)
+    redis.call('ZADD', leases, expiry, id)
   elseif status == 'cancelled' or status == 'expired' then
     finish_bare(id, status)
   end

@@ -15,11 +15,15 @@ local function bury(id, crashes)
 end
 
 for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', exact(now), 'BYSCORE', 'LIMIT', 0, limit)) do
-  local fields = read_request(id, 'state', 'cancelled', 'score')
-  if not fields or fields.state ~= 'active' then
+  local fields = read_request(id, 'state', 'payload', 'cancelled', 'score', 'crashes')
+  if not fields or not (fields.state or fields.payload) then
+    finish_bare(id, 'error', 'invalid_request', 'request: its hash was deleted while it ran')
+    ended = ended + 1
+  elseif is_final(fields.state) then
     redis.call('ZREM', leases, id)
   else
-    local crashes = redis.call('HINCRBY', request_key(id), 'crashes', 1)
+    local crashes = whole(fields.crashes, 0) + 1
+    redis.call('HSET', request_key(id), 'crashes', crashes)
     if fields.cancelled == '1' then
       finish_bare(id, 'cancelled')
       ended = ended + 1

@@ -7,12 +7,12 @@ local old, new = ARGV[1], ARGV[2]
 local fields = read_request(old, 'payload', 'priority')
 if not redis.call('ZSCORE', prefix .. 'dead', old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', request_key(new)) == 1 then return {'exists'} end
-local priority = tonumber(fields.priority or 0)
+local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0
 local score = exact(score_of(priority))
 redis.call('HSET', request_key(new), 'payload', fields.payload, 'state', 'waiting', 'score', score,
   'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old)
 redis.call('ZADD', pending, score, new)
 redis.call('ZREM', prefix .. 'dead', old)
-redis.call('PEXPIRE', request_key(old), config('result_ttl_ms', 3600000))
+redis.call('PEXPIRE', request_key(old), whole(config('result_ttl_ms'), 3600000))
 wake_workers()
 return {'ok'}

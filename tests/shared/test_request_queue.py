@@ -32,6 +32,7 @@ from shared.schemas import (
     TokenEvent,
     TokenLogprob,
     Usage,
+    WorkerStats,
 )
 from shared.scripts import (
     CancelStatus,
@@ -1066,6 +1067,25 @@ def test_clear_ends_whatever_strangers_left_in_the_queue(client: Any, queue: Req
     assert queue.is_empty()
     assert queue.publish([row(runs, 0)]).rows == [RowStatus.OK]
     assert queue.state("over") is RequestState.COMPLETED
+
+
+# --- heartbeats
+
+
+def test_a_worker_that_tells_nothing_any_more_is_forgotten(
+    client: Any, queue: RequestQueue
+) -> None:
+    assert queue.run(scripts.heartbeat(WorkerStats(worker_id="gone"), ttl_ms=1)) == 1
+    time.sleep(0.01)
+    assert queue.run(scripts.heartbeat(WorkerStats(worker_id="here", pid=7), ttl_ms=5000)) == 1
+    assert queue.run(scripts.live_worker_ids(queue.keys, 0)) == ["here"]
+    assert queue.run(scripts.worker_stats(queue.keys, "gone")) is None
+    told = queue.run(scripts.worker_stats(queue.keys, "here"))
+    assert told is not None
+    assert told.pid == 7
+    assert 0 < client.pttl(queue.keys.worker("here")) <= 5000
+    assert queue.run(scripts.heartbeat(WorkerStats(worker_id="here"), ttl_ms=0)) == 0
+    assert queue.run(scripts.worker_stats(queue.keys, "here")) is None
 
 
 # --- fields that a stranger spoilt

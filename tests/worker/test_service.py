@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from shared.errors import ModelMismatchError
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
 from shared.scripts import Held, ModelIdentity, NewRequest, Room
+from shared.settings import Settings
 from tests.helpers import finished, running_worker, served_model_free, text_of
+from worker.engine.engine import LLMEngine
+from worker.engine.interface import SequenceOutput, StepOutput
+from worker.engine.model_free import ModelFreeRunner
+from worker.engine.sequence import Batch
+from worker.service import Worker
 
 
 async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
@@ -163,7 +170,7 @@ async def test_a_message_without_the_flag_cancels_nothing(
 
 async def test_a_deadline_ends_a_running_request(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url, served_model_free(step_seconds=0.01)):
-        request_id = await put(queue, max_tokens=2000, deadline_ms=200)
+        request_id = await put(queue, max_tokens=2000, deadline_ms=1000)
         result = await finished(queue, request_id)
         assert result["finish_reason"] == "expired"
         assert 0 < len(result["token_ids"]) < 2000
@@ -357,3 +364,209 @@ async def test_a_request_released_by_hand_is_claimed_again(
     async with running_worker(redis_url):
         await queue.release([Held(request_id, claim.fence)])
         assert (await finished(queue, request_id))["text"] == text_of(9, 5)
+
+
+# --- what may go wrong
+
+
+async def test_draining_ends_whenever_it_comes_and_with_every_last_event(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Also when the last token is just on its way, which no cancellation may cut off."""
+    served = {"max_num_seqs": 2, "step_seconds": 0.002}
+    for n in range(12):
+        async with running_worker(redis_url, served_model_free(**served), drain_seconds=60):
+            request_id = await put(queue, seed=n, max_tokens=8 + n)
+            await until_tokens(queue, request_id, 2)
+        assert await queue.state(request_id) is RequestState.COMPLETED
+
+
+async def test_urgent_requests_are_claimed_no_further_than_they_can_preempt(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """The backlog stays in the queue, where other workers find it."""
+    served = served_model_free(max_num_seqs=4, step_seconds=0.02, num_blocks=512)
+    async with running_worker(redis_url, served, drain_seconds=0, prefetch_depth=1) as worker:
+        for request_id in [await put(queue, priority=9, max_tokens=2000) for _ in range(4)]:
+            await until_tokens(queue, request_id, 1)
+        most = 0
+        for _ in range(100):
+            await put(queue, priority=0, max_tokens=500)
+            most = max(most, len(worker.leases))
+        assert 4 < most <= 4 + 1 + 1 + 4, "slots, one ahead in the engine, prefetched, preempting"
+        assert await queue.count() > 80
+
+
+async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    served = served_model_free(step_seconds=0.03)
+    async with running_worker(redis_url, served, drain_seconds=0) as worker:
+        request_id = await put(queue, seed=2, max_tokens=30)
+        await until_tokens(queue, request_id, 2)
+        await client.zadd(queue.keys.leases, {request_id: 1})
+        assert (await queue.reap()).returned == 1
+        result = await finished(queue, request_id)
+        assert result["text"] == text_of(2, 30)
+        assert result["stats"]["attempts"] == 2
+        while worker.leases.num_in_engine or worker.served.engine.has_work:
+            await asyncio.sleep(0.002)
+    await client.aclose()
+
+
+class FailingRunner(ModelFreeRunner):
+    """Cannot stand the token `!`."""
+
+    def launch(self, batch: Batch) -> Batch:
+        if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
+            raise RuntimeError("device-side assert")
+        return super().launch(batch)
+
+
+async def test_what_makes_engines_fail_becomes_a_dead_letter(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Else it would go from worker to worker for ever."""
+    request_id = await put(queue, prompt="!")
+    for _ in range(2):
+        engine = LLMEngine(FailingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
+        served = replace(served_model_free(), engine=engine)
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            worker = Worker(Settings(lease_ms=200, max_crashes=2), served, client)
+            await worker.start()
+            with pytest.raises(RuntimeError, match="device-side assert"):
+                await worker.serve(asyncio.Event())
+            untouched = await put(queue, prompt="waits")
+            await worker.stop()
+        assert await queue.state(untouched) is RequestState.WAITING
+        await queue.remove(untouched)
+    async with running_worker(redis_url, lease_ms=200, max_crashes=2):
+        result = await finished(queue, request_id)
+    assert result["error"]["type"] == "dead_letter"
+
+
+async def test_a_cancel_that_fails_does_not_end_the_worker(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    async with running_worker(redis_url, served_model_free(step_seconds=0.005)):
+        await client.set(queue.keys.leases, "of another type")
+        await client.publish(queue.keys.control, "cancel:somebody")
+        await asyncio.sleep(0.1)
+        await client.delete(queue.keys.leases)
+        request_id = await put(queue, max_tokens=3000)
+        await until_tokens(queue, request_id, 3)
+        await queue.cancel(request_id)
+        assert (await finished(queue, request_id))["finish_reason"] == "cancelled"
+    await client.aclose()
+
+
+async def test_a_log_that_was_deleted_is_written_anew(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    served = served_model_free(step_seconds=0.005)
+    async with running_worker(redis_url, served, lease_ms=400):
+        request_id = await put(queue, seed=4, max_tokens=100)
+        await until_tokens(queue, request_id, 5)
+        await client.delete(queue.keys.tokens(request_id))
+        assert (await finished(queue, request_id))["text"] == text_of(4, 100)
+    await client.aclose()
+
+
+async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    served = served_model_free(step_seconds=0.005)
+    async with running_worker(redis_url, served, lease_ms=400):
+        request_id = await put(queue, max_tokens=5000)
+        await until_tokens(queue, request_id, 5)
+        await client.delete(queue.keys.request(request_id))
+        assert (await finished(queue, request_id))["finish_reason"] == "error"
+    await client.aclose()
+
+
+class BundlingEngine:
+    """Gives the outputs of three steps at once, as an engine that drafts tokens would."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> StepOutput:
+        merged: dict[int, SequenceOutput] = {}
+        for _ in range(3):
+            for output in self._engine.step().outputs:
+                if output.sequence_id not in merged:
+                    merged[output.sequence_id] = output
+                    continue
+                bundle = merged[output.sequence_id]
+                bundle.token_ids += output.token_ids
+                bundle.logprobs = (bundle.logprobs or []) + (output.logprobs or [])
+                bundle.finish_reason, bundle.timing = output.finish_reason, output.timing
+        return StepOutput(list(merged.values()), self._engine.stats)
+
+
+async def test_several_tokens_of_a_step_are_cut_at_a_stop_string_with_their_logprobs(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    whole = text_of(7, 40)
+    served = served_model_free()
+    served = replace(served, engine=BundlingEngine(served.engine))
+    async with running_worker(redis_url, served):
+        for at in range(20, 24):
+            stop = whole[at : at + 2]
+            cut = whole.index(stop)
+            request_id = await put(queue, seed=7, max_tokens=40, stop=stop, logprobs=1)
+            result = await finished(queue, request_id)
+            assert (result["text"], result["finish_reason"]) == (whole[:cut], "stop")
+            assert len(result["token_ids"]) == cut + 2
+            assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
+
+
+async def test_a_stop_string_that_never_comes_holds_nothing_back_in_the_end(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    whole = text_of(7, 30)
+    async with running_worker(redis_url):
+        request_id = await put(queue, seed=7, max_tokens=30, stop=whole[-3:] + "never")
+        assert (await finished(queue, request_id))["text"] == whole
+
+
+async def test_a_payload_that_fails_after_an_attempt_ends_behind_what_was_emitted(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    request_id = await put(queue, seed=1, max_tokens=1000)
+    async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
+        await until_tokens(queue, request_id, 5)
+    so_far = len(await log_of(queue, request_id))
+    async with running_worker(redis_url, served_model_free(max_model_len=10)):
+        result = await finished(queue, request_id)
+    assert result["finish_reason"] == "error"
+    assert result["error"]["message"].startswith("prompt: ")
+    assert result["text"] == text_of(1, so_far)
+    assert (await log_of(queue, request_id))[-1]["index"] == so_far
+
+
+async def test_a_second_signal_ends_a_drain_at_once(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        served = served_model_free(step_seconds=0.01)
+        worker = Worker(Settings(drain_seconds=3600), served, client)
+        await worker.start()
+        request_id = await put(queue, max_tokens=4000)
+        await until_tokens(queue, request_id, 2)
+        now = asyncio.Event()
+        draining = asyncio.create_task(worker.drain(now))
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        assert worker.stats().state == "draining"
+        now.set()
+        await draining
+        await worker.stop()
+    assert await queue.state(request_id) is RequestState.WAITING

@@ -65,6 +65,7 @@ def load_model(
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
     source = _source(name_or_dir)
     config = _load_config(source, trust_remote_code)
+    _check_weights(source)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library's advice is for whom it knows to listen
@@ -115,11 +116,15 @@ def _source(name_or_dir: str) -> str:
         raise ModelNotFoundError(f"{name_or_dir}: config.json is not JSON: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelNotFoundError(f"{name_or_dir}: config.json has no model_type")
-    if not any(directory.glob("*.safetensors")):
-        raise ModelNotFoundError(
-            f"{name_or_dir}: has no *.safetensors weights, and no other kind is loaded"
-        )
     return str(directory)
+
+
+def _check_weights(source: str) -> None:
+    """What a directory lacks is told at once; of a hub name the library tells it."""
+    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"{source}: has no *.safetensors weights, and no other kind is loaded"
+        )
 
 
 def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:

@@ -1,0 +1,97 @@
+"""Connections: what is wrong is said in one sentence, and one that drops is opened again."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from shared.connection import (
+    check_version,
+    explain,
+    open_async_redis,
+    open_redis,
+    without_password,
+)
+from shared.errors import (
+    ConfigurationError,
+    RedisAuthError,
+    RedisSideError,
+    RedisTooOldError,
+    RedisUnavailableError,
+)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("redis://:secret@host:1/0", "redis://:***@host:1/0"),
+        ("redis://me:secret@host/0", "redis://me:***@host/0"),
+        ("redis://host?password=secret&db=1", "redis://host?password=***&db=1"),
+        ("redis://me:secret@[::1", "[::1"),
+    ],
+)
+def test_shows_no_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:6379",
+        "http://host",
+        "redis://[::1",
+        "redis://host:port",
+        "redis://host?foo=1",
+    ],
+)
+async def test_says_that_a_url_is_none(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^redis: .* is not a Redis URL"):
+        open_redis(url)
+    with pytest.raises(ConfigurationError, match=r"^redis: .* is not a Redis URL"):
+        await open_async_redis(url)
+
+
+@pytest.mark.parametrize(
+    ("info", "is_enough"),
+    [
+        ({"redis_version": "7.0.0"}, True),
+        ({"redis_version": "6.2.14"}, False),
+        ({"redis_version": "7.2.4", "valkey_version": "8.0.1"}, True),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.5"}, False),
+        ({}, False),
+    ],
+)
+def test_needs_redis_7_or_valkey_8(info: dict[str, str], is_enough: bool) -> None:
+    if is_enough:
+        check_version(info, "redis://host")
+    else:
+        with pytest.raises(RedisTooOldError):
+            check_version(info, "redis://host")
+
+
+def test_explains_what_the_client_library_raises() -> None:
+    url = "redis://:secret@host"
+    explained = [
+        (redis.exceptions.AuthenticationError("no"), RedisAuthError),
+        (redis.exceptions.ResponseError("NOAUTH needed"), RedisAuthError),
+        (redis.exceptions.ResponseError("WRONGTYPE Operation"), RedisSideError),
+        (redis.exceptions.ConnectionError("refused"), RedisUnavailableError),
+        (OSError("unreachable"), RedisUnavailableError),
+    ]
+    for error, expected in explained:
+        sentence = explain(error, url)
+        assert type(sentence) is expected
+        assert "secret" not in str(sentence)
+
+
+async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> None:
+    with open_redis(redis_url) as client, redis.Redis.from_url(redis_url) as other:
+        other.client_kill_filter(_type="normal", skipme=True)
+        assert client.ping()
+    client = await open_async_redis(redis_url)
+    with redis.Redis.from_url(redis_url) as other:
+        other.client_kill_filter(_type="normal", skipme=True)
+    assert await client.ping()
+    await client.aclose()

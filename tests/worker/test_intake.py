@@ -1,0 +1,367 @@
+"""Intake keeps prepared requests ready: on a real server, with nothing else of a worker around."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from shared.errors import InvalidRequestError
+from shared.request_queue import AsyncRequestQueue, new_request_id
+from shared.schemas import FinishReason, Request, TokenEvent
+from shared.scripts import Claim, Claims, Held, ModelIdentity, NewRequest, Room, Row
+from worker.engine.interface import EngineLimits
+from worker.held import HeldRequest, Preparation
+from worker.intake import Intake
+from worker.leases import Leases
+from worker.tokenizer import ByteTokenizer
+
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_model_len=4096,
+    kv_tokens=4096,
+    block_size=16,
+    bytes_per_token=1,
+    vocab_size=257,
+)
+
+
+class CountingQueue(AsyncRequestQueue):
+    num_claims = 0
+
+    async def take_batch(self, room: Room) -> Claims:
+        self.num_claims += 1
+        return await super().take_batch(room)
+
+
+class House:
+    """What a worker puts around an intake."""
+
+    def __init__(
+        self, client: Any, depth: int | None = 4, tokenizer: ByteTokenizer | None = None
+    ) -> None:
+        self.queue = CountingQueue(client, worker_id="w")
+        self.leases = Leases()
+        self.free_tokens = 100_000
+        self.invalid: list[tuple[str, InvalidRequestError]] = []
+        self.complete: list[str] = []
+        self.renewed: list[str] = []
+        self.telling: list[Exception | asyncio.Event] = []
+        self.intake = Intake(
+            self.queue,
+            self.leases,
+            Preparation(tokenizer or ByteTokenizer(), LIMITS, ModelIdentity(), frozenset({256})),
+            room=self.room,
+            renew=self.renew,
+            on_ready=lambda: None,
+            on_invalid=self.on_invalid,
+            on_complete=self.on_complete,
+            depth=depth,
+        )
+
+    def room(self, depth: int) -> Room:
+        return Room(max_count=depth - len(self.leases), token_budget=self.free_tokens)
+
+    async def renew(self, held: list[HeldRequest]) -> None:
+        self.renewed += [item.request_id for item in held]
+        await self.queue.publish([], [item.as_held() for item in held])
+
+    async def on_invalid(self, claim: Claim, error: InvalidRequestError) -> None:
+        if self.telling:
+            obstacle = self.telling.pop()
+            if isinstance(obstacle, Exception):
+                raise obstacle
+            await obstacle.wait()
+        self.invalid.append((claim.request_id, error))
+
+    async def on_complete(self, held: HeldRequest) -> None:
+        self.complete.append(held.request_id)
+
+    async def until_available(self, count: int) -> None:
+        while self.intake.available < count:
+            await asyncio.sleep(0.002)
+
+    async def put(self, **fields: Any) -> str:
+        request = Request.build({"prompt": "a", **fields})
+        (request_id,) = await self.queue.enqueue([NewRequest(new_request_id(), request)])
+        self.intake.wake()
+        return request_id
+
+
+class BlockingTokenizer(ByteTokenizer):
+    """Stands at the word `wait` until it is let go, and falls over `boom`."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def encode_prompt(self, request: Request) -> list[int]:
+        if request.prompt == "wait":
+            self.reached.set()
+            self.go_on.wait()
+        if request.prompt == "boom":
+            raise RuntimeError("the tokenizer fell over")
+        return super().encode_prompt(request)
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Any]:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    yield client
+    await client.aclose()
+
+
+async def test_fills_up_to_its_depth_and_gives_back_on_stop(client: Any) -> None:
+    house = House(client, depth=3)
+    ids = [await house.put() for _ in range(5)]
+    assert not house.intake.is_running
+    house.intake.start()
+    assert house.intake.is_running
+    await house.until_available(3)
+    assert await house.queue.count() == 2
+    await house.intake.stop()
+    assert not house.intake.is_running
+    assert house.intake.available == 0
+    assert len(house.leases) == 0
+    assert [claim.request_id for claim in await house.queue.take_batch(Room(9, 10**6))] == ids
+
+
+async def test_runs_once_at_a_time_and_can_be_started_again(client: Any) -> None:
+    house = House(client)
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = house.intake.task
+    await house.intake.stop()
+    for _ in range(2):
+        house.intake.start()
+        with pytest.raises(RuntimeError, match="runs already"):
+            house.intake.start()
+        await house.put()
+        await house.until_available(1)
+        await house.intake.stop()
+
+
+async def test_hands_out_in_queue_order_whenever_it_was_prepared(client: Any) -> None:
+    house = House(client, depth=9)
+    house.intake.start()
+    late = await house.put(priority=5)
+    await house.until_available(1)
+    soon = await house.put(priority=-5)
+    await house.until_available(2)
+    middle = await house.put(priority=0)
+    await house.until_available(3)
+    first = house.intake.peek()
+    assert first is not None
+    assert first is house.intake.next_or_none()
+    rest = [house.intake.next_or_none() for _ in range(2)]
+    order = [held.request_id for held in (first, *rest) if held is not None]
+    assert order == [soon, middle, late]
+    assert house.intake.next_or_none() is None
+    await house.intake.stop()
+
+
+async def test_measures_how_long_how_full_and_how_often_empty(client: Any) -> None:
+    house = House(client, depth=9)
+    house.intake.start()
+    assert house.intake.next_or_none() is None
+    for _ in range(3):
+        await house.put()
+    await house.until_available(3)
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        assert house.intake.next_or_none() is not None
+    metrics = house.intake.metrics
+    assert (metrics.num_claimed, metrics.num_handed_out, metrics.num_empty) == (3, 3, 1)
+    assert metrics.waited_seconds >= 3 * 0.05
+    assert metrics.mean_wait_seconds == metrics.waited_seconds / 3
+    assert 0 < metrics.mean_available <= 3
+    await house.intake.stop()
+
+
+async def test_adapts_its_depth_to_the_rate_of_hand_outs(client: Any) -> None:
+    """About 100 ms of work, of the rate over the last two seconds."""
+    house = House(client, depth=None)
+    assert house.intake.depth == 1
+    house.intake.start()
+    for n in range(61):
+        await house.put()
+        await house.until_available(1)
+        held = house.intake.next_or_none()
+        assert held is not None
+        house.leases.drop(held)
+        assert house.intake.depth <= 1 + n // 20
+    assert house.intake.depth > 1
+    while house.intake.depth > 1:  # and back, when nothing was asked for
+        await asyncio.sleep(0.05)
+    await house.intake.stop()
+
+
+async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any) -> None:
+    house = House(client, depth=9, tokenizer=BlockingTokenizer())
+    bad = await house.put(prompt=[99999], priority=-2)
+    boom = await house.put(prompt="boom", priority=-1)
+    good = await house.put()
+    house.intake.start()
+    await house.until_available(1)
+    while len(house.invalid) < 2:
+        await asyncio.sleep(0.002)
+    reasons = dict(house.invalid)
+    assert str(reasons[bad]).startswith("prompt: ")
+    assert reasons[boom].error_type == "internal_error"
+    assert "fell over" in str(reasons[boom])
+    assert house.intake.metrics.num_failed == 2
+    held = house.intake.next_or_none()
+    assert held is not None
+    assert held.request_id == good
+    await house.intake.stop()
+
+
+async def test_an_end_that_cannot_be_told_is_told_later_and_holds_up_nobody(client: Any) -> None:
+    house = House(client, depth=9)
+    house.telling.append(RedisConnectionError("gone for a moment"))
+    bad = await house.put(prompt=[99999], priority=-1)
+    await house.put()
+    house.intake.start()
+    await house.until_available(1)
+    while not house.invalid:
+        await asyncio.sleep(0.002)
+    assert house.invalid[0][0] == bad
+    await house.intake.stop()
+    assert await client.zcard(house.queue.keys.leases) == 1, "the bad one, whose end is not sent"
+
+
+async def test_stopping_does_not_wait_for_a_tokenizer_and_loses_nothing(client: Any) -> None:
+    tokenizer = BlockingTokenizer()
+    house = House(client, tokenizer=tokenizer)
+    for _ in range(3):
+        await house.put(prompt="wait")
+    house.intake.start()
+    while not tokenizer.reached.is_set():
+        await asyncio.sleep(0.002)
+    await house.intake.stop()
+    tokenizer.go_on.set()
+    assert await house.queue.count() == 3
+    assert await client.zcard(house.queue.keys.leases) == 0
+
+
+async def test_stopping_while_an_end_is_told_loses_nothing(client: Any) -> None:
+    house = House(client, depth=9)
+    house.telling.append(asyncio.Event())
+    for n in range(4):
+        await house.put(prompt=[99999 if n == 0 else 1])
+    house.intake.start()
+    while house.telling:
+        await asyncio.sleep(0.002)
+    await house.intake.stop()
+    assert await house.queue.count() == 4
+    assert await client.zcard(house.queue.keys.leases) == 0
+
+
+async def test_stopping_while_it_claims_loses_nothing(client: Any) -> None:
+    for _ in range(20):
+        house = House(client, depth=9)
+        await client.flushall()
+        for _ in range(3):
+            await house.put()
+        house.intake.start()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await house.intake.stop()
+        assert await house.queue.count() == 3
+
+
+async def test_what_ended_meanwhile_is_not_handed_out(client: Any) -> None:
+    house = House(client, depth=9)
+    first, second = await house.put(), await house.put()
+    house.intake.start()
+    await house.until_available(2)
+    held = house.leases.by_request(first)
+    assert held is not None
+    house.leases.drop(held)
+    assert house.intake.available == 1
+    left = house.intake.next_or_none()
+    assert left is not None
+    assert left.request_id == second
+    await house.intake.stop()
+
+
+async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> None:
+    house = House(client)
+    request_id = await house.put(max_tokens=1)
+    (claim,) = await house.queue.take_batch(Room(1, 10**6))
+    event = TokenEvent(index=0, token_ids=[97], text="a", attempt=1)
+    await house.queue.publish([Row(request_id, claim.fence, event)])
+    await house.queue.release([Held(request_id, claim.fence)])
+    house.intake.start()
+    while not house.complete:
+        await asyncio.sleep(0.002)
+    assert house.complete == [request_id]
+    assert house.intake.available == 0
+    await house.intake.stop()
+
+
+async def test_tells_the_exact_length_of_a_prompt(client: Any) -> None:
+    house = House(client)
+    request_id = await house.put(prompt="four")
+    house.intake.start()
+    key = house.queue.keys.request(request_id)
+    while await client.hget(key, "prompt_tokens") is None:
+        await asyncio.sleep(0.002)
+    assert await client.hget(key, "prompt_tokens") == b"4"
+    assert house.renewed == [request_id]
+    await house.intake.stop()
+
+
+async def test_asks_again_for_what_did_not_fit_only_with_more_room_or_news(client: Any) -> None:
+    house = House(client)
+    house.free_tokens = 10
+    await house.put(max_tokens=100)
+    house.intake.start()
+    while house.queue.num_claims == 0:
+        await asyncio.sleep(0.002)
+    before = house.queue.num_claims
+    for _ in range(200):
+        house.intake.room_freed()
+        await asyncio.sleep(0.0005)
+    assert house.queue.num_claims - before <= 3, "a poll each second, and what was on its way"
+    house.free_tokens = 1000
+    house.intake.room_freed()
+    await house.until_available(1)
+    await house.intake.stop()
+
+
+async def test_a_lost_connection_is_not_its_end(redis_url: str, client: Any) -> None:
+    house = House(client)
+    house.intake.start()
+    await house.put()
+    await house.until_available(1)
+    async with redis.asyncio.Redis.from_url(redis_url) as other:
+        await other.client_kill_filter(_type="normal", skipme=True)
+        house.queue = CountingQueue(other)
+        await house.put()
+    await house.until_available(2)
+    assert house.intake.is_running
+    await house.intake.stop()
+
+
+async def test_an_answer_in_the_log_counts_for_the_next_attempt(client: Any) -> None:
+    house = House(client)
+    request_id = await house.put(max_tokens=5)
+    (claim,) = await house.queue.take_batch(Room(1, 10**6))
+    events = [TokenEvent(index=n, token_ids=[97 + n], text=chr(97 + n)) for n in range(2)]
+    await house.queue.publish([Row(request_id, claim.fence, event) for event in events])
+    await house.queue.release([Held(request_id, claim.fence)])
+    house.intake.start()
+    await house.until_available(1)
+    held = house.intake.next_or_none()
+    assert held is not None
+    assert held.engine_request.output_token_ids == [97, 98]
+    last = held.next_row([99], "c", finish_reason=FinishReason.STOP)
+    assert last.event.index == 2
+    assert '"text":"abc"' in last.result_json
+    await house.intake.stop()
