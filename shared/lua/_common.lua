@@ -126,10 +126,11 @@ end
 -- is given by a worker that has it at hand; otherwise the log is read once more.
 local function finish(id, reason, count, event, result)
   redis.pcall('XADD', tokens_key(id), exact(count) .. '-1', 'event', event)
+  result = result or fold_log(id)
   redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))
   publish_event(id, event)
   redis.pcall('HSET', request_key(id), 'state', STATE_AFTER[reason], 'finish_reason', reason,
-    'finished_at', exact(now), 'last_event', event, 'result', result or fold_log(id))
+    'finished_at', exact(now), 'last_event', event, 'result', result)
   redis.pcall('PEXPIRE', request_key(id), whole(config('result_ttl_ms'), 3600000))
   drop_holds(id)
   if reason == 'stop' or reason == 'length' then
