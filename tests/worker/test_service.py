@@ -20,6 +20,7 @@ from tests.helpers import finished, running_worker, served_model_free, text_of
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine.model_free import ModelFreeRunner
+from worker.engine.runner import SampledToken
 from worker.engine.sequence import Batch
 from worker.service import Worker
 
@@ -334,7 +335,7 @@ async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQu
         await finished(queue, await put(queue, max_tokens=5))
         while True:
             told = await queue.run(scripts.worker_stats(queue.keys, worker.worker_id))
-            if told is not None and told.num_processed:
+            if told is not None and told.mean_generation_ms:
                 break
             await asyncio.sleep(0.05)
         assert (told.generation_tokens, told.num_processed, told.model) == (5, 1, "model-free")
@@ -415,6 +416,45 @@ async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
     await client.aclose()
 
 
+async def test_leases_are_kept_for_as_long_as_it_takes(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Of what runs, what waits inside the engine and what lies ready."""
+    served = served_model_free(max_num_seqs=1, step_seconds=0.02)
+    async with running_worker(redis_url, served, lease_ms=600, prefetch_depth=2):
+        requests = [await put(queue, seed=n, max_tokens=60) for n in range(4)]
+        for n, request_id in enumerate(requests):
+            result = await finished(queue, request_id)
+            assert result["text"] == text_of(n, 60)
+            assert result["stats"]["attempts"] == 1
+
+
+async def test_an_urgent_request_gets_into_a_full_engine(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(max_num_seqs=1, step_seconds=0.005)
+    async with running_worker(redis_url, served, drain_seconds=0) as worker:
+        lazy = [await put(queue, priority=5, max_tokens=2000) for _ in range(3)]
+        while worker.leases.num_in_engine < 2:
+            await asyncio.sleep(0.002)
+        urgent = await put(queue, priority=-5, seed=3, max_tokens=5)
+        assert (await finished(queue, urgent))["text"] == text_of(3, 5)
+        assert [await queue.state(it) for it in lazy[:2]] == [RequestState.ACTIVE] * 2
+
+
+async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(num_blocks=64, step_seconds=0.005)  # 1,024 tokens
+    async with running_worker(redis_url, served, drain_seconds=0) as worker:
+        for _ in range(12):
+            await put(queue, prompt="x" * 200, max_tokens=200)
+        for _ in range(100):
+            assert worker.leases.kv_need <= 1024
+            await asyncio.sleep(0.005)
+        assert 0 < len(worker.leases) <= 2 + 2, "200 of prompt and up to 200 of output each"
+
+
 class FailingRunner(ModelFreeRunner):
     """Cannot stand the token `!`."""
 
@@ -486,6 +526,30 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
         await client.delete(queue.keys.request(request_id))
         assert (await finished(queue, request_id))["finish_reason"] == "error"
     await client.aclose()
+
+
+class SpoilingRunner(ModelFreeRunner):
+    """Cannot sample for a sequence that holds the token `?`, but for all others."""
+
+    def collect(self, launched: Batch) -> list[SampledToken]:
+        return [
+            replace(token, error="no finite logits")
+            if ord("?") in share.sequence.token_ids
+            else token
+            for share, token in zip(launched.sampling, super().collect(launched), strict=True)
+        ]
+
+
+async def test_what_the_engine_cannot_do_for_one_request_fails_that_one_alone(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    engine = LLMEngine(SpoilingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
+    async with running_worker(redis_url, replace(served_model_free(), engine=engine)):
+        good, bad = await put(queue, seed=6, max_tokens=50), await put(queue, prompt="why?")
+        result = await finished(queue, bad)
+        assert result["finish_reason"] == "error"
+        assert result["error"] == {"type": "internal_error", "message": "no finite logits"}
+        assert (await finished(queue, good))["text"] == text_of(6, 50)
 
 
 class BundlingEngine:

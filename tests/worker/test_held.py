@@ -1,0 +1,147 @@
+"""What a claim becomes: a sequence for the engine, and the rows that tell of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from shared.errors import InvalidRequestError
+from shared.schemas import FinishReason, TokenEvent
+from shared.scripts import Claim, ModelIdentity
+from worker.engine.interface import EngineLimits, SequenceTiming
+from worker.held import HeldRequest, Preparation
+from worker.tokenizer import ByteTokenizer
+
+LIMITS = EngineLimits(
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_model_len=20,
+    kv_tokens=64,
+    block_size=16,
+    bytes_per_token=1,
+    vocab_size=257,
+)
+END = 256
+
+
+def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
+    fields.setdefault("prompt", "four")
+    return Claim(
+        request_id="r",
+        payload=json.dumps(fields).encode(),
+        fence="2-x",
+        attempt=2,
+        score=5.0,
+        seed=77,
+        enqueued_at_ms=1000,
+        claimed_at_ms=1500,
+        prompt_tokens=None,
+        cost=9,
+        events=events or [],
+    )
+
+
+def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> HeldRequest:
+    model = ModelIdentity("mine", "123")
+    return Preparation(ByteTokenizer(), LIMITS, model, frozenset({END})).prepare(
+        claim(events, **fields)
+    )
+
+
+def emitted(text: str) -> list[TokenEvent]:
+    return [TokenEvent(index=n, token_ids=[ord(c)], text=c) for n, c in enumerate(text)]
+
+
+def test_a_sequence_gets_what_the_request_says() -> None:
+    held = prepare(priority=-3, cache_salt="s", seed=5, stop_token_ids=[7], bad_words=["ab"])
+    request = held.engine_request
+    assert request.prompt_token_ids == list(b"four")
+    assert (request.priority, request.cache_salt, request.seed) == (-3, "s", 5)
+    assert request.order == (5.0, "r")
+    assert request.end_token_ids == {7, END}
+    assert request.bad_token_sequences == ((97, 98),)
+    assert request.max_tokens == 16, "what the model's length leaves"
+
+
+def test_what_the_request_leaves_open_is_settled_here() -> None:
+    assert prepare().engine_request.seed == 77
+    assert prepare(ignore_eos=True, stop_token_ids=[7]).engine_request.end_token_ids == {7}
+    assert prepare(max_tokens=3).engine_request.max_tokens == 3
+    assert prepare(max_tokens=300).engine_request.max_tokens == 16
+    assert prepare().sequence_id != prepare().sequence_id
+
+
+@pytest.mark.parametrize("length", [20, 30])
+def test_a_prompt_must_leave_room_for_an_answer(length: int) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=rf"^prompt: {length} tokens are more than the 19"
+    ):
+        prepare(prompt="x" * length)
+    assert prepare(prompt="x" * 19).engine_request.max_tokens == 1
+
+
+def test_refuses_another_model_by_name() -> None:
+    assert prepare(model="mine").priority == 0
+    with pytest.raises(InvalidRequestError, match=r"^model: this queue serves 'mine', not 'other'"):
+        prepare(model="other")
+
+
+def test_a_later_attempt_goes_on_behind_what_was_emitted() -> None:
+    held = prepare(emitted("ab"), max_tokens=5)
+    assert held.engine_request.output_token_ids == [97, 98]
+    assert held.engine_request.max_tokens == 5, "over all attempts"
+    assert not held.is_at_end
+    row = held.next_row([99], "c")
+    assert (row.event.index, row.event.attempt, row.fence) == (2, 2, "2-x")
+
+
+def test_knows_when_nothing_is_left_to_generate() -> None:
+    assert prepare(emitted("abcde"), max_tokens=5).is_at_end
+    assert prepare(emitted("ab!"), stop="!").is_at_end
+    assert not prepare(emitted("abcd"), max_tokens=5).is_at_end
+
+
+def test_counts_with_what_was_expected_or_what_it_has_if_that_is_more() -> None:
+    held = prepare(emitted("ab"))
+    assert held.kv_need == 9
+    for character in "cdefgh":
+        held.next_row([ord(character)], character)
+    assert held.kv_need == 4 + 8
+
+
+def test_tells_the_length_of_the_prompt_once() -> None:
+    held = prepare()
+    assert held.as_held().prompt_tokens == 4
+    assert held.as_held().prompt_tokens is None
+
+
+def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
+    held = prepare(emitted("ab"))
+    now = time.monotonic()
+    held.claimed_at = now - 2.0
+    held.timing = SequenceTiming(
+        added_at=now - 1.9,
+        scheduled_at=now - 1.5,
+        first_token_at=now - 1.0,
+        cached_tokens=3,
+        recomputed_tokens=2,
+        preemptions=1,
+    )
+    held.next_row([99], "c")
+    assert not held.ended
+    row = held.next_row([100], "d", finish_reason=FinishReason.STOP)
+    assert held.ended
+    usage, stats = row.event.usage, row.event.stats
+    assert usage is not None
+    assert stats is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 4, 3)
+    assert stats.queue_ms == pytest.approx(500 + 500, abs=5)
+    assert stats.prompt_ms == pytest.approx(500, abs=5)
+    assert stats.generation_ms == pytest.approx(1000, abs=200)
+    assert stats.tokens_per_second == pytest.approx(1, abs=0.2), "of this attempt: one after first"
+    assert (stats.attempts, stats.preemptions, stats.recomputed_tokens) == (2, 1, 2)
+    result = json.loads(row.result_json)
+    assert (result["text"], result["token_ids"]) == ("abcd", [97, 98, 99, 100])
