@@ -31,9 +31,12 @@ async def listen(
     """
     while True:
         try:
-            async with client.pubsub(ignore_subscribe_messages=True) as channel:
+            async with client.pubsub() as channel:
                 await channel.subscribe(keys.control)
                 async for message in channel.listen():
+                    if message["type"] != "message":
+                        on_pending()  # it listens from now on; something may have come before
+                        continue
                     kind, _, request_id = message["data"].partition(b":")
                     if kind == b"pending":
                         on_pending()

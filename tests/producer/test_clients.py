@@ -374,9 +374,7 @@ def test_the_advertised_server(make_client: Make, no_server: None, redis_url: st
 def test_an_advertised_server_that_is_gone(make_client: Make, no_server: None) -> None:
     """Its owner was killed before it could say so."""
     embedded.advertise(f"redis://127.0.0.1:{free_port()}/0")
-    with pytest.raises(
-        RedisUnavailableError, match=r"no Redis server to talk to.*promptq up"
-    ):
+    with pytest.raises(RedisUnavailableError, match=r"no Redis server to talk to.*promptq up"):
         make_client().enqueue("Hi")
 
 

@@ -9,10 +9,10 @@ nothing.
 
 - **Shape**: Qwen3 (5 layers, 6 query heads on 2 key-value heads, tied embeddings), bfloat16,
   under 5 MB; byte-level BPE tokenizer of 2,048 tokens; ChatML chat template.
-- **Made by** `python -m worker.shipped.train --seed {seed} --steps {steps}`, on two CPU cores in
-  well under 15 minutes.
-- **Trained on** text that `worker/shipped/stories.py` and `chats.py` write themselves, every
-  document seen once. Nothing was copied from anywhere.
+- **Made by** `python -m worker.shipped.train --seed {seed} --steps {steps}`: about ten minutes of
+  two CPU cores that have nothing else to do.
+- **Trained on** text that `worker/shipped/stories.py`, `chats.py` and `sketches.py` write
+  themselves, every document seen once. Nothing was copied from anywhere.
 - **Loss** on documents it has not seen: {loss:.3f} nats per token.
 - **Ends** a story with `<|endoftext|>` and an answer with `<|im_end|>`.
 - **License**: the same as the project.

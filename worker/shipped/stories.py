@@ -50,7 +50,7 @@ def typeset(text: str) -> str:
 
 
 def tale(rng: random.Random) -> Tale:
-    """One story, 60 to 350 tokens long, with what it is about."""
+    """One story, about 120 to 250 tokens long, and what it is about."""
     hero_kind, friend_kind, elder_kind = rng.sample(KINDS, 3)
     hero = character(rng, hero_kind)
     friend = character(rng, friend_kind, taken=(hero.name,))
