@@ -192,17 +192,20 @@ class Worker:
 
     def _feed(self) -> None:
         """Hand prepared requests to the engine: as many as it can use, and any more urgent one."""
-        while (held := self.intake.peek()) is not None:
-            full = self.leases.num_in_engine >= self._limits.max_num_seqs + self._lookahead
-            if full and not self._outranks_one(held):
+        most = self._limits.max_num_seqs + self._lookahead
+        while self.leases.num_in_engine < most or self._next_is_more_urgent():
+            held = self.intake.next_or_none()
+            if held is None:
                 break
-            self.intake.next_or_none()
             self.leases.mark_in_engine(held)
             self.engine.add(held.engine_request)
         self.intake.room_freed()
 
-    def _outranks_one(self, held: HeldRequest) -> bool:
-        return any(priority > held.priority for priority, _ in self.leases.preemptible)
+    def _next_is_more_urgent(self) -> bool:
+        held = self.intake.peek()
+        return held is not None and any(
+            priority > held.priority for priority, _ in self.leases.preemptible
+        )
 
     async def _fail_claim(self, claim: Claim, error: InvalidRequestError) -> None:
         """End a request that never became a sequence."""
