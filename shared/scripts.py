@@ -14,6 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, Generic, Literal, TypeVar
 
+from pydantic import ValidationError
+
 from shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
 from shared.keys import Keys
 from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, WorkerStats
@@ -83,6 +85,8 @@ class Claim:
     """Expected KV need in tokens, as counted against the budget."""
     events: list[TokenEvent] = field(default_factory=list)
     """What earlier attempts emitted."""
+    is_spoilt: bool = False
+    """Whether the log holds something that is no event, so that nobody can go on behind it."""
 
     @property
     def order(self) -> tuple[float, str]:
@@ -211,6 +215,9 @@ def claim(
 
 
 def _parse_claim(item: list[Any], claimed_at_ms: int) -> Claim:
+    events: list[TokenEvent] = []
+    with suppress(ValidationError):
+        events.extend(TokenEvent.model_validate_json(event) for event in item[9])
     return Claim(
         request_id=_text(item[0]),
         payload=item[1],
@@ -222,7 +229,8 @@ def _parse_claim(item: list[Any], claimed_at_ms: int) -> Claim:
         claimed_at_ms=claimed_at_ms,
         prompt_tokens=int(item[7]) if item[7] else None,
         cost=int(item[8]),
-        events=[TokenEvent.model_validate_json(event) for event in item[9]],
+        events=events,
+        is_spoilt=len(events) < len(item[9]),
     )
 
 

@@ -147,6 +147,8 @@ class Preparation:
 
         Raises InvalidRequestError naming the field that is wrong.
         """
+        if claim.is_spoilt:
+            raise InvalidRequestError("tokens: the log holds what is no event", field="tokens")
         request = Request.parse(claim.payload)
         self._check_served(request)
         prompt = self.tokenizer.encode_prompt(request)

@@ -330,6 +330,18 @@ async def test_a_worker_finds_work_whose_wake_up_it_missed(
     await client.aclose()
 
 
+async def test_what_is_no_event_in_a_log_ends_that_request_alone(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    spoilt = await put(queue, max_tokens=5)
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.xadd(queue.keys.tokens(spoilt), {"event": "junk"}, id="1-0")
+    async with running_worker(redis_url, lease_ms=200):
+        good = await put(queue, seed=1, max_tokens=3)
+        assert (await finished(queue, good))["text"] == text_of(1, 3)
+        assert (await finished(queue, spoilt))["finish_reason"] == "error"
+
+
 async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url) as worker:
         await finished(queue, await put(queue, max_tokens=5))
