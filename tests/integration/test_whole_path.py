@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-import torch
 
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request
 from shared.scripts import ModelIdentity, NewRequest
 from tests.helpers import finished, running_worker
-from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
+from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
 from worker.building import Served
 from worker.engine.engine import LLMEngine
 from worker.engine.model_runner import ModelRunner
@@ -28,20 +27,6 @@ from worker.tokenizer import ByteTokenizer
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral"]
 BLOCK_SIZE = 4
 MAX_TOKENS = 24
-
-
-@torch.inference_mode()
-def generate(model: Any, prompt: list[int]) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
 
 
 def make_prompts(rng: random.Random) -> list[list[int]]:
@@ -77,7 +62,7 @@ async def test_greedy_tokens_are_those_of_generate(
     directory = save_model(tmp_path / family, family, 11)
     model = make_model(family, 11)
     prompts = make_prompts(rng)
-    expected = [generate(model, prompt) for prompt in prompts]
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in expected}) > 6, "the models must tell prompts apart"
 
     async with redis.asyncio.Redis.from_url(redis_url) as client:

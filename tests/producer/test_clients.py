@@ -360,15 +360,18 @@ def test_the_url_of_the_settings(
     make_client: Make, no_server: None, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROMPTQ_REDIS_URL goes before the running `promptq up`."""
-    embedded.advertise("redis://127.0.0.1:1/0")
-    monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
-    make_client().enqueue("Hi")
+    with EmbeddedServer() as other:
+        embedded.advertise(other.url)
+        monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
+        request_id = make_client().enqueue("Hi")
+    assert make_client(redis_url).state(request_id) is RequestState.WAITING
 
 
 def test_the_advertised_server(make_client: Make, no_server: None, redis_url: str) -> None:
     """What `promptq up` started is found without an address."""
     embedded.advertise(redis_url)
-    make_client().enqueue("Hi")
+    request_id = make_client().enqueue("Hi")
+    assert make_client(redis_url).state(request_id) is RequestState.WAITING
 
 
 def test_an_advertised_server_that_is_gone(make_client: Make, no_server: None) -> None:

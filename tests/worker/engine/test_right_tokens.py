@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.schemas import FinishReason, SamplingParams
-from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
+from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, generate, make_model, save_model
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import EngineRequest, SequenceTiming
 from worker.engine.model_runner import ModelRunner
@@ -60,20 +60,6 @@ def make_prompts() -> list[list[int]]:
         prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
         prompts.append(prefix + prompt if index % 2 else prompt)
     return prompts
-
-
-@torch.inference_mode()
-def generate(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
 
 
 def make_engine(

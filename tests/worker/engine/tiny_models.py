@@ -163,3 +163,18 @@ def save_model(directory: Path, family: str, seed: int = 0, **overrides: Any) ->
     """The same as a directory."""
     make_model(family, seed, **overrides).save_pretrained(directory)
     return directory
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    """What the library's own greedy decoding makes of a prompt, end tokens ignored."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
