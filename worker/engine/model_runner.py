@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from worker.engine.attention import backend_for
 from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
+from worker.engine.native.build import NativeCodeError, load_native
 from worker.engine.packing import Packer
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
@@ -45,6 +46,7 @@ class ModelRunner:
         self._vocab_size: int = loaded.text_config.vocab_size
         self._max_model_len = max_model_len
         self._model = checked.on(loaded.model, cache, backend_for(self.device), max_model_len)
+        self.why_not_native = "" if checked.is_native else checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
 
@@ -60,10 +62,12 @@ class ModelRunner:
         max_model_len: int | None = None,
         block_size: int = 16,
         trust_remote_code: bool = False,
+        native: bool = True,
     ) -> ModelRunner:
         """Load a model, check that the seam serves it correctly, and allocate its cache.
 
-        `kv_cache_memory` is in bytes. Raises ModelNotFoundError, UnsupportedModelError or
+        `kv_cache_memory` is in bytes; without `native`, or where the native decoder does not fit,
+        the library's own modules compute. Raises ModelNotFoundError, UnsupportedModelError or
         ConfigurationError, each with one sentence that says what is wrong.
         """
         loaded = load_model(
@@ -78,6 +82,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
+            native=native,
         )
 
     @classmethod
@@ -89,12 +94,18 @@ class ModelRunner:
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         block_size: int = 16,
+        native: bool = True,
     ) -> ModelRunner:
         """The same for a model that is loaded already."""
         device = loaded.model.device
         limit = model_length(loaded, None)
         length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
-        checked = check_model(loaded, backend_for(device), limit)
+        why_not_native = _why_no_native_code(device) if native else "it was not asked for"
+        checked = check_model(
+            loaded, backend_for(device), limit, try_native=not why_not_native
+        )
+        if why_not_native:
+            checked = replace(checked, why_not_native=why_not_native)
         give_back(device)
         num_blocks = fitting_blocks(
             checked.specs,
@@ -140,6 +151,17 @@ class ModelRunner:
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _why_no_native_code(device: torch.device) -> str:
+    """Empty if there is native code for the device."""
+    if device.type != "cpu":
+        return f"it is for the CPU, and the device is {device.type}"
+    try:
+        load_native()
+    except NativeCodeError as error:
+        return str(error)
+    return ""
 
 
 def resolve_device(name: str) -> torch.device:

@@ -24,6 +24,7 @@ from worker.engine.attention import AttentionBackend, LayerSpec
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache
 from worker.engine.loading import LoadedModel
+from worker.engine.native.decoder import NativeDecoder, NotOfThisKindError
 from worker.engine.packing import Packer
 from worker.engine.precision import in_float32
 from worker.engine.seam import PackedModel, RowStarts, set_attention
@@ -51,12 +52,22 @@ class CheckedModel:
     specs: list[LayerSpec]
     counts_rows: bool = False
     """See PackedModel."""
+    is_native: bool = False
+    """Whether the native decoder serves the model, instead of the library's modules."""
+    why_not_native: str = "it was not asked for"
 
     def on(
-        self, model: PreTrainedModel, cache: KVCache, backend: AttentionBackend, max_length: int
-    ) -> PackedModel:
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        backend: AttentionBackend,
+        max_length: int,
+        max_position: int | None = None,
+    ) -> PackedModel | NativeDecoder:
         """The model on this cache, for sequences of up to `max_length` tokens."""
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
+        if self.is_native:
+            return NativeDecoder(model, cache.layers, patterns, max_position or max_length)
         return PackedModel(
             model, self.modules, cache.layers, patterns, backend, counts_rows=self.counts_rows
         )
@@ -99,11 +110,16 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def check_model(
-    loaded: LoadedModel, backend: AttentionBackend, max_length: int | None
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    max_length: int | None,
+    *,
+    try_native: bool = False,
 ) -> CheckedModel:
     """Find out each layer's attention and hold packed steps against the library's own.
 
-    Positions up to `max_length` are tried. Raises UnsupportedModelError, naming the family and
+    Positions up to `max_length` are tried; with `try_native` the native decoder too, which serves
+    the model if it passes. Raises UnsupportedModelError, naming the family and
     the reason, if the model would not be served correctly.
     """
     family, model = loaded.family, loaded.model
@@ -125,6 +141,8 @@ def check_model(
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
+                if try_native and difference.is_tolerable:
+                    checked = _native_if_it_passes(loaded, checked, backend, max_length, is_exact)
     except _FAILURES as error:
         raise UnsupportedModelError(
             f"{family}: a packed step does not run: {type(error).__name__}: {error}"
@@ -138,6 +156,30 @@ def check_model(
         )
     true_specs = [replace(spec, pattern=true_patterns[spec.pattern]) for spec in specs]
     return replace(checked, specs=true_specs)
+
+
+def _native_if_it_passes(
+    loaded: LoadedModel,
+    checked: CheckedModel,
+    backend: AttentionBackend,
+    max_length: int | None,
+    is_exact: bool,
+) -> CheckedModel:
+    """The same, to be served by the native decoder, or with the reason why it is not."""
+    probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
+    native = replace(checked, is_native=True)
+    try:
+        difference = _compare(loaded, native, backend, probes, is_exact)
+    except (*_FAILURES, NotOfThisKindError) as error:
+        return replace(checked, why_not_native=str(error).split("\n")[0])
+    if difference.is_tolerable:
+        return native
+    reason = f"its logits are off by {difference.median:.2g} of their spread"
+    return replace(checked, why_not_native=reason)
+
+
+_NATIVE_POSITIONS = 1024
+"""Tried at most: the decoder's table of positions comes from the model's own module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +229,8 @@ def _packed(
     for layer in cache.layers:
         layer.key.fill_(float("nan"))
         layer.value.fill_(float("nan"))
-    packed_model = checked.on(loaded.model, cache, backend, max(LENGTHS) + 1)
+    last = max(probe.first_position for probe in probes) + max(LENGTHS)
+    packed_model = checked.on(loaded.model, cache, backend, max(LENGTHS) + 1, last)
     packer = Packer(BLOCK_SIZE, device)
     sequences = []
     for index, probe in enumerate(probes):

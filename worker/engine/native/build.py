@@ -1,0 +1,105 @@
+"""Compiles the native code at first use and loads it; the result is kept for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_SOURCES = Path(__file__).parent / "src"
+_FLAGS = (
+    "-shared -fPIC -std=c++20 -O3 -march=native -ffast-math -fno-finite-math-only "
+    "-fopenmp -DAT_PARALLEL_OPENMP=1"
+).split()
+
+
+class NativeCodeError(Exception):
+    """There is no native code on this machine; the message says why."""
+
+
+@cache
+def load_native() -> None:
+    """Register `torch.classes.promptq.Decoder`, compiling it if this machine has not yet.
+
+    Raises NativeCodeError if it cannot be had.
+    """
+    if platform.system() != "Linux":
+        raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
+    if torch.version.cuda is None and not torch.backends.mkldnn.is_available():
+        raise NativeCodeError("this torch is built without oneDNN")
+    library = _library_path()
+    if not library.exists():
+        _compile(library)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise NativeCodeError(f"{library} does not load: {error}") from error
+    torch.ops.promptq.keep_freed_memory()
+
+
+def is_compiled() -> bool:
+    """Whether loading takes no compilation."""
+    return _library_path().exists()
+
+
+def _library_path() -> Path:
+    """Named after all that it depends on: sources, flags, torch, compiler and processor."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    digest.update(" ".join((*_FLAGS, torch.__version__, _compiler(), _processor())).encode())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "promptq" / f"native-{digest.hexdigest()[:16]}.so"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
+def _processor() -> str:
+    """What `-march=native` goes by."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in lines if line.startswith(wanted))
+
+
+def _compile(library: Path) -> None:
+    compiler = shutil.which(_compiler())
+    if compiler is None:
+        raise NativeCodeError(f"there is no compiler ({_compiler()}); install g++ or set CXX")
+    home = Path(torch.__file__).parent
+    include, lib = home / "include", home / "lib"
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder, library.name)
+            command = [
+                compiler,
+                *_FLAGS,
+                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                f"-I{include}",
+                f"-I{include / 'torch/csrc/api/include'}",
+                str(_SOURCES / "decoder.cpp"),
+                "-o",
+                str(built),
+                f"-L{lib}",
+                "-lc10",
+                "-ltorch_cpu",
+                "-ltorch",
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                first = next(
+                    (line for line in done.stderr.splitlines() if "error" in line), done.stderr
+                )
+                raise NativeCodeError(f"{compiler} failed: {first.strip()}")
+            built.rename(library)  # whole or not at all, should two workers build at once
+    except OSError as error:
+        raise NativeCodeError(f"{library} cannot be written: {error}") from error
