@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 WHITESPACE = "[ ]"
-"""At most one of these between the tokens of JSON: indentation costs tokens and says nothing, and in
-unbounded whitespace a weak model gets lost."""
+"""At most one of these between the tokens of JSON: indentation costs tokens and says nothing, and
+where there is no bound a weak model gets lost."""
 
 _MAX_COMPILED = 256
 _MAX_THREADS = 4
