@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shared.errors import InvalidRequestError
+from shared.output_format import Output, wanted_output
 
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
@@ -130,6 +131,7 @@ class Request(SamplingParams):
     prompt: str | list[TokenId] | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
     deadline_ms: int | None = Field(None, ge=1)
@@ -148,7 +150,13 @@ class Request(SamplingParams):
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
             raise ValueError(f"{field}: goes with messages, not with prompt")
+        _ = self.wanted_output  # raises if it is not well-formed
         return self
+
+    @property
+    def wanted_output(self) -> Output | None:
+        """What the output must be; None for any text."""
+        return wanted_output(self.response_format, self.tools, self.tool_choice)
 
     @classmethod
     def parse(cls, payload: str | bytes) -> Self:

@@ -15,6 +15,7 @@ from shared.settings import Settings
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import Engine
 from worker.engine.runner import Runner
+from worker.grammars import Grammars
 from worker.shipped import MODEL_DIR, MODEL_NAME
 from worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -36,6 +37,8 @@ class Served:
     end_token_ids: frozenset[int]
     device: str
     dtype: str
+    grammars: Grammars | None = None
+    """What makes outputs match a schema; None for an engine that cannot be told."""
 
 
 def parse_size(text: str) -> int:
@@ -87,13 +90,15 @@ def _build_model(settings: Settings, memory: int | None) -> Served:
         max_model_len=settings.max_model_len,
         trust_remote_code=settings.trust_remote_code,
     )
+    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
     return Served(
         engine=_engine(runner, settings),
-        tokenizer=HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code),
+        tokenizer=tokenizer,
         identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
         end_token_ids=runner.end_token_ids,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
+        grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
     )
 
 

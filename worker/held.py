@@ -18,14 +18,15 @@ from shared.schemas import (
     Usage,
 )
 from shared.scripts import Claim, Held, ModelIdentity, Row
+from worker.engine.grammar import Grammar, GrammarError
 from worker.engine.interface import EngineLimits, EngineRequest, SequenceTiming
+from worker.grammars import Grammars
 from worker.text_stream import TextStream
 from worker.tokenizer import Tokenizer
 
 _sequence_ids = itertools.count(1)
 
 _NOT_SERVED = {
-    "response_format": "structured output is not served yet",
     "webhook_url": "webhooks are not served yet",
 }
 
@@ -74,7 +75,13 @@ class HeldRequest:
     @property
     def is_at_end(self) -> bool:
         """Whether earlier attempts emitted all it may have, only the last event being missing."""
-        return self.num_emitted >= self.engine_request.max_tokens or self.text.stopped
+        return self.num_emitted >= self.engine_request.max_tokens or self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found or the output is complete. Before it is in the engine."""
+        grammar = self.engine_request.grammar
+        return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     def as_held(self) -> Held:
         """What renews its lease; tells the prompt's exact length the first time."""
@@ -141,6 +148,7 @@ class Preparation:
     limits: EngineLimits
     model: ModelIdentity
     end_token_ids: frozenset[int]
+    grammars: Grammars | None = None
 
     def prepare(self, claim: Claim) -> HeldRequest:
         """Parse, tokenise, check, and rebuild what earlier attempts had reached.
@@ -156,6 +164,8 @@ class Preparation:
         emitted = [token_id for event in claim.events for token_id in event.token_ids]
         room = self.limits.max_model_len - len(prompt)
         ends = frozenset(request.stop_token_ids or ())
+        if not request.ignore_eos:
+            ends |= self.end_token_ids
         text = TextStream(self.tokenizer.decode, prompt, request.stop_strings, request.min_tokens)
         text.replay(emitted, "".join(event.text for event in claim.events))
         return HeldRequest(
@@ -166,12 +176,13 @@ class Preparation:
                 params=request,
                 seed=claim.seed if request.seed is None else request.seed,
                 max_tokens=min(request.max_tokens or room, room),
-                end_token_ids=ends if request.ignore_eos else ends | self.end_token_ids,
+                end_token_ids=ends,
                 bad_token_sequences=self._bad_token_sequences(request),
                 output_token_ids=emitted,
                 priority=request.priority,
                 order=claim.order,
                 cache_salt=request.cache_salt or "",
+                grammar=self._grammar(request, ends, emitted),
             ),
             text=text,
             events=list(claim.events),
@@ -187,7 +198,7 @@ class Preparation:
             )
         for field_name, reason in _NOT_SERVED.items():
             value = getattr(request, field_name)
-            if value is not None and value != {"type": "text"}:
+            if value is not None:
                 raise InvalidRequestError(
                     f"{field_name}: {reason}", field=field_name, error_type="unsupported"
                 )
@@ -216,6 +227,30 @@ class Preparation:
                     f" {self.limits.vocab_size} tokens",
                     field=name,
                 )
+
+    def _grammar(
+        self, request: Request, ends: frozenset[int], emitted: list[int]
+    ) -> Grammar | None:
+        wanted = request.wanted_output
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequestError(
+                f"{wanted.field}: this worker's engine chooses its tokens without regard to it",
+                field=wanted.field,
+                error_type="unsupported",
+            )
+        grammar = self.grammars.start(wanted, ends)
+        try:
+            for token_id in emitted:
+                grammar.accept(token_id)
+        except GrammarError as error:
+            raise InvalidRequestError(
+                f"{wanted.field}: what was emitted before does not fit: {error}",
+                field=wanted.field,
+                error_type="internal_error",
+            ) from error
+        return grammar
 
     def _bad_token_sequences(self, request: Request) -> tuple[tuple[int, ...], ...]:
         found = {

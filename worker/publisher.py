@@ -120,8 +120,8 @@ class Publisher:
         text, token_ids, reason = "", [], output.finish_reason
         for token_id in output.token_ids:
             token_ids.append(token_id)
-            ends_here = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
-            if not ends_here:  # an end token is no text
+            is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
+            if not (is_last and token_id in held.engine_request.end_token_ids):  # that is no text
                 text += held.text.push(token_id)
             if held.text.stopped:
                 break

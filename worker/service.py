@@ -72,7 +72,13 @@ class Worker:
         self.intake = Intake(
             self._queue,
             self.leases,
-            Preparation(served.tokenizer, self._limits, served.identity, served.end_token_ids),
+            Preparation(
+                served.tokenizer,
+                self._limits,
+                served.identity,
+                served.end_token_ids,
+                served.grammars,
+            ),
             room=self._room,
             renew=self._publisher.renew,
             on_ready=self._feed,
@@ -224,7 +230,7 @@ class Worker:
 
     async def _complete(self, held: HeldRequest) -> None:
         """End a request whose earlier attempts emitted all it may have."""
-        reason = FinishReason.STOP if held.text.stopped else FinishReason.LENGTH
+        reason = FinishReason.STOP if held.is_stopped else FinishReason.LENGTH
         await self._publisher.send([held.next_row([], held.text.flush(), finish_reason=reason)])
 
     def _count_finished(self, held: HeldRequest) -> None:

@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
         try:
             text = self._tokenizer.apply_chat_template(
                 request.messages,
-                tools=request.tools,
+                tools=None if request.tool_choice == "none" else request.tools,
                 add_generation_prompt=True,
                 tokenize=False,
                 **(request.chat_template_kwargs or {}),
@@ -90,6 +90,22 @@ class HuggingFaceTokenizer:
         # Most vocabularies hold a word twice, alone and with the space in front.
         spellings = [self._encode(form, add_special_tokens=False) for form in (word, " " + word)]
         return [tokens for tokens in spellings if tokens]
+
+    @property
+    def chat_template(self) -> str:
+        """Empty if there is none; the default one if there are several."""
+        template = self._tokenizer.chat_template or ""
+        return str(template.get("default", "") if isinstance(template, dict) else template)
+
+    @property
+    def num_tokens(self) -> int:
+        """With added tokens; a model's vocabulary may be larger, rarely smaller."""
+        return len(self._tokenizer)
+
+    def as_json(self) -> str | None:
+        """The content of a tokenizer.json, added tokens included; None for slow tokenizers."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

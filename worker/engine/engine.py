@@ -8,6 +8,7 @@ from dataclasses import replace
 from shared.errors import ConfigurationError
 from shared.schemas import FinishReason
 from worker.engine.block_manager import BlockManager
+from worker.engine.grammar import GrammarError
 from worker.engine.interface import (
     EngineLimits,
     EngineRequest,
@@ -170,10 +171,17 @@ class LLMEngine:
     def _append(self, sequence: Sequence, token: SampledToken) -> SequenceOutput:
         """Append a sampled token and say what it means to the sequence."""
         if token.error is not None:
-            return SequenceOutput(
-                sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=token.error
-            )
+            return _failed(sequence, token.error)
         sequence.token_ids.append(token.token_id)
+        finish_reason = self._finish_reason(sequence)
+        grammar = sequence.request.grammar
+        if grammar is not None and finish_reason is not FinishReason.STOP:
+            try:
+                grammar.accept(token.token_id)
+            except GrammarError as error:
+                return _failed(sequence, str(error))
+            if grammar.is_complete:
+                finish_reason = FinishReason.STOP
         self._totals.generation_tokens += 1
         if sequence.timing.first_token_at is None:
             sequence.timing.first_token_at = time.monotonic()
@@ -181,7 +189,7 @@ class LLMEngine:
             sequence.sequence_id,
             [token.token_id],
             logprobs=None if token.logprob is None else [token.logprob],
-            finish_reason=self._finish_reason(sequence),
+            finish_reason=finish_reason,
         )
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
@@ -234,6 +242,10 @@ class LLMEngine:
                     raise ValueError(
                         f"{name}: {token_id} is outside the vocabulary of {limits.vocab_size}"
                     )
+
+
+def _failed(sequence: Sequence, error: str) -> SequenceOutput:
+    return SequenceOutput(sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=error)
 
 
 def _check_settings(limits: EngineLimits, prefill_chunk: int, max_model_len: int | None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.schemas import FinishReason, SamplingParams, TokenLogprob
+from worker.engine.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class EngineRequest:
 
     cache_salt: str = ""
     """Only sequences with the same salt share cached prefixes."""
+
+    grammar: Grammar | None = None
+    """What the output must match, standing behind `output_token_ids`; the engine's alone from now
+    on, so that this field is the one thing here that is no plain message."""
 
 
 @dataclass(slots=True)

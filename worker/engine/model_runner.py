@@ -17,6 +17,7 @@ from worker.engine.native.build import NativeCodeError, load_native
 from worker.engine.packing import Packer
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
+from worker.engine.sampling.masks import Masks
 from worker.engine.seam_check import CheckedModel, check_model, model_length
 from worker.engine.sequence import Batch
 
@@ -49,6 +50,7 @@ class ModelRunner:
         self.why_not_native = "" if checked.is_native else checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
+        self._masks = Masks(self.device)
 
     @classmethod
     def load(
@@ -133,14 +135,16 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
-        step = self._packer.pack(batch)
         sampling = batch.sampling
+        sequences = [item.sequence for item in sampling]
+        masks = self._masks.start(sequences)  # computed while the model runs
+        step = self._packer.pack(batch)
         # A step without samples still needs a row: not every family's head takes none.
         rows = step.last_rows(sampling) or [0]
         logits = self._model.logits(step, torch.tensor(rows, device=self.device))
         if not sampling:
             return Launched(None)
-        return Launched(self._sampler.sample(logits, [item.sequence for item in sampling]))
+        return Launched(self._sampler.sample(logits, sequences, masks))
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         return launched.sampled.tokens() if launched.sampled is not None else []

@@ -1,12 +1,12 @@
 """From logits to tokens, for a whole batch at once and by each request's own parameters.
 
-The order is: raw log-probabilities (reported, not used), banned tokens, logit bias, penalties,
-temperature, min_p, top_k, top_p, one draw. What no request asks for costs nothing.
+The order is: raw log-probabilities (reported, not used), what grammars allow, banned tokens, logit
+bias, penalties, temperature, min_p, top_k, top_p, one draw. What no request asks for costs nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from worker.engine.sampling.constraints import Constraints
 from worker.engine.sampling.draw import draw
 from worker.engine.sampling.filters import thresholds, weights_above
 from worker.engine.sampling.logprobs import RawLogits, RawLogprobs
+from worker.engine.sampling.masks import PendingMasks
 from worker.engine.sampling.penalties import Penalties
 from worker.engine.sampling.randomness import uniforms
 from worker.engine.sampling.scratch import Scratch
 from worker.engine.sequence import Sequence
+
+_NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class SamplerOutput:
     token_ids: torch.Tensor  # [R]
     is_sound: torch.Tensor  # [R], bool
     logprobs: RawLogprobs | None
+    errors: dict[int, str] = field(default_factory=dict)
+    """Rows for which no token can be chosen, and why."""
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the device and hand the tokens over, one for each row."""
@@ -37,8 +42,8 @@ class SamplerOutput:
         reports = self.logprobs.by_row(token_ids) if self.logprobs is not None else {}
         return [
             SampledToken(token_id, reports.get(row))
-            if sound
-            else SampledToken(-1, error="the model's logits leave no token to choose")
+            if sound and row not in self.errors
+            else SampledToken(-1, error=self.errors.get(row, _NO_CHOICE))
             for row, (token_id, sound) in enumerate(
                 zip(token_ids, self.is_sound.tolist(), strict=True)
             )
@@ -58,17 +63,21 @@ class Sampler:
         self._sequence_ids: list[int] = []
         self._rows: _Rows | None = None
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> SamplerOutput:
+    def sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], masks: PendingMasks | None = None
+    ) -> SamplerOutput:
         """Choose from `logits` [R, vocab_size], which may be overwritten.
 
-        Row i is of `sequences[i]`, at the position behind its last token.
+        Row i is of `sequences[i]`, at the position behind its last token; `masks` are of the same
+        rows, and None if none has a grammar.
         """
         rows = self._rows_of(sequences)
         raw = None
         if rows.reporting:
             raw = RawLogits.of(logits, rows.reporting, rows.num_top, self._scratch)
-        if rows.adjusts or rows.samples:
+        if rows.adjusts or rows.samples or masks is not None:
             logits = logits.float()
+        errors = masks.apply(logits) if masks is not None else {}
         if rows.adjusts:
             rows.constraints.apply(logits)
             rows.penalties.apply(logits)
@@ -78,7 +87,7 @@ class Sampler:
             drawn = self._draw(logits, best, rows, sequences)
             token_ids = torch.where(rows.is_sampled, drawn, token_ids)
         report = None if raw is None else raw.report(token_ids, self._scratch)
-        return SamplerOutput(token_ids, is_sound, report)
+        return SamplerOutput(token_ids, is_sound, report, errors)
 
     def _draw(
         self, logits: torch.Tensor, best: torch.Tensor, rows: _Rows, sequences: list[Sequence]

@@ -1,0 +1,140 @@
+"""What a request wants its output to be: any text, JSON, JSON of a schema, or the call of a tool.
+
+`response_format`, `tools` and `tool_choice` are shaped as in the OpenAI API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonOutput:
+    """JSON that a schema describes. If not `strict`, keywords that are not known are ignored."""
+
+    schema: dict[str, Any]
+    strict: bool
+    field: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """A tool that may be called, and the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallOutput:
+    """The call of one of these tools."""
+
+    tools: tuple[ToolSchema, ...]
+    field: str = "tools"
+
+
+Output = JsonOutput | ToolCallOutput
+
+
+def wanted_output(
+    response_format: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None,
+) -> Output | None:
+    """What the three fields ask for together; None for any text.
+
+    Raises ValueError whose message begins with the name of the field that is wrong.
+    """
+    if tool_choice is not None and not tools:
+        raise ValueError("tool_choice: goes with tools, and there are none")
+    json_output = _json_output(response_format)
+    if tool_choice in (None, "auto", "none"):
+        return json_output
+    if json_output is not None:
+        raise ValueError(
+            "tool_choice: asks for the call of a tool, and response_format for JSON; choose one"
+        )
+    if tool_choice == "required":
+        return ToolCallOutput(tuple(_tool_schema(tool) for tool in tools or ()))
+    name = _named_function(tool_choice)
+    for tool in tools or ():
+        schema = _tool_schema(tool)
+        if schema.name == name:
+            return ToolCallOutput((schema,))
+    raise ValueError(f"tool_choice: names the function {name!r}, which is not among the tools")
+
+
+def _json_output(response_format: Mapping[str, Any] | None) -> JsonOutput | None:
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError(
+            f"response_format: type {kind!r} is none of text, json_object, json_schema"
+        )
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    _refuse_unknown(response_format, known, "response_format")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return JsonOutput(ANY_OBJECT, strict=True)
+    return _schema_output(response_format.get("json_schema"))
+
+
+def _schema_output(described: Any) -> JsonOutput:
+    where = "response_format: json_schema"
+    if not isinstance(described, Mapping):
+        raise ValueError(f'{where}: must be an object like {{"name": ..., "schema": {{...}}}}')
+    _refuse_unknown(described, {"name", "description", "schema", "strict"}, where)
+    schema = described.get("schema")
+    if not isinstance(schema, dict):
+        raise ValueError(f"{where}: schema must be an object, a JSON schema")
+    return JsonOutput(schema, strict=_strict(described, where))
+
+
+def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function":
+        function = tool_choice.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            return str(function["name"])
+    raise ValueError(
+        f"tool_choice: {tool_choice!r} is none of auto, none, required and"
+        ' {"type": "function", "function": {"name": ...}}'
+    )
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise ValueError(
+            'tools: each must be like {"type": "function", "function": {"name": ...,'
+            ' "parameters": {...}}} for one of them to be called for certain'
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError("tools: a function has no name")
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = NO_ARGUMENTS
+    elif not isinstance(parameters, dict):
+        raise ValueError(f"tools: the parameters of {name!r} must be an object, a JSON schema")
+    return ToolSchema(name, parameters, _strict(function, f"tools: function {name!r}"))
+
+
+def _strict(described: Mapping[str, Any], where: str) -> bool:
+    strict = described.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise ValueError(f"{where}: strict must be true, false or null, not {strict!r}")
+    return strict is not False
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: set[str], where: str) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where}: {name!r} is not known; known are {sorted(known)}")

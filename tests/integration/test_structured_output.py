@@ -1,0 +1,71 @@
+"""Structured output through Redis, by a real worker with the shipped model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import redis.asyncio
+
+from shared.request_queue import AsyncRequestQueue, new_request_id
+from shared.schemas import Request
+from shared.scripts import NewRequest
+from tests.helpers import finished, running_worker
+from tests.worker.structured import SCHEMAS, TOOLS, json_schema, served
+
+
+async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
+    fields = {"temperature": 0.7, "max_tokens": 200, **fields}
+    if "messages" not in fields:
+        fields.setdefault("prompt", "Once upon a time")
+    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
+
+
+async def test_answers_match_and_a_refused_schema_fails_its_request_alone(redis_url: str) -> None:
+    model = served()
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        queue = AsyncRequestQueue(client)
+        async with running_worker(redis_url, model):
+            ids = {
+                name: await put(queue, seed=n, response_format=json_schema(schema))
+                for n, (name, schema) in enumerate(SCHEMAS.items())
+            }
+            refused = await put(queue, response_format=json_schema({"not": {}}))
+            chat = [{"role": "user", "content": "Hello"}]
+            call = await put(queue, messages=chat, tools=TOOLS, tool_choice="required")
+            again = await put(queue, seed=50, response_format=json_schema(SCHEMAS["enum"]))
+            for name, request_id in ids.items():
+                result = await finished(queue, request_id)
+                assert result["finish_reason"] == "stop"
+                jsonschema.validate(json.loads(result["text"]), SCHEMAS[name])
+            error = (await finished(queue, refused))["error"]
+            assert error["type"] == "unsupported"
+            assert error["message"] == (
+                'response_format: the schema is refused: Unimplemented keys: ["not"]'
+            )
+            called = json.loads((await finished(queue, call))["text"])
+            assert called["name"] in ("get_weather", "stop_all")
+            jsonschema.validate(json.loads((await finished(queue, again))["text"]), SCHEMAS["enum"])
+    assert model.grammars is not None
+    assert model.grammars.num_compiled == len(SCHEMAS) + 1
+
+
+async def test_another_worker_goes_on_in_the_middle(redis_url: str) -> None:
+    schema = {"type": "array", "items": SCHEMAS["pattern"], "minItems": 8, "maxItems": 8}
+    fields: dict[str, Any] = {"seed": 9, "response_format": json_schema(schema), "max_tokens": 400}
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        queue = AsyncRequestQueue(client)
+        async with running_worker(redis_url, served()):
+            whole = await finished(queue, await put(queue, **fields))
+        interrupted = await put(queue, **fields)
+        async with running_worker(redis_url, served(), drain_seconds=0.0):
+            while await client.xlen(queue.keys.tokens(interrupted)) < 10:
+                await asyncio.sleep(0.001)
+        assert not (await queue.state(interrupted)).is_final  # type: ignore[union-attr]
+        async with running_worker(redis_url, served()):
+            result = await finished(queue, interrupted)
+    assert result["stats"]["attempts"] == 2
+    assert result["token_ids"] == whole["token_ids"]
+    jsonschema.validate(json.loads(result["text"]), schema)

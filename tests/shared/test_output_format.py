@@ -1,0 +1,113 @@
+"""What requests may ask their outputs to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.errors import InvalidRequestError
+from shared.output_format import JsonOutput, ToolCallOutput
+from shared.schemas import Request
+
+SCHEMA = {"type": "integer"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def build(**fields: Any) -> Request:
+    return Request.build({"messages": CHAT, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [{"whatever": "a template may take"}], "tool_choice": "none"},
+    ],
+)
+def test_any_text_unless_something_is_asked_for(fields: dict[str, Any]) -> None:
+    assert build(**fields).wanted_output is None
+
+
+def test_json() -> None:
+    assert build(response_format={"type": "json_object"}).wanted_output == JsonOutput(
+        {"type": "object"}, strict=True
+    )
+    for described, strict in (({}, True), ({"strict": None}, True), ({"strict": False}, False)):
+        described = {"name": "n", "description": "d", "schema": SCHEMA, **described}
+        request = build(response_format={"type": "json_schema", "json_schema": described})
+        assert request.wanted_output == JsonOutput(SCHEMA, strict)
+        assert Request.parse(request.to_payload()).wanted_output == request.wanted_output
+
+
+def test_calls_of_tools() -> None:
+    other = {"type": "function", "function": {"name": "g", "strict": False}}
+    required = build(tools=[TOOL, other], tool_choice="required").wanted_output
+    assert isinstance(required, ToolCallOutput)
+    assert [(tool.name, tool.strict) for tool in required.tools] == [("f", True), ("g", False)]
+    assert required.tools[0].parameters == SCHEMA
+    assert required.tools[1].parameters["additionalProperties"] is False, "no parameters at all"
+    named = {"type": "function", "function": {"name": "g"}}
+    assert build(tools=[TOOL, other], tool_choice=named).wanted_output == ToolCallOutput(
+        required.tools[1:]
+    )
+
+
+JSON = "response_format: json_schema: "
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {}}, "response_format: type None is none of"),
+        ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is none of text"),
+        ({"response_format": {"type": "text", "a": 1}}, "response_format: 'a' is not known"),
+        ({"response_format": {"type": "json_schema"}}, JSON + "must be an object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            JSON + "schema must be an object",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"shema": SCHEMA}}},
+            JSON + "'shema' is not known; known are ",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": SCHEMA, "strict": 1},
+                }
+            },
+            JSON + "strict must be true, false or null, not 1",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice: goes with tools"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is none of"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice: {'type'"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice: names the function 'x', which is not among the tools",
+        ),
+        ({"tools": [{"name": "f"}], "tool_choice": "required"}, "tools: each must be like"),
+        (
+            {"tools": [{"type": "function", "function": {}}], "tool_choice": "required"},
+            "tools: a function has no name",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice: asks for the call of a tool, and response_format for JSON; choose one",
+        ),
+    ],
+)
+def test_what_is_not_well_formed_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build(**fields)
+    assert str(caught.value).startswith(message)
+    assert caught.value.field == message.split(":")[0]

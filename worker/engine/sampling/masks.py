@@ -1,0 +1,96 @@
+"""Which tokens grammars allow: computed in a thread of its own, while the model runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.engine.grammar import Grammar
+from worker.engine.sampling.constraints import BANNED
+from worker.engine.sequence import Sequence
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
+"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
+
+_Words = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingMasks:
+    """The masks of one step's rows that have a grammar."""
+
+    rows: list[int]
+    num_rows: int
+    """Of the whole step."""
+    words: Future[tuple[torch.Tensor, dict[int, str]]]
+
+    def apply(self, logits: torch.Tensor) -> dict[int, str]:
+        """Wait for the masks and ban what they do not allow.
+
+        `logits` [R, vocab_size] are changed in place. Gives the rows whose grammar failed, with
+        the reason.
+        """
+        masks, errors = self.words.result()
+        if masks.dtype == torch.int32:
+            masks = _unpack(masks.to(logits.device))
+        bias = masks[:, : logits.shape[1]]
+        if len(self.rows) == self.num_rows:
+            logits.add_(bias)
+        else:
+            logits.index_add_(0, torch.tensor(self.rows, device=logits.device), bias)
+        return {self.rows[index]: reason for index, reason in errors.items()}
+
+
+class Masks:
+    """Starts the computation of a step's masks; one at a time, so that buffers are reused.
+
+    On a CPU the thread also turns bits into what is added to the logits; a CUDA device gets the
+    bits, a 32nd of the traffic.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._unpacks_here = device.type == "cpu"
+        self._thread: ThreadPoolExecutor | None = None
+        self._words: _Words = np.empty((0, 0), dtype=np.int32)
+        self._bias = np.empty((0, 0, 8), dtype=np.float32)
+
+    def start(self, sequences: list[Sequence]) -> PendingMasks | None:
+        """Begin with the masks for the next token of each; None if no sequence has a grammar."""
+        found = [
+            (row, sequence.request.grammar)
+            for row, sequence in enumerate(sequences)
+            if sequence.request.grammar is not None
+        ]
+        if not found:
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        grammars = [grammar for _, grammar in found]
+        words = self._thread.submit(self._compute, grammars)
+        return PendingMasks([row for row, _ in found], len(sequences), words)
+
+    def _compute(self, grammars: list[Grammar]) -> tuple[torch.Tensor, dict[int, str]]:
+        masker, count = grammars[0].masker, len(grammars)
+        if len(self._words) < count or self._words.shape[1] != masker.num_words:
+            self._words = np.empty((count, masker.num_words), dtype=np.int32)
+            if self._unpacks_here:
+                self._bias = np.empty((count, 4 * masker.num_words, 8), dtype=np.float32)
+        words = self._words[:count]
+        errors = masker.fill(grammars, words)
+        if not self._unpacks_here:
+            return torch.from_numpy(words), errors
+        bias = self._bias[:count]
+        np.take(_BIAS_OF_BYTE, words.view(np.uint8), axis=0, out=bias, mode="clip")
+        return torch.from_numpy(bias.reshape(count, -1)), errors
+
+
+def _unpack(words: torch.Tensor) -> torch.Tensor:
+    """[G, 32 * words], float32: what masks [G, words] add to logits."""
+    bits = (words.unsqueeze(2) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
+    bias = torch.zeros(bits.shape, dtype=torch.float32, device=words.device)
+    return bias.masked_fill_(bits == 0, BANNED).flatten(1)
