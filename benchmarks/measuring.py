@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Plan:
 class Run:
     """What came of a plan."""
 
-    rates: Rates
+    rates_of_rounds: list[Rates] = field(default_factory=list)
     rounds: dict[tuple[str, str, str], list[Figures]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -55,6 +56,14 @@ class Run:
     """Why a row gave nothing, or not everything, by (model, row)."""
     arrivals: dict[str, float] = field(default_factory=dict)
     """Requests a second of poisson, by model."""
+
+    @property
+    def rates(self) -> Rates:
+        """Medians, as everything else: on a shared machine they move as the others do."""
+        return Rates(
+            statistics.median(each.bytes_per_second for each in self.rates_of_rounds),
+            statistics.median(each.operations_per_second for each in self.rates_of_rounds),
+        )
 
     @property
     def measured(self) -> Measured:
@@ -72,9 +81,10 @@ class Run:
 
 def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
     """Run the plan; `tell` is given a line for each process that starts or fails."""
-    run = Run(measure_rates())
+    run = Run()
     at_once = [name for name in plan.workloads if name in workloads.WORKLOADS]
     for number in range(plan.rounds):
+        run.rates_of_rounds.append(measure_rates())
         for model in plan.models:
             for row in _rows(plan, at_once):
                 names = [name for name in at_once if name in row.workloads]

@@ -35,7 +35,7 @@ def burst(shape: Shape, seed: int) -> Workload:
 def solo(shape: Shape, seed: int) -> Workload:
     """One request alone."""
     draw = random.Random(f"solo {seed}")
-    return Workload("solo", [Request(_tokens(draw, 128), 128)])
+    return Workload("solo", [Request(_tokens(draw, 128), 256)])
 
 
 def poisson(seed: int, rate: float, seconds: float) -> Workload:
