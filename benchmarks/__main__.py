@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ _WORKLOADS = [*WORKLOADS, "poisson", "queue"]
 
 def main() -> None:
     plan, options = _read_options()
+    # Ending it ends the row that runs, too: an engine left over would spoil the next measurement.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=None if os.isatty(1) else 160)
     plan.cache.mkdir(parents=True, exist_ok=True)
     run = carry_out(plan, lambda line: console.print(line, style="dim", highlight=False))
