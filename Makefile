@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench-cancel clean
+.PHONY: demo test check format model bench bench-peers bench-cancel clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -26,6 +26,15 @@ format: $(SET_UP)
 # Train the shipped model anew, from the text that its grammar writes.
 model: $(SET_UP)
 	@$(BIN)/python -m worker.shipped.train
+
+# Side by side with other engines: make bench ARGS="--quick". Peers that are not built are named.
+bench: $(SET_UP)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+# The other engines, each in an environment of its own under benchmarks/.peers.
+bench-peers: $(SET_UP)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)

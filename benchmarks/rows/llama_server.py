@@ -1,0 +1,60 @@
+"""llama.cpp's server in bf16, flash attention off, streaming over HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from benchmarks.gguf_file import gguf_file
+from benchmarks.jobs import Job, Outcome, Request, main
+from benchmarks.serving import free_port, serve
+from benchmarks.streaming import http_events
+
+
+def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    peer = Path(job.peers) / "llama"
+    model = gguf_file(Path(job.model), peer / "gguf-py")
+    longest = max(
+        len(request.prompt) + request.num_output
+        for workload in job.workloads
+        for request in workload.requests
+    )
+    port = free_port()
+    command = [
+        *(str(peer / "bin" / "llama-server"), "--model", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        # Its context is shared out evenly: each slot gets what the longest request needs.
+        *(
+            "--parallel",
+            str(job.max_num_seqs),
+            "--ctx-size",
+            str(job.max_num_seqs * (longest + 16)),
+        ),
+        *("--threads", str(os.cpu_count()), "--threads-batch", str(os.cpu_count())),
+        *("--flash-attn", "off", "--cache-type-k", "bf16", "--cache-type-v", "bf16"),
+        *("--no-webui", "--log-verbosity", "1"),
+    ]
+
+    async def stream(request: Request) -> AsyncIterator[int]:
+        body = {
+            "prompt": request.prompt,
+            "n_predict": request.num_output,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_tokens": True,
+        }
+        told = 0
+        async for event in http_events(port, "/completion", body):
+            if event["tokens"]:
+                told += len(event["tokens"])
+                yield len(event["tokens"])
+            elif event["stop"] and event["tokens_predicted"] > told:
+                yield event["tokens_predicted"] - told
+
+    serve(job, done, command, port, stream)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,100 @@
+"""The whole path: a client, Redis, and a worker, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import redis.asyncio
+
+from benchmarks.jobs import Job, Outcome, Request, main
+from benchmarks.memory import peak_bytes, reset_peak, tree
+from benchmarks.rows.engine import COUNTERS
+from benchmarks.streaming import drive
+from producer import AsyncClient
+from shared.embedded import EmbeddedServer
+from shared.keys import Keys
+
+_READY_SECONDS = 300
+_HEARTBEAT_SECONDS = 1.0
+
+
+def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    with EmbeddedServer() as server:
+        worker = start_worker(
+            server.url,
+            *("--model", job.model, "--dtype", "bfloat16"),
+            *("--max-num-seqs", str(job.max_num_seqs)),
+            *("--max-model-len", str(job.max_model_len)),
+            *("--kv-cache-memory", str(job.kv_cache_bytes)),
+        )
+        try:
+            asyncio.run(_drive_all(job, done, server.url, worker.pid))
+        finally:
+            worker.terminate()
+            worker.wait()
+
+
+def start_worker(url: str, *flags: str) -> subprocess.Popen[bytes]:
+    """A worker that is ready to claim. Raises RuntimeError if it ends before."""
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "worker", "--redis", url, *flags], stdout=subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    if not worker.stdout.readline().startswith(b"ready"):
+        raise RuntimeError("the worker ended while it started; see the log of the row")
+    return worker
+
+
+async def _drive_all(
+    job: Job, done: Callable[[str, Outcome], None], url: str, worker_pid: int
+) -> None:
+    async with AsyncClient(url) as client, redis.asyncio.Redis.from_url(url) as plain:
+
+        async def stream(request: Request) -> AsyncIterator[int]:
+            request_id = await client.enqueue(request.prompt, **_fields(request))
+            async with aclosing(client.stream(request_id)) as events:
+                async for event in events:
+                    if event.error is not None:
+                        raise RuntimeError(f"{event.error.type}: {event.error.message}")
+                    if event.token_ids:
+                        yield len(event.token_ids)
+
+        for workload in job.workloads:
+            pids = tree(worker_pid)
+            reset_peak(pids)
+            before = await _counters(plain)
+            outcome = await drive(workload, stream)
+            after = await _counters(plain)
+            outcome.counters = {name: after[name] - before[name] for name in COUNTERS}
+            outcome.peak_bytes = peak_bytes(tree(worker_pid))
+            done(workload.name, outcome)
+
+
+def _fields(request: Request) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "max_tokens": request.limit or request.num_output,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    if request.end_token is not None:
+        fields["logit_bias"] = {str(request.end_token): 100.0}
+        fields["min_tokens"] = request.num_output - 1
+        fields["stop_token_ids"] = [request.end_token]
+    return fields
+
+
+async def _counters(client: redis.asyncio.Redis) -> dict[str, float]:
+    """What the worker's heartbeat says, once it says what has just happened."""
+    await asyncio.sleep(1.5 * _HEARTBEAT_SECONDS)
+    keys = Keys("default")
+    worker_id = (await client.zrange(keys.workers, 0, 0))[0].decode()
+    told = await client.hgetall(keys.worker(worker_id))
+    return {name: float(told[name.encode()]) for name in COUNTERS}
+
+
+if __name__ == "__main__":
+    main(run)
