@@ -103,9 +103,7 @@ class ModelRunner:
         limit = model_length(loaded, None)
         length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
         why_not_native = _why_no_native_code(device) if native else "it was not asked for"
-        checked = check_model(
-            loaded, backend_for(device), limit, try_native=not why_not_native
-        )
+        checked = check_model(loaded, backend_for(device), limit, try_native=not why_not_native)
         if why_not_native:
             checked = replace(checked, why_not_native=why_not_native)
         give_back(device)

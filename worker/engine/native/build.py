@@ -14,10 +14,17 @@ from pathlib import Path
 import torch
 
 _SOURCES = Path(__file__).parent / "src"
-_FLAGS = (
-    "-shared -fPIC -std=c++20 -O3 -march=native -ffast-math -fno-finite-math-only "
-    "-fopenmp -DAT_PARALLEL_OPENMP=1"
-).split()
+_FLAGS = [
+    "-shared",
+    "-fPIC",
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffast-math",
+    "-fno-finite-math-only",
+    "-fopenmp",
+    "-DAT_PARALLEL_OPENMP=1",
+]
 
 
 class NativeCodeError(Exception):
