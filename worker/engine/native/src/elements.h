@@ -85,7 +85,7 @@ at::Tensor silu_and_multiply(const at::Tensor& gate_up) {
 #pragma omp simd
       for (int64_t d = 0; d < size; ++d) {
         const float x = load(gate[d]);
-        store(y[d], x / (1.0f + std::exp(-x)) * load(up[d]));
+        store(y[d], x / (1.0f + ::expf(-x)) * load(up[d]));
       }
     }
   });

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "vectors.h"
 
 namespace promptq {
 
@@ -52,108 +53,161 @@ struct Packed {
   int64_t num_heads, num_kv_heads, head_size;
 };
 
-// Groups of query heads up to this size are computed with one pass over K and V.
-constexpr int64_t kMaxGroup = 8;
+// One decode: a query row, and the context that it sees in some neighbouring KV heads.
+template <typename T>
+struct Decode {
+  const T* query;         // [num_kv_heads * group, size]
+  const T *keys, *values; // of the first KV head in block 0
+  const int64_t* blocks;
+  int64_t block_stride, head_stride, block_size;
+  int64_t num_kv_heads, group, size;
+  int64_t first, last;    // visible positions
+  float scale;
+  T* out;                 // like query
 
-// scores[g] = q[g] . k for `Group` query heads, whose rows are `size` apart.
-template <int Group, typename T>
-inline void dot_products(const float* query, const T* key, int64_t size, float* scores) {
-  float sums[Group] = {};
+  // The rows of the first KV head for kLanes positions from `position` on; places behind the end
+  // repeat the last row.
+  void find_rows(const T* head, int64_t position, const T** rows) const {
+    int64_t block = position / block_size, offset = position % block_size;
+    for (int i = 0; i < kLanes; ++i) {
+      rows[i] = head + blocks[block] * block_stride + offset * size;
+      if (position + i + 1 < last && ++offset == block_size) offset = 0, ++block;
+    }
+  }
+};
+
+// scores[g * stride + lane] = q[g] . k for kLanes keys and `Group` query heads.
+template <int Group, int NumVectors, typename T>
+void score(
+    const float* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
+    int64_t stride) {
+  const int64_t num_vectors = NumVectors ? NumVectors : (size + kLanes - 1) / kLanes;
+  if (NumVectors) size = NumVectors * kLanes;
+  Vector products[Group][kLanes];
+  for (int t = 0; t < kLanes; ++t) {
+    Vector sums[Group] = {};
+    for (int64_t v = 0; v < num_vectors; ++v) {
+      const Vector key = load_vector(rows[t] + offset, v, size);
+      for (int g = 0; g < Group; ++g)
+        sums[g] += widen(query + (g * num_vectors + v) * kLanes) * key;
+    }
+    for (int g = 0; g < Group; ++g) products[g][t] = sums[g];
+  }
   for (int g = 0; g < Group; ++g) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < size; ++d) sum += query[g * size + d] * load(key[d]);
-    sums[g] = sum;
-  }
-  for (int g = 0; g < Group; ++g) scores[g] = sums[g];
-}
-
-template <int Group, typename T>
-inline void add_weighted(const float* weights, const T* value, int64_t size, float* out) {
-#pragma omp simd
-  for (int64_t d = 0; d < size; ++d) {
-    const float v = load(value[d]);
-    for (int g = 0; g < Group; ++g) out[g * size + d] += weights[g] * v;
+    const Vector sums = sum_each(products[g]);
+    std::memcpy(scores + g * stride, &sums, sizeof sums);
   }
 }
 
-// `Group` query heads of one row attend to positions `first` to `last` of one KV head.
-template <int Group, typename T>
-void attend_group(
-    const T* query, const T* keys, const T* values, const int64_t* blocks, int64_t block_stride,
-    int64_t block_size, int64_t size, int64_t first, int64_t last, float scale, T* out,
-    std::vector<float>& scratch) {
-  const int64_t length = last - first;
-  scratch.resize(Group * (2 * size + length));
-  float* scaled = scratch.data();
-  float* sums = scaled + Group * size;
-  float* weights = sums + Group * size;  // [length, Group]
-  for (int64_t d = 0; d < Group * size; ++d) scaled[d] = load(query[d]) * scale;
-  for (int64_t position = first; position < last; ++position) {
-    const T* key = keys + blocks[position / block_size] * block_stride + position % block_size * size;
-    dot_products<Group>(scaled, key, size, weights + (position - first) * Group);
-  }
-  float highest[Group], total[Group] = {};
-  std::fill_n(highest, Group, -std::numeric_limits<float>::infinity());
-  for (int64_t i = 0; i < length; ++i)
-    for (int g = 0; g < Group; ++g) highest[g] = std::max(highest[g], weights[i * Group + g]);
-  for (int64_t i = 0; i < length; ++i)
+// sums[g] += weights[g * stride + t] * v[t] for `count` values and `Group` query heads.
+template <int Group, int NumVectors, typename T>
+void accumulate(
+    const float* weights, const T* const* rows, int64_t offset, int64_t size, int64_t count,
+    float* sums, int64_t stride) {
+  const int64_t num_vectors = NumVectors ? NumVectors : (size + kLanes - 1) / kLanes;
+  if (NumVectors) size = NumVectors * kLanes;
+  for (int64_t tile = 0; tile < num_vectors; tile += kTileVectors) {
+    const int width = std::min<int64_t>(kTileVectors, num_vectors - tile);
+    Vector totals[Group][kTileVectors] = {};
+    for (int64_t t = 0; t < count; ++t)
+      for (int v = 0; v < kTileVectors && v < width; ++v) {
+        const Vector value = load_vector(rows[t] + offset, tile + v, size);
+        for (int g = 0; g < Group; ++g) totals[g][v] += weights[g * stride + t] * value;
+      }
     for (int g = 0; g < Group; ++g)
-      weights[i * Group + g] = weights[i * Group + g] - highest[g];
-#pragma omp simd
-  for (int64_t i = 0; i < length * Group; ++i) weights[i] = std::exp(weights[i]);
-  for (int64_t i = 0; i < length; ++i)
-    for (int g = 0; g < Group; ++g) total[g] += weights[i * Group + g];
-  std::fill_n(sums, Group * size, 0.0f);
-  for (int64_t position = first; position < last; ++position) {
-    const T* value =
-        values + blocks[position / block_size] * block_stride + position % block_size * size;
-    add_weighted<Group>(weights + (position - first) * Group, value, size, sums);
-  }
-  for (int g = 0; g < Group; ++g)
-    for (int64_t d = 0; d < size; ++d) store(out[g * size + d], sums[g * size + d] / total[g]);
-}
-
-template <typename T, typename... Arguments>
-void attend_heads(int64_t group, Arguments&&... arguments) {
-  switch (group) {
-    case 1: return attend_group<1, T>(arguments...);
-    case 2: return attend_group<2, T>(arguments...);
-    case 3: return attend_group<3, T>(arguments...);
-    case 4: return attend_group<4, T>(arguments...);
-    case 5: return attend_group<5, T>(arguments...);
-    case 6: return attend_group<6, T>(arguments...);
-    case 7: return attend_group<7, T>(arguments...);
-    case 8: return attend_group<8, T>(arguments...);
+      for (int v = 0; v < width; ++v) {
+        float* place = sums + (g * num_vectors + tile + v) * kLanes;
+        const Vector sum = widen(place) + totals[g][v];
+        std::memcpy(place, &sum, sizeof sum);
+      }
   }
 }
 
-// The decodes' rows of `out` [T, num_heads * head_size]; threads take (row, KV head) in turns.
+// Goes through the context block by block and through the heads within a block, as they lie in
+// memory: what the processor reads ahead is then what comes next.
+template <int Group, int NumVectors, typename T>
+void attend(const Decode<T>& decode, std::vector<float>& scratch) {
+  const int64_t size = decode.size, num_heads = decode.num_kv_heads * decode.group;
+  const int64_t padded_size = (size + kLanes - 1) / kLanes * kLanes;
+  const int64_t length = decode.last - decode.first;
+  const int64_t padded = (length + kLanes - 1) / kLanes * kLanes;
+  scratch.assign(num_heads * (2 * padded_size + padded), 0.0f);
+  float* queries = scratch.data();                  // [num_heads, padded_size]
+  float* sums = queries + num_heads * padded_size;  // [num_heads, padded_size]
+  float* weights = sums + num_heads * padded_size;  // [num_heads, padded]
+  const T* rows[kLanes];
+
+  for (int64_t head = 0; head < num_heads; ++head)
+    for (int64_t d = 0; d < size; ++d)
+      queries[head * padded_size + d] = load(decode.query[head * size + d]) * decode.scale;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    decode.find_rows(decode.keys, decode.first + i, rows);
+    for (int64_t head = 0; head < num_heads; head += Group)
+      score<Group, NumVectors>(
+          queries + head * padded_size, rows, head / decode.group * decode.head_stride, size,
+          weights + head * padded + i, padded);
+  }
+  for (int64_t head = 0; head < num_heads; ++head) softmax(weights + head * padded, length, padded);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    decode.find_rows(decode.values, decode.first + i, rows);
+    for (int64_t head = 0; head < num_heads; head += Group)
+      accumulate<Group, NumVectors>(
+          weights + head * padded + i, rows, head / decode.group * decode.head_stride, size,
+          std::min<int64_t>(kLanes, length - i), sums + head * padded_size, padded);
+  }
+  for (int64_t head = 0; head < num_heads; ++head)
+    for (int64_t d = 0; d < size; ++d)
+      store(decode.out[head * size + d], sums[head * padded_size + d]);
+}
+
+template <int Group, typename T>
+void attend_sized(const Decode<T>& decode, std::vector<float>& scratch) {
+  switch (decode.size) {  // the usual ones, known to the compiler
+    case 64: return attend<Group, 4>(decode, scratch);
+    case 128: return attend<Group, 8>(decode, scratch);
+    default: return attend<Group, 0>(decode, scratch);
+  }
+}
+
+template <typename T>
+void attend_grouped(const Decode<T>& decode, std::vector<float>& scratch) {
+  if (decode.group % 4 == 0) return attend_sized<4>(decode, scratch);
+  if (decode.group % 3 == 0) return attend_sized<3>(decode, scratch);
+  if (decode.group % 2 == 0) return attend_sized<2>(decode, scratch);
+  return attend_sized<1>(decode, scratch);
+}
+
+// The decodes' rows of `out` [T, num_heads * head_size]. Threads take rows in turns, or parts of
+// rows where these are few.
 template <typename T>
 void attend_decodes(
     const Packed<T>& packed, const LayerCache& cache, const Layout& layout, float scale,
     at::Tensor& out) {
   const int64_t size = packed.head_size, block_size = cache.key.size(2);
   const int64_t group = packed.num_heads / packed.num_kv_heads;
-  const int64_t head_stride = block_size * size, block_stride = cache.key.stride(0);
-  const int64_t num_items = layout.num_decodes * packed.num_kv_heads;
+  const int64_t num_threads = at::get_num_threads();
+  const int64_t wanted = (2 * num_threads + layout.num_decodes - 1) / layout.num_decodes;
+  const int64_t heads_each = std::max<int64_t>(1, packed.num_kv_heads / wanted);
+  const int64_t parts = (packed.num_kv_heads + heads_each - 1) / heads_each;
+  const int64_t num_items = layout.num_decodes * parts;
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(num_items, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  at::parallel_for(0, std::min(num_items, num_threads), 1, [&](int64_t, int64_t) {
     std::vector<float> scratch;
     for (int64_t item = next++; item < num_items; item = next++) {
-      const int64_t row = item / packed.num_kv_heads, head = item % packed.num_kv_heads;
+      const int64_t row = item / parts, head = item % parts * heads_each;
       const int64_t context = data<int64_t>(layout.context_lens)[row];
-      const int64_t* blocks = data<int64_t>(layout.block_tables) + row * layout.block_tables.size(1);
-      const T* keys = data<T>(cache.key) + head * head_stride;
-      const T* values = data<T>(cache.value) + head * head_stride;
-      for (int64_t from = 0; from < group; from += kMaxGroup) {
-        const int64_t first_head = head * group + from;
-        attend_heads<T>(
-            std::min(kMaxGroup, group - from), packed.query + row * packed.stride + first_head * size,
-            keys, values, blocks, block_stride, block_size, size,
-            cache.pattern.first(context - 1), context, scale,
-            data<T>(out) + (row * packed.num_heads + first_head) * size, scratch);
-      }
+      const int64_t head_stride = block_size * size;
+      attend_grouped(
+          Decode<T>{
+              packed.query + row * packed.stride + head * group * size,
+              data<T>(cache.key) + head * head_stride,
+              data<T>(cache.value) + head * head_stride,
+              data<int64_t>(layout.block_tables) + row * layout.block_tables.size(1),
+              cache.key.stride(0), head_stride, block_size,
+              std::min(heads_each, packed.num_kv_heads - head), group, size,
+              cache.pattern.first(context - 1), context, scale,
+              data<T>(out) + (row * packed.num_heads + head * group) * size},
+          scratch);
     }
   });
 }
