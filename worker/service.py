@@ -203,9 +203,7 @@ class Worker:
 
     def _next_is_more_urgent(self) -> bool:
         held = self.intake.peek()
-        return held is not None and any(
-            priority > held.priority for priority, _ in self.leases.preemptible
-        )
+        return held is not None and self.leases.has_less_urgent_in_engine(held.priority)
 
     async def _fail_claim(self, claim: Claim, error: InvalidRequestError) -> None:
         """End a request that never became a sequence."""
@@ -219,7 +217,7 @@ class Worker:
             usage=Usage(completion_tokens=index),
             error=ErrorInfo(type=error.error_type, message=str(error)),
         )
-        result = Result.fold([*claim.events, event]).model_dump_json()
+        result = Result.fold([*claim.events, event]).to_json()
         await self._publisher.send([Row(claim.request_id, claim.fence, event, result)])
 
     async def _complete(self, held: HeldRequest) -> None:
@@ -228,11 +226,10 @@ class Worker:
         await self._publisher.send([held.next_row([], held.text.flush(), finish_reason=reason)])
 
     def _count_finished(self, held: HeldRequest) -> None:
-        stats = held.events[-1].stats
-        if stats is not None:
+        if held.stats is not None:
             self._num_finished += 1
             for name in self._sums:
-                self._sums[name] += getattr(stats, name)
+                self._sums[name] += getattr(held.stats, name)
 
     async def _heartbeat(self) -> None:
         self.intake.num_workers = await self._queue.run(
