@@ -72,7 +72,7 @@ def open_redis(url: str) -> redis.Redis:
 async def open_async_redis(url: str) -> redis.asyncio.Redis:
     """Like `open_redis`, for asyncio."""
     client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
-    pool = client.connection_pool
+    pool: Any = client.connection_pool
     pool.connection_class = _packing_in_c(pool.connection_class)
     try:
         check_version(await client.info("server"), url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from worker.building import Served, build
 from worker.service import Worker
 
 _RETRY_SECONDS = 0.2
+_OBJECTS_BEFORE_COLLECTION = 50_000
 
 HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
 
@@ -53,6 +55,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
     client = await _open_when_there(redis_url, settings.redis_wait)
     try:
         served = await asyncio.to_thread(build, settings)
+        _spare_the_collector()
         worker = Worker(settings, served, client)
         await worker.start()
         try:
@@ -63,6 +66,16 @@ async def serve(settings: Settings, redis_url: str) -> None:
             await worker.stop()
     finally:
         await client.aclose()
+
+
+def _spare_the_collector() -> None:
+    """Keep the garbage collector from looking through all that stays anyway, libraries and model.
+
+    A full collection stops every thread, engine included, and a busy worker makes many objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
 
 
 async def _open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:

@@ -223,13 +223,13 @@ class Preparation:
                 f" can take and still answer (model length {self.limits.max_model_len})",
                 field=field_name,
             )
-        named = {
-            field_name: prompt,
-            "stop_token_ids": request.stop_token_ids or (),
-            "logit_bias": [int(key) for key in request.logit_bias or ()],
-        }
-        for name, token_ids in named.items():
-            worst = max(token_ids, default=0)
+        named: list[tuple[str, list[int]]] = [(field_name, prompt)]
+        if request.stop_token_ids:
+            named.append(("stop_token_ids", request.stop_token_ids))
+        if request.logit_bias:
+            named.append(("logit_bias", [int(key) for key in request.logit_bias]))
+        for name, token_ids in named:
+            worst = max(token_ids)
             if worst >= self.limits.vocab_size:
                 raise InvalidRequestError(
                     f"{name}: token id {worst} is outside the vocabulary of"

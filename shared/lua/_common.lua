@@ -152,11 +152,11 @@ local function drop_holds(id)
   for i = 1, #HOLDS do remove_later(HOLDS[i], id) end
 end
 
--- Append and publish the last event, fold the log into the result, let go of every hold. `result`
+-- Append and publish the last event (`count`, as text, tokens come before its end), fold the log into the result, let go of every hold. `result`
 -- is given by a worker that has it at hand; otherwise the log is read once more. So is the exact
 -- length of the prompt, where the hash does not say it yet.
 local function finish(id, reason, count, event, result, prompt_tokens)
-  redis.pcall('XADD', tokens_key(id), exact(count) .. '-1', 'event', event)
+  redis.pcall('XADD', tokens_key(id), count .. '-1', 'event', event)
   result = result or fold_log(id)
   redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))
   publish_event(id, event)
@@ -171,7 +171,7 @@ local function finish(id, reason, count, event, result, prompt_tokens)
   redis.pcall('PEXPIRE', key, whole(config('result_ttl_ms'), 3600000))
   drop_holds(id)
   if reason == 'stop' or reason == 'length' then
-    finished_outputs[#finished_outputs + 1] = now_text .. ' ' .. exact(count)
+    finished_outputs[#finished_outputs + 1] = now_text .. ' ' .. count
   end
 end
 
@@ -182,7 +182,7 @@ local function finish_bare(id, reason, error_type, message)
   if ended then return drop_holds(id) end
   local event = bare_last_event(count, whole(fields.attempt, 0),
     whole(fields.prompt_tokens, 0), reason, error_type, message)
-  finish(id, reason, count, event)
+  finish(id, reason, exact(count), event)
 end
 
 -- Ids whose deadline has passed, as a set.

@@ -88,7 +88,7 @@ local expiry, new_leases = exact(now + lease_ms), {}
 local function claim(id, fields, score, cost, has_log)
   local attempt = whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
-  local seed = exact(whole(fields.seed) or seed_of(id, seed_of_base))
+  local seed = whole(fields.seed) and fields.seed or exact(seed_of(id, seed_of_base))
   local enqueued_at = whole(fields.enqueued_at) and fields.enqueued_at or now_text
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
@@ -112,12 +112,6 @@ local function examine(id, score)
       'id: is not 1 to 200 printable ASCII characters without spaces')
     return
   end
-  local size = redis.pcall('HSTRLEN', request_key(id), 'payload')
-  if type(size) == 'number' and size > MAX_PAYLOAD then
-    finish_bare(id, 'error', 'invalid_request', string.format(
-      'payload: %d bytes are more than the %d allowed', size, MAX_PAYLOAD))
-    return
-  end
   local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'enqueued_at', 'priority', 'passed', 'last_event')
   if not fields then
@@ -135,6 +129,11 @@ local function examine(id, score)
   end
   if not fields.payload then
     finish_bare(id, 'error', 'invalid_request', 'payload: the request has no hash, or its hash has no payload')
+    return
+  end
+  if #fields.payload > MAX_PAYLOAD then
+    finish_bare(id, 'error', 'invalid_request', string.format(
+      'payload: %d bytes are more than the %d allowed', #fields.payload, MAX_PAYLOAD))
     return
   end
   local kind = redis.call('TYPE', tokens_key(id)).ok

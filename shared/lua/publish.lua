@@ -88,7 +88,7 @@ for n, status in ipairs(row_status) do
   local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
   if status == 'ok' and reason ~= '' then
     local result, request = ARGV[at + 6], known[id]
-    finish(id, reason, tonumber(count), event, result ~= '' and result or nil, request.untold)
+    finish(id, reason, count, event, result ~= '' and result or nil, request.untold)
     request.untold = nil
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)

@@ -13,7 +13,7 @@ from typing import Protocol
 from shared.schemas import FinishReason, SamplingParams, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""
 
