@@ -395,3 +395,6 @@ class WorkerStats(_Wire):
     mean_prompt_ms: float = 0.0
     mean_generation_ms: float = 0.0
     peak_memory_bytes: int = 0
+    start_up_seconds: float = 0.0
+    start_up_stages: str = ""
+    """Seconds of each stage: `weights=0.812 checking=1.204 ...`."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -42,11 +42,18 @@ class EngineStuckError(PromptqError):
 class Worker:
     """Serves one queue with one engine until it is told to stop.
 
-    The parts and what they do: intake claims and prepares, the feeder below hands to the engine,
+    `start_up_seconds` is what each stage of loading took, to be told in the heartbeat. The parts
+    and what they do: intake claims and prepares, the feeder below hands to the engine,
     the publisher sends what comes out, cancels and leases watch over what is held.
     """
 
-    def __init__(self, settings: Settings, served: Served, client: redis.asyncio.Redis) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        served: Served,
+        client: redis.asyncio.Redis,
+        start_up_seconds: Mapping[str, float] | None = None,
+    ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.served = served
         self._settings = settings
@@ -80,6 +87,7 @@ class Worker:
             on_complete=self._complete,
             depth=settings.prefetch_depth,
         )
+        self._start_up = dict(start_up_seconds or {})
         self._draining = False
         self._started_at_ms = int(time.time() * 1000)
         self._num_finished = 0
@@ -173,6 +181,11 @@ class Worker:
             mean_prompt_ms=self._sums["prompt_ms"] / finished,
             mean_generation_ms=self._sums["generation_ms"] / finished,
             peak_memory_bytes=engine.peak_memory_bytes,
+            start_up_seconds=sum(self._start_up.values()),
+            start_up_stages=" ".join(
+                f"{stage.replace(' ', '_')}={seconds:.3f}"
+                for stage, seconds in self._start_up.items()
+            ),
         )
 
     def _room(self, depth: int) -> Room:

@@ -14,6 +14,7 @@ from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
 from worker.engine.packing import Packer
+from worker.engine.progress import Progress, unheard
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
 from worker.engine.seam_check import CheckedModel, check_model, model_length
@@ -60,12 +61,14 @@ class ModelRunner:
         max_model_len: int | None = None,
         block_size: int = 16,
         trust_remote_code: bool = False,
+        progress: Progress = unheard,
     ) -> ModelRunner:
         """Load a model, check that the seam serves it correctly, and allocate its cache.
 
-        `kv_cache_memory` is in bytes. Raises ModelNotFoundError, UnsupportedModelError or
-        ConfigurationError, each with one sentence that says what is wrong.
+        `kv_cache_memory` is in bytes; `progress` hears of each stage. Raises ModelNotFoundError,
+        UnsupportedModelError or ConfigurationError, each with one sentence that says what is wrong.
         """
+        progress("weights")
         loaded = load_model(
             name_or_dir,
             device=resolve_device(device),
@@ -78,6 +81,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
+            progress=progress,
         )
 
     @classmethod
@@ -89,13 +93,16 @@ class ModelRunner:
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
         block_size: int = 16,
+        progress: Progress = unheard,
     ) -> ModelRunner:
         """The same for a model that is loaded already."""
         device = loaded.model.device
         limit = model_length(loaded, None)
         length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
+        progress("checking")
         checked = check_model(loaded, backend_for(device), limit)
         give_back(device)
+        progress("KV cache")
         num_blocks = fitting_blocks(
             checked.specs,
             block_size=block_size,
