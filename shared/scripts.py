@@ -59,6 +59,13 @@ class RowStatus(StrEnum):
         return self not in (RowStatus.OK, RowStatus.DUPLICATE)
 
 
+_ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
+
+
+def _row_status(reply: bytes) -> RowStatus:
+    return _ROW_STATUSES.get(reply) or RowStatus(_text(reply).split(" ", 1)[0])
+
+
 class CancelStatus(StrEnum):
     CANCELLED = "cancelled"
     FLAGGED = "flagged"
@@ -67,7 +74,7 @@ class CancelStatus(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claim:
     """A request as a worker got it; the fence proves this attempt in every later call."""
 
@@ -100,7 +107,7 @@ class Claims(list[Claim]):
     num_pending = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """A request that a worker holds. `prompt_tokens` is told once, when it becomes known."""
 
@@ -109,7 +116,7 @@ class Held:
     prompt_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One event to publish; `result_json` goes with a last event."""
 
@@ -248,8 +255,8 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     def parse(reply: list[Any]) -> Published:
         row_statuses, held_statuses = reply
         return Published(
-            rows=[RowStatus(_text(status).split(" ", 1)[0]) for status in row_statuses],
-            held=[RowStatus(_text(status)) for status in held_statuses],
+            rows=[_row_status(status) for status in row_statuses],
+            held=[_row_status(status) for status in held_statuses],
         )
 
     return Call("publish", args, parse)

@@ -43,6 +43,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: as the model was saved"
     )
+    native: bool = Field(
+        True, description="on a CPU, compute models of the Llama kind in native code"
+    )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in the batch (slots)")
     max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
     prefill_chunk: int | None = Field(

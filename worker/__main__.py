@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 import time
@@ -20,8 +21,10 @@ from shared.logs import configure_logs
 from shared.settings import Settings, flag_of, read_settings
 from worker.building import Served, build
 from worker.service import Worker
+from worker.start_up import StartUp
 
 _RETRY_SECONDS = 0.2
+_OBJECTS_BEFORE_COLLECTION = 50_000
 
 HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
 
@@ -52,17 +55,33 @@ async def serve(settings: Settings, redis_url: str) -> None:
 
     client = await _open_when_there(redis_url, settings.redis_wait)
     try:
-        served = await asyncio.to_thread(build, settings)
-        worker = Worker(settings, served, client)
+        start_up = StartUp()
+        try:
+            served = await asyncio.to_thread(build, settings, start_up)
+        finally:
+            start_up.close()
+        _spare_the_collector()
+        worker = Worker(settings, served, client, start_up.seconds)
         await worker.start()
         try:
-            print(_ready_line(settings, served, redis_url, time.monotonic() - started), flush=True)
+            seconds = time.monotonic() - started
+            print(_ready_line(settings, served, redis_url, seconds, str(start_up)), flush=True)
             await worker.serve(stop)
             await worker.drain(stop_now)
         finally:
             await worker.stop()
     finally:
         await client.aclose()
+
+
+def _spare_the_collector() -> None:
+    """Keep the garbage collector from looking through all that stays anyway, libraries and model.
+
+    A full collection stops every thread, engine included, and a busy worker makes many objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
 
 
 async def _open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:
@@ -77,14 +96,16 @@ async def _open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _ready_line(settings: Settings, served: Served, redis_url: str, seconds: float) -> str:
+def _ready_line(
+    settings: Settings, served: Served, redis_url: str, seconds: float, stages: str
+) -> str:
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
         f" in {served.dtype}, queue {settings.queue} at {without_password(redis_url)},"
         f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens ({megabytes:,.0f} MiB),"
-        f" up to {limits.max_model_len:,} tokens a request"
+        f" up to {limits.max_model_len:,} tokens a request" + (f"; {stages}" if stages else "")
     )
 
 

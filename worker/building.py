@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,7 @@ from shared.scripts import ModelIdentity
 from shared.settings import Settings
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import Engine
+from worker.engine.progress import Progress, unheard
 from worker.engine.runner import Runner
 from worker.grammars import Grammars
 from worker.shipped import MODEL_DIR, MODEL_NAME
@@ -51,12 +51,12 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def build(settings: Settings) -> Served:
+def build(settings: Settings, progress: Progress = unheard) -> Served:
     """Load what the settings name. Raises ConfigurationError, ModelError."""
     memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
     if settings.model == MODEL_FREE:
         return _build_model_free(settings, memory)
-    return _build_model(settings, memory)
+    return _build_model(settings, memory, progress)
 
 
 def _build_model_free(settings: Settings, memory: int | None) -> Served:
@@ -73,13 +73,13 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
     return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "none")
 
 
-def _build_model(settings: Settings, memory: int | None) -> Served:
+def _build_model(settings: Settings, memory: int | None, progress: Progress) -> Served:
+    progress("libraries")
     from transformers.utils import logging as transformers_logging
 
     from worker.engine.model_runner import ModelRunner
 
-    if not sys.stderr.isatty():  # a progress bar is for people
-        cast("Any", transformers_logging).disable_progress_bar()
+    cast("Any", transformers_logging).disable_progress_bar()  # there is one for the whole start
     name = settings.model or str(MODEL_DIR)
     runner = ModelRunner.load(
         name,
@@ -89,7 +89,10 @@ def _build_model(settings: Settings, memory: int | None) -> Served:
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         trust_remote_code=settings.trust_remote_code,
+        native=settings.native,
+        progress=progress,
     )
+    progress("tokenizer")
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
     return Served(
         engine=_engine(runner, settings),

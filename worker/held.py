@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.errors import InvalidRequestError
 from shared.schemas import (
@@ -35,21 +35,25 @@ _NOT_SERVED = {
 class HeldRequest:
     """What the parts of a worker know of one attempt at a request.
 
-    `events` are all that were emitted, over all attempts. `engine_request` is what the engine gets.
+    `token_ids`, `texts` and `logprobs` are what was emitted, over all attempts. `engine_request` is
+    what the engine gets.
     """
 
     claim: Claim
     engine_request: EngineRequest
     text: TextStream
-    events: list[TokenEvent]
+    token_ids: list[int]
+    texts: list[str]
+    logprobs: list[TokenLogprob]
     claimed_at: float
     """`time.monotonic()` in seconds."""
-    num_emitted: int = 0
     in_engine: bool = False
     ended: bool = False
     """Its last row is on the way, or it was lost: whatever the engine still sends is dropped."""
     timing: SequenceTiming | None = None
-    prompt_tokens_told: bool = field(default=False)
+    stats: Stats | None = None
+    """How it fared, once it has its last row."""
+    prompt_tokens_told: bool = False
 
     @property
     def request_id(self) -> str:
@@ -62,6 +66,10 @@ class HeldRequest:
     @property
     def priority(self) -> int:
         return self.engine_request.priority
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -107,19 +115,30 @@ class HeldRequest:
             attempt=self.claim.attempt,
             error=error,
         )
-        self.events.append(event)
-        self.num_emitted = event.end
+        self.token_ids += token_ids
+        if text:
+            self.texts.append(text)
+        if logprobs:
+            self.logprobs += logprobs
         if finish_reason is None:
-            return Row(self.request_id, self.claim.fence, event)
+            return Row(self.claim.request_id, self.claim.fence, event)
         self.ended = True
         event.usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_emitted,
             cached_tokens=self.timing.cached_tokens if self.timing else 0,
         )
-        event.stats = self._stats()
-        result = Result.fold(self.events).model_dump_json()
-        return Row(self.request_id, self.claim.fence, event, result)
+        event.stats = self.stats = self._stats()
+        result = Result(
+            text="".join(self.texts),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs or None,
+            finish_reason=finish_reason,
+            usage=event.usage,
+            stats=event.stats,
+            error=error,
+        )
+        return Row(self.request_id, self.claim.fence, event, result.to_json())
 
     def _stats(self) -> Stats:
         now = time.monotonic()
@@ -185,9 +204,10 @@ class Preparation:
                 grammar=self._grammar(request, ends, emitted),
             ),
             text=text,
-            events=list(claim.events),
+            token_ids=list(emitted),
+            texts=[event.text for event in claim.events],
+            logprobs=[item for event in claim.events for item in event.logprobs or ()],
             claimed_at=time.monotonic(),
-            num_emitted=len(emitted),
         )
 
     def _check_served(self, request: Request) -> None:
@@ -214,13 +234,13 @@ class Preparation:
                 f" can take and still answer (model length {self.limits.max_model_len})",
                 field=field_name,
             )
-        named = {
-            field_name: prompt,
-            "stop_token_ids": request.stop_token_ids or (),
-            "logit_bias": [int(key) for key in request.logit_bias or ()],
-        }
-        for name, token_ids in named.items():
-            worst = max(token_ids, default=0)
+        named: list[tuple[str, list[int]]] = [(field_name, prompt)]
+        if request.stop_token_ids:
+            named.append(("stop_token_ids", request.stop_token_ids))
+        if request.logit_bias:
+            named.append(("logit_bias", [int(key) for key in request.logit_bias]))
+        for name, token_ids in named:
+            worst = max(token_ids)
             if worst >= self.limits.vocab_size:
                 raise InvalidRequestError(
                     f"{name}: token id {worst} is outside the vocabulary of"

@@ -59,7 +59,7 @@ class Intake:
 
     `room` tells what the worker has room for, given how many to keep ready beyond free slots.
     `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
-    to generate; `renew` renews the leases of what was prepared; `on_ready` hears that something is
+    to generate; `renew` renews leases and tells prompt lengths; `on_ready` hears that something is
     available. `depth` None adapts to the rate of hand-outs, so
     that about 100 ms of work lie ready.
     """
@@ -192,6 +192,7 @@ class Intake:
                 await self._wake_up.wait()
         except TimeoutError:
             self._work_came = True  # perhaps its message was missed
+            await self._tell_prompt_tokens()
             return
         if self.num_workers > 1:
             await asyncio.sleep(random.uniform(0, _JITTER_SECONDS * (self.num_workers - 1)))
@@ -217,7 +218,7 @@ class Intake:
             await self._give_back_claims(claims)
             raise
         self._account_fill()
-        fresh, failed, complete = [], [], []
+        failed, complete = [], []
         for claim, outcome in zip(claims, prepared, strict=True):
             if isinstance(outcome, InvalidRequestError):
                 failed.append((claim, outcome))
@@ -226,7 +227,6 @@ class Intake:
             else:
                 self._leases.add(outcome)
                 heapq.heappush(self._ready, (claim.order, time.monotonic(), outcome))
-                fresh.append(outcome)
         self._on_ready()
         self.metrics.num_failed += len(failed)
         try:
@@ -238,9 +238,13 @@ class Intake:
             untold = [claim for claim, _ in failed] + [held.claim for held in complete]
             await self._give_back_claims(untold)
             raise
-        if fresh:
-            await self._renew(fresh)  # tells the exact lengths of the prompts
         return len(claims)
+
+    async def _tell_prompt_tokens(self) -> None:
+        """Tell the exact prompt lengths of what lies here; of the others their first row tells."""
+        if untold := [it for _, _, it in self._ready if not (it.ended or it.prompt_tokens_told)]:
+            with suppress(RedisError, OSError):  # a renewal of the leases tells them too
+                await self._renew(untold)
 
     async def _give_back_claims(self, claims: list[Claim]) -> None:
         with suppress(RedisError, OSError):  # else their leases run out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
 from shared.logs import get_logger
@@ -17,6 +18,7 @@ class Leases:
     def __init__(self) -> None:
         self._by_request: dict[str, HeldRequest] = {}
         self._by_sequence: dict[int, HeldRequest] = {}
+        self._in_engine: Counter[int] = Counter()  # by priority
         self.num_in_engine = 0
 
     def __len__(self) -> int:
@@ -41,11 +43,15 @@ class Leases:
     def mark_in_engine(self, held: HeldRequest) -> None:
         held.in_engine = True
         self.num_in_engine += 1
+        self._in_engine[held.priority] += 1
 
     def mark_out_of_engine(self, held: HeldRequest) -> None:
         if held.in_engine:
             held.in_engine = False
             self.num_in_engine -= 1
+            self._in_engine[held.priority] -= 1
+            if not self._in_engine[held.priority]:
+                del self._in_engine[held.priority]
 
     def by_request(self, request_id: str) -> HeldRequest | None:
         return self._by_request.get(request_id)
@@ -57,6 +63,10 @@ class Leases:
     def kv_need(self) -> int:
         """KV tokens that all held requests are counted with."""
         return sum(held.kv_need for held in self._by_request.values())
+
+    def has_less_urgent_in_engine(self, priority: int) -> bool:
+        """Whether a request of this priority would find somebody to preempt."""
+        return any(other > priority for other in self._in_engine)
 
     @property
     def preemptible(self) -> list[tuple[int, int]]:

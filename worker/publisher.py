@@ -55,12 +55,15 @@ class Publisher:
 
     async def send(self, rows: Sequence[Row]) -> None:
         """Publish rows and let go of the requests that they end or that were lost."""
+        untold = self._untold(rows)
         self._num_sending += 1
         try:
-            published = await self._queue.publish(rows)
+            published = await self._queue.publish(rows, [held.as_held() for held in untold])
         finally:
             self._num_sending -= 1
         for row, status in zip(rows, published.rows, strict=True):
+            if status is RowStatus.OK and not row.event.is_last:
+                continue
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
@@ -68,6 +71,15 @@ class Publisher:
             if row.event.is_last and not status.is_lost:
                 self._leases.drop(held)
                 self._on_finished(held)
+        for held, status in zip(untold, published.held, strict=True):
+            if self._leases.by_request(held.request_id) is held:
+                self._settle(held, status)
+
+    def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
+        """Those of the rows' requests whose exact prompt length is not in Redis yet."""
+        found = (self._leases.by_request(row.request_id) for row in rows)
+        untold = (it for it in found if it is not None and not it.prompt_tokens_told)
+        return list(dict.fromkeys(untold))
 
     async def renew(self, held: Sequence[HeldRequest]) -> None:
         """Renew leases; drop what the server says is cancelled, expired or not ours any more."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -42,11 +42,18 @@ class EngineStuckError(PromptqError):
 class Worker:
     """Serves one queue with one engine until it is told to stop.
 
-    The parts and what they do: intake claims and prepares, the feeder below hands to the engine,
+    `start_up_seconds` is what each stage of loading took, to be told in the heartbeat. The parts
+    and what they do: intake claims and prepares, the feeder below hands to the engine,
     the publisher sends what comes out, cancels and leases watch over what is held.
     """
 
-    def __init__(self, settings: Settings, served: Served, client: redis.asyncio.Redis) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        served: Served,
+        client: redis.asyncio.Redis,
+        start_up_seconds: Mapping[str, float] | None = None,
+    ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.served = served
         self._settings = settings
@@ -86,6 +93,7 @@ class Worker:
             on_complete=self._complete,
             depth=settings.prefetch_depth,
         )
+        self._start_up = dict(start_up_seconds or {})
         self._draining = False
         self._started_at_ms = int(time.time() * 1000)
         self._num_finished = 0
@@ -179,6 +187,11 @@ class Worker:
             mean_prompt_ms=self._sums["prompt_ms"] / finished,
             mean_generation_ms=self._sums["generation_ms"] / finished,
             peak_memory_bytes=engine.peak_memory_bytes,
+            start_up_seconds=sum(self._start_up.values()),
+            start_up_stages=" ".join(
+                f"{stage.replace(' ', '_')}={seconds:.3f}"
+                for stage, seconds in self._start_up.items()
+            ),
         )
 
     def _room(self, depth: int) -> Room:
@@ -209,9 +222,7 @@ class Worker:
 
     def _next_is_more_urgent(self) -> bool:
         held = self.intake.peek()
-        return held is not None and any(
-            priority > held.priority for priority, _ in self.leases.preemptible
-        )
+        return held is not None and self.leases.has_less_urgent_in_engine(held.priority)
 
     async def _fail_claim(self, claim: Claim, error: InvalidRequestError) -> None:
         """End a request that never became a sequence."""
@@ -225,7 +236,7 @@ class Worker:
             usage=Usage(completion_tokens=index),
             error=ErrorInfo(type=error.error_type, message=str(error)),
         )
-        result = Result.fold([*claim.events, event]).model_dump_json()
+        result = Result.fold([*claim.events, event]).to_json()
         await self._publisher.send([Row(claim.request_id, claim.fence, event, result)])
 
     async def _complete(self, held: HeldRequest) -> None:
@@ -234,11 +245,10 @@ class Worker:
         await self._publisher.send([held.next_row([], held.text.flush(), finish_reason=reason)])
 
     def _count_finished(self, held: HeldRequest) -> None:
-        stats = held.events[-1].stats
-        if stats is not None:
+        if held.stats is not None:
             self._num_finished += 1
             for name in self._sums:
-                self._sums[name] += getattr(stats, name)
+                self._sums[name] += getattr(held.stats, name)
 
     async def _heartbeat(self) -> None:
         self.intake.num_workers = await self._queue.run(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
+_MOST_TOKENS = 16
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -20,31 +21,39 @@ class IncrementalDecoder:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens = list(context[-_CONTEXT_TOKENS:])
-        if decode(self._tokens).endswith(REPLACEMENT):
-            self._tokens = []  # half a character in front would swallow the first one behind it
+        self._done = decode(self._tokens)
+        """The text of the first `_num_done` tokens, which was given."""
+        if self._done.endswith(REPLACEMENT):
+            # Half a character in front would swallow the first one behind it.
+            self._tokens, self._done = [], ""
         self._num_done = len(self._tokens)
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is incomplete."""
         self._tokens.append(token_id)
-        text = self._fresh_text()
+        whole = self._decode(self._tokens)
+        text = whole[len(self._done) :]
         if not text or text.endswith(REPLACEMENT):
             return ""
-        self._settle()
+        self._settle(whole)
         return text
 
     def flush(self) -> str:
         """What was held back, a dangling half character as U+FFFD."""
-        text = self._fresh_text()
-        self._settle()
+        if self._num_done == len(self._tokens):
+            return ""
+        whole = self._decode(self._tokens)
+        text = whole[len(self._done) :]
+        self._settle(whole)
         return text
 
-    def _fresh_text(self) -> str:
-        done = self._decode(self._tokens[: self._num_done])
-        return self._decode(self._tokens)[len(done) :]
-
-    def _settle(self) -> None:
-        del self._tokens[: self._num_done]
+    def _settle(self, whole: str) -> None:
+        """All tokens are given. Old ones are left out only now and then, as it costs a decoding."""
+        if len(self._tokens) <= _MOST_TOKENS:
+            self._done = whole
+        else:
+            del self._tokens[: self._num_done]
+            self._done = self._decode(self._tokens)
         self._num_done = len(self._tokens)
 
 
@@ -90,12 +99,14 @@ class TextStream:
         return text[len(emitted) :]
 
     def _release(self, text: str) -> str:
+        if not self._stop:
+            return text
         self._held += text
         if self.stopped:
             self._held = ""
             return ""
         hold = 0
-        if self._stop and self._num_tokens >= self._min_tokens:
+        if self._num_tokens >= self._min_tokens:
             found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
                 self.stopped = True

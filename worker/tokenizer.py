@@ -39,7 +39,11 @@ class ByteTokenizer:
         return [list(word.encode())]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
+        try:
+            text = bytes(token_ids)
+        except ValueError:  # an end token is among them
+            text = bytes(token for token in token_ids if token < 256)
+        return text.decode("utf-8", "replace")
 
 
 class HuggingFaceTokenizer:

@@ -24,9 +24,38 @@ local function exact(number) return string.format('%.0f', number) end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local now_text = exact(now)
 
+-- A setting of the queue; each is read once a call at most.
+local settings = {}
 local function config(name, default)
-  return redis.call('HGET', prefix .. 'config', name) or default
+  if settings[name] == nil then settings[name] = redis.call('HGET', prefix .. 'config', name) or false end
+  return settings[name] or default
+end
+
+-- What a script does once for all its requests instead of once for each: members to be removed, by
+-- their sorted set, and output lengths, newest last. Every script that ends requests carries it out.
+local removals, finished_outputs = {}, {}
+
+-- One command for many values. In pieces: Lua's stack takes some thousands at once.
+local function call_for_all(command, key, values)
+  for from = 1, #values, 1000 do
+    redis.call(command, key, unpack(values, from, math.min(from + 999, #values)))
+  end
+end
+
+local function remove_later(key, id)
+  local ids = removals[key]
+  if ids then ids[#ids + 1] = id else removals[key] = {id} end
+end
+
+local function carry_out()
+  for key, ids in pairs(removals) do call_for_all('ZREM', key, ids) end
+  if #finished_outputs > 0 then
+    call_for_all('LPUSH', outputs, finished_outputs)
+    redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
+  end
+  removals, finished_outputs = {}, {}
 end
 
 -- A field as a whole number; the default where it is missing or a stranger wrote something else.
@@ -53,7 +82,7 @@ local function read_request(id, ...)
   local values = redis.pcall('HMGET', request_key(id), ...)
   if values.err then return nil end
   local fields = {}
-  for i, name in ipairs({...}) do fields[name] = values[i] or nil end
+  for i = 1, #values do fields[select(i, ...)] = values[i] or nil end
   return fields
 end
 
@@ -118,24 +147,31 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
   return event .. '}'
 end
 
+local HOLDS = {pending, leases, deadlines, delayed}
 local function drop_holds(id)
-  for _, key in ipairs({pending, leases, deadlines, delayed}) do redis.call('ZREM', key, id) end
+  for i = 1, #HOLDS do remove_later(HOLDS[i], id) end
 end
 
--- Append and publish the last event, fold the log into the result, let go of every hold. `result`
--- is given by a worker that has it at hand; otherwise the log is read once more.
-local function finish(id, reason, count, event, result)
-  redis.pcall('XADD', tokens_key(id), exact(count) .. '-1', 'event', event)
+-- Append and publish the last event (`count`, as text, tokens come before its end), fold the log into the result, let go of every hold. `result`
+-- is given by a worker that has it at hand; otherwise the log is read once more. So is the exact
+-- length of the prompt, where the hash does not say it yet.
+local function finish(id, reason, count, event, result, prompt_tokens)
+  redis.pcall('XADD', tokens_key(id), count .. '-1', 'event', event)
   result = result or fold_log(id)
   redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))
   publish_event(id, event)
-  redis.pcall('HSET', request_key(id), 'state', STATE_AFTER[reason], 'finish_reason', reason,
-    'finished_at', exact(now), 'last_event', event, 'result', result)
-  redis.pcall('PEXPIRE', request_key(id), whole(config('result_ttl_ms'), 3600000))
+  local key = request_key(id)
+  if prompt_tokens then
+    redis.pcall('HSET', key, 'state', STATE_AFTER[reason], 'finish_reason', reason,
+      'finished_at', now_text, 'last_event', event, 'result', result, 'prompt_tokens', prompt_tokens)
+  else
+    redis.pcall('HSET', key, 'state', STATE_AFTER[reason], 'finish_reason', reason,
+      'finished_at', now_text, 'last_event', event, 'result', result)
+  end
+  redis.pcall('PEXPIRE', key, whole(config('result_ttl_ms'), 3600000))
   drop_holds(id)
   if reason == 'stop' or reason == 'length' then
-    redis.call('LPUSH', outputs, exact(now) .. ' ' .. exact(count))
-    redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
+    finished_outputs[#finished_outputs + 1] = now_text .. ' ' .. count
   end
 end
 
@@ -146,13 +182,13 @@ local function finish_bare(id, reason, error_type, message)
   if ended then return drop_holds(id) end
   local event = bare_last_event(count, whole(fields.attempt, 0),
     whole(fields.prompt_tokens, 0), reason, error_type, message)
-  finish(id, reason, count, event)
+  finish(id, reason, exact(count), event)
 end
 
 -- Ids whose deadline has passed, as a set.
 local function past_deadline()
   local passed = {}
-  for _, id in ipairs(redis.call('ZRANGE', deadlines, '-inf', exact(now), 'BYSCORE',
+  for _, id in ipairs(redis.call('ZRANGE', deadlines, '-inf', now_text, 'BYSCORE',
     'LIMIT', 0, 1000)) do passed[id] = true end
   return passed
 end
@@ -166,7 +202,7 @@ end
 
 -- Move delayed requests whose time has come to pending. Returns how many.
 local function promote_delayed()
-  local due = redis.call('ZRANGE', delayed, '-inf', exact(now), 'BYSCORE', 'LIMIT', 0, 100)
+  local due = redis.call('ZRANGE', delayed, '-inf', now_text, 'BYSCORE', 'LIMIT', 0, 100)
   for _, id in ipairs(due) do
     local fields = read_request(id, 'score') or {}
     redis.call('ZADD', pending, place(fields.score), id)

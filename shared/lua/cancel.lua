@@ -34,4 +34,5 @@ for n = 2, #ARGV do
   end
   statuses[#statuses + 1] = status
 end
+carry_out()
 return statuses

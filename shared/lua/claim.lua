@@ -39,12 +39,17 @@ for priority, tokens in string.gmatch(ARGV[10], '(-?%d+):(%d+)') do
 end
 
 -- Slots and tokens that a request of this priority may take from less urgent ones.
+local preemptible_by = {}
 local function preemptible_for(priority)
-  local count, tokens = 0, 0
-  for _, running in ipairs(preemptible) do
-    if running[1] > priority then count, tokens = count + 1, tokens + running[2] end
+  local found = preemptible_by[priority]
+  if not found then
+    found = {0, 0}
+    for _, running in ipairs(preemptible) do
+      if running[1] > priority then found = {found[1] + 1, found[2] + running[2]} end
+    end
+    preemptible_by[priority] = found
   end
-  return count, tokens
+  return found[1], found[2]
 end
 
 -- 9 of 10 finished requests had no more output than this.
@@ -70,85 +75,88 @@ local function cost_of(fields, output)
   return math.max(0, math.min(prompt_tokens + math.min(max_tokens, output), capacity))
 end
 
--- A number below 2^47 for a text; who samples mixes it further, so it need only be different.
-local function seed_of(text)
-  local seed = 0
+-- A number below 2^47 for a text that goes on behind one that gave `seed`; who samples mixes it
+-- further, so it need only be different.
+local function seed_of(text, seed)
   for i = 1, #text do seed = (seed * 33 + string.byte(text, i)) % 140737488355213 end
   return seed
 end
+local seed_of_base = seed_of(seed_base, 0)
 
-local function claim(id, fields, score, cost)
+local expiry, new_leases = exact(now + lease_ms), {}
+
+local function claim(id, fields, score, cost, has_log)
   local attempt = whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
-  local seed = exact(whole(fields.seed) or seed_of(seed_base .. id))
-  local enqueued_at = exact(whole(fields.enqueued_at, now))
+  local seed = whole(fields.seed) and fields.seed or exact(seed_of(id, seed_of_base))
+  local enqueued_at = whole(fields.enqueued_at) and fields.enqueued_at or now_text
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
-    'claimed_at', exact(now))
-  redis.call('ZADD', leases, exact(now + lease_ms), id)
-  redis.call('ZREM', pending, id)
+    'claimed_at', now_text)
+  new_leases[#new_leases + 1] = expiry
+  new_leases[#new_leases + 1] = id
+  remove_later(pending, id)
   return {id, fields.payload, fence, attempt, score, seed, enqueued_at,
-    whole(fields.prompt_tokens, ''), exact(cost), log_events(id)}
+    whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {}}
 end
 
 promote_delayed()
 local output, expired = measured_output(), past_deadline()
 local claims, taken_tokens, passed_over = {}, 0, {}
-local offset, examined, walking = 0, 0, true
+local examined, walking = 0, true -- nothing leaves `pending` before the walk is over
 
--- Look at the request at the front; true if it left pending.
+-- Take, end or pass over one request that waits.
 local function examine(id, score)
   if #id > 200 or string.find(id, '[^\33-\126]') then
     finish_bare(id, 'error', 'invalid_request',
       'id: is not 1 to 200 printable ASCII characters without spaces')
-    return true
-  end
-  local size = redis.pcall('HSTRLEN', request_key(id), 'payload')
-  if type(size) == 'number' and size > MAX_PAYLOAD then
-    finish_bare(id, 'error', 'invalid_request', string.format(
-      'payload: %d bytes are more than the %d allowed', size, MAX_PAYLOAD))
-    return true
+    return
   end
   local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'enqueued_at', 'priority', 'passed', 'last_event')
   if not fields then
     finish_bare(id, 'error', 'invalid_request', 'request: the key promptq:{queue}:request:ID is not a hash')
-    return true
+    return
   end
   if is_final(fields.state) then
     if fields.last_event then publish_event(id, fields.last_event) end
     drop_holds(id)
-    return true
+    return
   end
   if fields.state == 'active' and redis.call('ZSCORE', leases, id) then
-    redis.call('ZREM', pending, id)
-    return true
+    remove_later(pending, id)
+    return
   end
   if not fields.payload then
     finish_bare(id, 'error', 'invalid_request', 'payload: the request has no hash, or its hash has no payload')
-    return true
+    return
+  end
+  if #fields.payload > MAX_PAYLOAD then
+    finish_bare(id, 'error', 'invalid_request', string.format(
+      'payload: %d bytes are more than the %d allowed', #fields.payload, MAX_PAYLOAD))
+    return
   end
   local kind = redis.call('TYPE', tokens_key(id)).ok
   if kind ~= 'stream' and kind ~= 'none' then
     finish_bare(id, 'error', 'invalid_request', 'tokens: the key promptq:{queue}:tokens:ID is not a stream')
-    return true
+    return
   end
-  if fields.cancelled == '1' then finish_bare(id, 'cancelled') return true end
-  if expired[id] then finish_bare(id, 'expired') return true end
-  if is_newer(fields.payload) then return false end
+  if fields.cancelled == '1' then return finish_bare(id, 'cancelled') end
+  if expired[id] then return finish_bare(id, 'expired') end
+  if is_newer(fields.payload) then return end
 
   local priority = tonumber(fields.priority) or number_in(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
   local more_slots, more_tokens = preemptible_for(priority)
   if #claims >= max_count + more_slots then
     walking = false
-    return false
+    return
   end
   if taken_tokens + cost > budget + more_tokens then
     local passed = whole(fields.passed, 0)
     passed_over[#passed_over + 1] = {id, passed}
     if passed >= MAX_PASSES then walking = false end
-    return false
+    return
   end
   -- Those that were passed over count it once something behind them was taken.
   for _, overtaken in ipairs(passed_over) do
@@ -156,17 +164,19 @@ local function examine(id, score)
   end
   passed_over = {}
   taken_tokens = taken_tokens + cost
-  claims[#claims + 1] = claim(id, fields, score, cost)
-  return true
+  claims[#claims + 1] = claim(id, fields, score, cost, kind == 'stream')
 end
 
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
-  local page = redis.call('ZRANGE', pending, offset, offset + PAGE - 1)
+  local page = redis.call('ZRANGE', pending, examined, examined + PAGE - 1)
   if #page == 0 then break end
-  for _, id in ipairs(page) do
-    examined = examined + 1
+  local scores = redis.call('ZMSCORE', pending, unpack(page))
+  for i, id in ipairs(page) do
     if not walking or #claims >= max_count + #preemptible then break end
-    if not examine(id, redis.call('ZSCORE', pending, id)) then offset = offset + 1 end
+    examined = examined + 1
+    examine(id, scores[i])
   end
 end
-return {'ok', exact(now), redis.call('ZCARD', pending), unpack(claims)}
+call_for_all('ZADD', leases, new_leases)
+carry_out()
+return {'ok', now_text, redis.call('ZCARD', pending), unpack(claims)}

@@ -43,6 +43,7 @@ local limit = whole(config('max_pending'), 0)
 local excess = redis.call('ZCARD', pending) + redis.call('ZCARD', delayed) + #fresh - limit
 if limit > 0 and #fresh > 0 and excess > 0 then return {'full', retry_after(excess)} end
 
+local arrived = {}
 for _, at in ipairs(fresh) do
   local id, payload, priority = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
   local deadline_ms, delay_ms, key = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4]), ARGV[at + 5]
@@ -53,9 +54,11 @@ for _, at in ipairs(fresh) do
   if delay_ms > 0 then
     redis.call('ZADD', delayed, exact(now + delay_ms), id)
   else
-    redis.call('ZADD', pending, score, id)
+    arrived[#arrived + 1] = score
+    arrived[#arrived + 1] = id
   end
   if key ~= '' then redis.call('SET', idempotency_key(key), id, 'PX', idempotency_ms) end
 end
+call_for_all('ZADD', pending, arrived)
 if #fresh > 0 then wake_workers() end
 return ids

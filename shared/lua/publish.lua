@@ -3,7 +3,7 @@
 -- ARGV  1 lease (ms)          2 number of rows
 --       for each row: id, fence, index, end, event JSON, finish reason ('' unless it is the last),
 --         result JSON (likewise; '' folds the log)
---       for each id held: id, fence, prompt tokens ('' if told before)
+--       for each id held: id, fence, prompt tokens ('' if told before); an id may be held and have rows
 -- Reply {{row status, ...}, {held status, ...}}
 --       ok         row written; lease renewed
 --       duplicate  the log has it already (a lost reply was retried); nothing was done
@@ -26,9 +26,10 @@ local function look_up(id)
   if not known[id] then
     local fields = read_request(id, 'fence', 'state', 'cancelled') or {}
     local count, ended = log_top(id)
+    local finished = ended or is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
-      finished = ended or is_final(fields.state),
+      was_finished = finished, finished = finished,
     }
   end
   return known[id]
@@ -64,9 +65,21 @@ for n = 1, num_rows do
 end
 for n = 1, num_held do
   local at = held_from + (n - 1) * HELD
-  held_status[n] = obstacle(ARGV[at], ARGV[at + 1]) or 'ok'
-  if held_status[n] == 'cancelled' or held_status[n] == 'expired' then
-    known[ARGV[at]].finished = true
+  local id, fence, prompt_tokens = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+  held_status[n] = obstacle(id, fence) or 'ok'
+  local request = known[id]
+  if held_status[n] == 'cancelled' or held_status[n] == 'expired' then request.finished = true end
+  if prompt_tokens ~= '' and not request.was_finished and request.fence == fence then
+    request.untold = prompt_tokens
+  end
+end
+
+-- Write the exact length of the prompt, if it came with this call and is not written yet.
+local function tell_prompt_tokens(id)
+  local request = known[id]
+  if request.untold then
+    redis.call('HSET', request_key(id), 'prompt_tokens', request.untold)
+    request.untold = nil
   end
 end
 
@@ -74,8 +87,9 @@ for n, status in ipairs(row_status) do
   local at = 3 + (n - 1) * ROW
   local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
   if status == 'ok' and reason ~= '' then
-    local result = ARGV[at + 6]
-    finish(id, reason, tonumber(count), event, result ~= '' and result or nil)
+    local result, request = ARGV[at + 6], known[id]
+    finish(id, reason, count, event, result ~= '' and result or nil, request.untold)
+    request.untold = nil
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
@@ -84,20 +98,21 @@ for n, status in ipairs(row_status) do
       publish_event(id, event)
     end
   elseif status == 'cancelled' or status == 'expired' then
+    tell_prompt_tokens(id)
     finish_bare(id, status)
   end
 end
-local expiry = exact(now + lease_ms)
+local expiry, renewed = exact(now + lease_ms), {}
 for n, status in ipairs(held_status) do
-  local at = held_from + (n - 1) * HELD
-  local id, prompt_tokens = ARGV[at], ARGV[at + 2]
-  if prompt_tokens ~= '' and (status == 'ok' or status == 'cancelled' or status == 'expired') then
-    redis.call('HSET', request_key(id), 'prompt_tokens', prompt_tokens)
-  end
+  local id = ARGV[held_from + (n - 1) * HELD]
+  tell_prompt_tokens(id)
   if status == 'ok' then
-    redis.call('ZADD', leases, expiry, id)
+    renewed[#renewed + 1] = expiry
+    renewed[#renewed + 1] = id
   elseif status == 'cancelled' or status == 'expired' then
     finish_bare(id, status)
   end
 end
+call_for_all('ZADD', leases, renewed)
+carry_out()
 return {row_status, held_status}

@@ -11,10 +11,10 @@ local function bury(id, crashes)
     'the request was aboard at %d crashes of workers and is not tried again', crashes))
   redis.call('HSET', request_key(id), 'state', 'dead')
   redis.call('PERSIST', request_key(id))
-  redis.call('ZADD', prefix .. 'dead', exact(now), id)
+  redis.call('ZADD', prefix .. 'dead', now_text, id)
 end
 
-for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', exact(now), 'BYSCORE', 'LIMIT', 0, limit)) do
+for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE', 'LIMIT', 0, limit)) do
   local fields = read_request(id, 'state', 'payload', 'cancelled', 'score', 'crashes')
   if not fields or not (fields.state or fields.payload) then
     finish_bare(id, 'error', 'invalid_request', 'request: its hash was deleted while it ran')
@@ -36,12 +36,13 @@ for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', exact(now), 'BYSCORE', 
     end
   end
 end
+carry_out() -- what has just ended has no deadline any more
 for id in pairs(past_deadline()) do
   if not redis.call('ZSCORE', leases, id) then -- who holds it ends it
     finish_bare(id, 'expired')
-    redis.call('ZREM', deadlines, id)
     ended = ended + 1
   end
 end
+carry_out()
 if returned > 0 then wake_workers() end
 return {returned, ended, dead}

@@ -23,5 +23,6 @@ for at = 1, #ARGV, 3 do
   end
   statuses[#statuses + 1] = status
 end
+carry_out()
 wake_workers()
 return statuses

@@ -14,7 +14,7 @@ from shared.schemas import FinishReason, SamplingParams, TokenLogprob
 from worker.engine.grammar import Grammar
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""
 

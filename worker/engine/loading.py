@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shared.errors import ConfigurationError, ModelNotFoundError, UnsupportedModelError
+from worker.engine.memory import free_bytes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -66,6 +67,7 @@ def load_model(
     source = _source(name_or_dir)
     config = _load_config(source, trust_remote_code)
     _check_weights(source)
+    _check_memory(source, config, dtype, device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library's advice is for whom it knows to listen
@@ -124,6 +126,25 @@ def _check_weights(source: str) -> None:
     if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
         raise ModelNotFoundError(
             f"{source}: has no *.safetensors weights, and no other kind is loaded"
+        )
+
+
+def _check_memory(
+    source: str, config: PreTrainedConfig, dtype: DType, device: torch.device
+) -> None:
+    """Say beforehand that a directory's weights do not fit; the system would end the process."""
+    if not Path(source).is_dir():
+        return
+    needed = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+    saved, wanted = getattr(config, "dtype", None), _DTYPES.get(dtype)
+    if isinstance(saved, torch.dtype) and wanted is not None:
+        needed = needed * wanted.itemsize // saved.itemsize
+    free = free_bytes(device)
+    if needed > free:
+        raise ConfigurationError(
+            f"--model: the weights of {source} take {needed / 2**30:,.1f} GiB, and"
+            f" {free / 2**30:,.1f} GiB are free on {device}; take a smaller model or dtype, or"
+            " another device"
         )
 
 

@@ -9,20 +9,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from shared.errors import ConfigurationError
+from shared.schemas import SamplingParams
 from worker.engine.attention import backend_for
+from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
 from worker.engine.native.build import NativeCodeError, load_native
+from worker.engine.native.decoder import release_weights
 from worker.engine.packing import Packer
+from worker.engine.progress import Progress, unheard
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
 from worker.engine.sampling.masks import Masks
 from worker.engine.seam_check import CheckedModel, check_model, model_length
-from worker.engine.sequence import Batch
+from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 
 LENGTH_WITHOUT_LIMIT = 8192
 """Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
+
+WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class ModelRunner:
         self._vocab_size: int = loaded.text_config.vocab_size
         self._max_model_len = max_model_len
         self._model = checked.on(loaded.model, cache, backend_for(self.device), max_model_len)
+        if checked.is_native:
+            release_weights(loaded.model)
         self.why_not_native = "" if checked.is_native else checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
@@ -65,13 +73,16 @@ class ModelRunner:
         block_size: int = 16,
         trust_remote_code: bool = False,
         native: bool = True,
+        progress: Progress = unheard,
     ) -> ModelRunner:
         """Load a model, check that the seam serves it correctly, and allocate its cache.
 
         `kv_cache_memory` is in bytes; without `native`, or where the native decoder does not fit,
-        the library's own modules compute. Raises ModelNotFoundError, UnsupportedModelError or
-        ConfigurationError, each with one sentence that says what is wrong.
+        the library's own modules compute; `progress` hears of each stage. Raises
+        ModelNotFoundError, UnsupportedModelError or ConfigurationError, each with one sentence
+        that says what is wrong.
         """
+        progress("weights")
         loaded = load_model(
             name_or_dir,
             device=resolve_device(device),
@@ -85,6 +96,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             block_size=block_size,
             native=native,
+            progress=progress,
         )
 
     @classmethod
@@ -97,16 +109,20 @@ class ModelRunner:
         max_model_len: int | None = None,
         block_size: int = 16,
         native: bool = True,
+        progress: Progress = unheard,
     ) -> ModelRunner:
         """The same for a model that is loaded already."""
         device = loaded.model.device
         limit = model_length(loaded, None)
         length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
+        progress("native code")
         why_not_native = _why_no_native_code(device) if native else "it was not asked for"
+        progress("checking")
         checked = check_model(loaded, backend_for(device), limit, try_native=not why_not_native)
         if why_not_native:
             checked = replace(checked, why_not_native=why_not_native)
         give_back(device)
+        progress("KV cache")
         num_blocks = fitting_blocks(
             checked.specs,
             block_size=block_size,
@@ -115,7 +131,11 @@ class ModelRunner:
             device=device,
         )
         cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
-        return cls(loaded, checked, cache, length)
+        progress("packing")
+        runner = cls(loaded, checked, cache, length)
+        progress("warm-up")
+        runner._warm_up()
+        return runner
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -146,6 +166,19 @@ class ModelRunner:
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         return launched.sampled.tokens() if launched.sampled is not None else []
+
+    def _warm_up(self) -> None:
+        """Prefill and decode once, so that nobody's first token waits for what is set up lazily."""
+        num_tokens = min(self._cache.num_blocks * self._cache.block_size, self.max_model_len)
+        num_tokens = min(num_tokens, WARM_UP_TOKENS)
+        params = SamplingParams.model_validate({})
+        sequence = Sequence.of(EngineRequest(-1, [0] * num_tokens, params, seed=0, max_tokens=1))
+        sequence.slot = 0
+        sequence.block_table = list(range(-(-num_tokens // self._cache.block_size)))
+        for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
+            if end > start:
+                share = ScheduledSequence(sequence, start, end - start, samples=end == num_tokens)
+                self.collect(self.launch(Batch([share])))
 
     def peak_memory_bytes(self) -> int:
         """Of the device on CUDA, of the whole process on a CPU."""

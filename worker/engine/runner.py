@@ -9,7 +9,7 @@ from shared.schemas import TokenLogprob
 from worker.engine.sequence import Batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """The next token of one sampling sequence; with `error` set, that sequence alone failed."""
 

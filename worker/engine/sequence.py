@@ -69,7 +69,7 @@ class Sequence:
         return (self.request.priority, *self.request.order)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """A sequence's share of one step: its tokens `start` to `start + num_tokens`."""
 
@@ -80,7 +80,7 @@ class ScheduledSequence:
     """Whether these reach the last known token, so that the step samples the next one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """One step's work, packed in this order: `num_tokens` rows, no padding."""
 

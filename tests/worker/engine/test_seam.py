@@ -110,7 +110,7 @@ def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_layer_that_stops_calling_is_noticed() -> None:
     loaded = loaded_model("llama")
-    runner = ModelRunner.of(loaded, kv_cache_memory=10**6)
+    runner = ModelRunner.of(loaded, kv_cache_memory=10**6, native=False)
     runner.launch(batch_of_one())
     model: Any = loaded.model
     model.config.num_hidden_layers = 1
@@ -289,8 +289,8 @@ def test_length_beyond_the_models_positions() -> None:
 def test_a_model_serves_one_cache_at_a_time() -> None:
     """A second runner takes the model over; the first one fails rather than use the wrong cache."""
     loaded = loaded_model("llama")
-    first = ModelRunner.of(loaded, kv_cache_memory=10**6)
-    ModelRunner.of(loaded, kv_cache_memory=10**6)
+    first = ModelRunner.of(loaded, kv_cache_memory=10**6, native=False)
+    ModelRunner.of(loaded, kv_cache_memory=10**6, native=False)
     step = first._packer.pack(batch_of_one())
     with pytest.raises(UnsupportedModelError, match="was not seen by the check at load"):
         first._model.logits(step, torch.tensor([0]))

@@ -116,6 +116,17 @@ class NativeDecoder:
         )
 
 
+def release_weights(model: PreTrainedModel) -> None:
+    """Let go of what a native decoder made of the model has copied, so that memory holds it once.
+
+    The model computes nothing itself from then on.
+    """
+    embedding: Any = model.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
+            module.weight.data = module.weight.data.new_empty(0)
+
+
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 

@@ -1,0 +1,121 @@
+"""A worker's start: what is seen of it, and what is told of it later."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shared.errors import ConfigurationError
+from shared.logs import configure_logs
+from shared.settings import Settings
+from worker.building import build
+from worker.start_up import StartUp
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_stage_is_measured_until_the_next_begins() -> None:
+    clock = Clock()
+    start_up = StartUp(Console(file=io.StringIO()), clock)
+    for stage, seconds in [("weights", 2.0), ("weights", 1.0), ("checking", 0.5)]:
+        start_up(stage)
+        clock.now += seconds
+    start_up.close()
+    assert start_up.seconds == {"weights": 3.0, "checking": 0.5}
+    assert str(start_up) == "weights 3.0 s, checking 0.5 s"
+    assert start_up.total_seconds == 3.5
+
+
+def test_a_long_stage_is_logged_where_there_is_no_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("info", "json")
+    clock = Clock()
+    start_up = StartUp(Console(file=io.StringIO()), clock)
+    start_up("weights")
+    clock.now += 60.0
+    start_up("checking")
+    clock.now += 0.1
+    start_up.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["stage"], told["seconds"]) == ("weights", 60.0)
+
+
+def test_building_the_shipped_model_goes_through_all_stages() -> None:
+    heard: list[str] = []
+
+    def progress(stage: str, share: float | None = None) -> None:
+        heard.append(stage)
+
+    build(Settings(max_num_seqs=2, device="cpu"), progress)
+    assert heard == [
+        "libraries",
+        "weights",
+        "native code",
+        "checking",
+        "KV cache",
+        "packing",
+        "warm-up",
+        "tokenizer",
+    ]
+
+
+def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: str) -> None:
+    terminal, worker_side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "worker", "--redis", redis_url, "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=worker_side,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    seen = bytearray()
+
+    def watch() -> None:  # a terminal that nobody reads stops whoever writes to it
+        with suppress(OSError):  # its other end is closed
+            while piece := os.read(terminal, 1 << 16):
+                seen.extend(piece)
+
+    watching = threading.Thread(target=watch)
+    try:
+        os.close(worker_side)
+        watching.start()
+        assert process.stdout is not None
+        with process.stdout:
+            ready = process.stdout.readline()
+    finally:
+        process.kill()
+        process.wait()
+        watching.join()
+        os.close(terminal)
+    assert ready.startswith("ready after ")
+    for stage in ("libraries", "weights", "checking", "KV cache"):
+        assert f"{stage} " in ready
+    assert b"libraries" in seen
+
+
+def test_weights_that_do_not_fit_are_refused_beforehand(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(8 * 2**40)  # takes no room on the disk
+    with pytest.raises(ConfigurationError, match=r"--model: .* 8,192\.0 GiB, and [\d.,]+ GiB"):
+        build(Settings(model=str(tmp_path), device="cpu"))
