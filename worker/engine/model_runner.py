@@ -5,19 +5,25 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from shared.errors import ConfigurationError
-from worker.engine.attention import backend_for
+from worker.engine.attention import AttentionBackend, backend_for
+from worker.engine.attention.torch_paged import torch_paged_attention
 from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
 from worker.engine.packing import Packer
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
+from worker.engine.seam import PackedModel
 from worker.engine.seam_check import CheckedModel, check_model, model_length
 from worker.engine.sequence import Batch
+
+if TYPE_CHECKING:
+    from worker.engine.cuda_graphs import GraphedModel
 
 LENGTH_WITHOUT_LIMIT = 8192
 """Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
@@ -34,7 +40,12 @@ class ModelRunner:
     """The runner that serves real models (see Runner)."""
 
     def __init__(
-        self, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_model_len: int
+        self,
+        loaded: LoadedModel,
+        checked: CheckedModel,
+        cache: KVCache,
+        max_model_len: int,
+        max_num_seqs: int,
     ) -> None:
         self.name = loaded.name
         self.family = loaded.family
@@ -44,7 +55,9 @@ class ModelRunner:
         self._cache = cache
         self._vocab_size: int = loaded.text_config.vocab_size
         self._max_model_len = max_model_len
-        self._model = checked.on(loaded.model, cache, backend_for(self.device), max_model_len)
+        backend = backend_for(self.device)
+        packed_model = checked.on(loaded.model, cache, backend, max_model_len)
+        self._model = graphed(packed_model, backend, cache, max_num_seqs, max_model_len)
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device)
 
@@ -104,7 +117,7 @@ class ModelRunner:
             device=device,
         )
         cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
-        return cls(loaded, checked, cache, length)
+        return cls(loaded, checked, cache, length, max_num_seqs)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -140,6 +153,28 @@ class ModelRunner:
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def graphed(
+    model: PackedModel,
+    backend: AttentionBackend,
+    cache: KVCache,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> PackedModel | GraphedModel:
+    """The model with CUDA graphs for its decode steps, where there are any."""
+    device = cache.layers[0].key.device
+    if device.type != "cuda" or backend is torch_paged_attention:
+        return model
+    from worker.engine.cuda_graphs import GraphedModel
+
+    return GraphedModel(
+        model,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        device=device,
+    )
 
 
 def resolve_device(name: str) -> torch.device:
