@@ -103,7 +103,7 @@ class DecodeBuffers:
 
 
 class GraphedModel:
-    """A model on the Triton backend whose decode steps run padded, on CUDA as graphs.
+    """A model on the Triton backend whose decode steps run padded to `sizes`, on CUDA as graphs.
 
     Steps with chunks of prompts, and batches too large, run as they are. A model that cannot be
     captured (one whose forward waits for the device, for example) runs all of them so.
@@ -113,17 +113,16 @@ class GraphedModel:
         self,
         model: Model,
         *,
-        max_num_seqs: int,
+        sizes: list[int],
         max_model_len: int,
         block_size: int,
         device: torch.device,
     ) -> None:
         self._model = model
-        self.sizes = graph_sizes(max_num_seqs)
-        self._buffers = DecodeBuffers.of(self.sizes[-1], max_model_len, block_size, device)
+        self._buffers = DecodeBuffers.of(max(sizes), max_model_len, block_size, device)
         self._runs: dict[int, Callable[[], torch.Tensor]] = {}
         self._pool: Any = None  # the graphs' shared memory
-        self._prepare(device)
+        self._prepare(sizes, device)
 
     @torch.inference_mode()
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -142,16 +141,18 @@ class GraphedModel:
         return min((size for size in self._runs if size >= num_rows), default=None)
 
     @torch.inference_mode()
-    def _prepare(self, device: torch.device) -> None:
+    def _prepare(self, sizes: list[int], device: torch.device) -> None:
         """Largest first, so that the smaller find room in what the larger took."""
-        for size in reversed(self.sizes):
+        for size in sorted(sizes, reverse=True):
             step, rows = self._buffers.step(size), torch.arange(size, device=device)
             if device.type != "cuda":
                 self._runs[size] = _Eager(self._model, step, rows)
                 continue
+            stream = torch.cuda.current_stream(device)
             try:
                 self._runs[size] = self._capture(step, rows)
             except RuntimeError as error:
+                torch.cuda.set_stream(stream)  # a capture that breaks leaves its own behind
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 self._runs.clear()
                 return

@@ -166,11 +166,11 @@ def graphed(
     device = cache.layers[0].key.device
     if device.type != "cuda" or backend is torch_paged_attention:
         return model
-    from worker.engine.cuda_graphs import GraphedModel
+    from worker.engine.cuda_graphs import GraphedModel, graph_sizes
 
     return GraphedModel(
         model,
-        max_num_seqs=max_num_seqs,
+        sizes=graph_sizes(max_num_seqs),
         max_model_len=max_model_len,
         block_size=cache.block_size,
         device=device,

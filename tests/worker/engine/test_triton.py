@@ -201,7 +201,7 @@ def test_padded_decodes_give_the_same_logits(family: str, seed: int) -> None:
     tiny = TinyModel(family, seed)
     recording = Recording(tiny.model)
     graphed = GraphedModel(
-        recording, max_num_seqs=4, max_model_len=128, block_size=4, device=DEVICE
+        recording, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE
     )
     tiny.prefill()
     recording.num_rows.clear()
@@ -218,9 +218,7 @@ def test_padded_decodes_give_the_same_logits(family: str, seed: int) -> None:
 @torch.inference_mode()
 def test_other_steps_run_as_they_are(seed: int) -> None:
     tiny = TinyModel("qwen3", seed)
-    graphed = GraphedModel(
-        tiny.model, max_num_seqs=2, max_model_len=128, block_size=4, device=DEVICE
-    )
+    graphed = GraphedModel(tiny.model, sizes=[1, 2], max_model_len=128, block_size=4, device=DEVICE)
     chunks = tiny.pack([(0, 2), (0, 16), (0, 8)])
     rows = torch.tensor([1, 17], device=DEVICE)
     torch.testing.assert_close(graphed.logits(chunks, rows), tiny.model.logits(chunks, rows))
