@@ -69,12 +69,12 @@ class Case:
         self._is_new = torch.tensor(is_new, device=device)
         self._keys = random(num_tokens, shape.num_kv_heads, shape.key_size)
         self._values = random(num_tokens, shape.num_kv_heads, shape.value_size)
-        nothing = math.nan
+        self.new_keys, self.new_values = self._keys[self._is_new], self._values[self._is_new]
         self.cache = LayerCache(
             *(
                 torch.full(
                     (num_blocks, shape.num_kv_heads, block_size, size),
-                    nothing,
+                    math.nan,
                     dtype=dtype,
                     device=device,
                 )
@@ -104,8 +104,8 @@ class Case:
         with poisoned_memory():
             return backend(
                 self.query,
-                self._keys[self._is_new],
-                self._values[self._is_new],
+                self.new_keys,
+                self.new_values,
                 self.cache,
                 self.layout,
                 scoring,
