@@ -122,6 +122,7 @@ class GraphedModel:
         self._buffers = DecodeBuffers.of(max(sizes), max_model_len, block_size, device)
         self._runs: dict[int, Callable[[], torch.Tensor]] = {}
         self._pool: Any = None  # the graphs' shared memory
+        self._logits: torch.Tensor | None = None  # and the one place that all write logits to
         self._prepare(sizes, device)
 
     @torch.inference_mode()
@@ -162,13 +163,16 @@ class GraphedModel:
         warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         warming.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warming):
-            self._model.logits(step, rows)
+            logits = self._model.logits(step, rows)
         torch.cuda.current_stream().wait_stream(warming)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        target = self._logits[: len(rows)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._model.logits(step, rows)
+            target.copy_(self._model.logits(step, rows))
         self._pool = graph.pool()
-        return _Replayed(graph, logits)
+        return _Replayed(graph, target)
 
 
 @dataclass(frozen=True, slots=True)

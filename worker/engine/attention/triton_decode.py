@@ -116,7 +116,7 @@ def splits_for(num_programs: int, longest_context: int, device: torch.device) ->
     return 1 << max(0, most.bit_length() - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # which differs from step to step
 def _decode_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,

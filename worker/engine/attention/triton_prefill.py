@@ -115,7 +115,7 @@ def tiles_of(layout: StepLayout, queries_per_tile: int) -> torch.Tensor:
     return tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # which differs from step to step
 def _prefill_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
