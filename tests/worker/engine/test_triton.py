@@ -22,7 +22,7 @@ from worker.engine.attention import FULL, Pattern, Scoring
 from worker.engine.attention.triton_decode import splits_for
 from worker.engine.attention.triton_paged import triton_paged_attention
 from worker.engine.attention.triton_prefill import tiles_of
-from worker.engine.cuda_graphs import GraphedModel, graph_sizes
+from worker.engine.cuda_graphs import DecodeBuffers, GraphedModel, graph_sizes
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache
 from worker.engine.loading import LoadedModel
@@ -224,6 +224,22 @@ def test_other_steps_run_as_they_are(seed: int) -> None:
     torch.testing.assert_close(
         graphed.logits(too_many, rows[:1]), tiny.model.logits(too_many, rows[:1])
     )
+
+
+@torch.inference_mode()
+def test_rows_of_an_earlier_step_become_padding(seed: int) -> None:
+    """They would write into blocks that may be another's by now."""
+    tiny = TinyModel("qwen3", seed)
+    buffers = DecodeBuffers.of(4, 128, 4, DEVICE)
+    buffers.fill(tiny.decode_step(3), 4)
+    buffers.fill(tiny.decode_step(2), 4)
+    padded, exact = buffers.step(4), tiny.decode_step(2)
+    assert padded.layout.write_blocks.tolist() == [*exact.layout.write_blocks.tolist(), -1, -1]
+    assert buffers.context_lens.tolist() == [*exact.layout.context_lens, 0, 0]
+    assert padded.input_ids.tolist() == [[*exact.input_ids[0].tolist(), 0, 0]]
+    assert padded.positions.tolist() == [[*exact.positions[0].tolist(), 0, 0]]
+    width = exact.layout.block_tables.shape[1]
+    torch.testing.assert_close(padded.layout.block_tables[:2, :width], exact.layout.block_tables)
 
 
 def test_graph_sizes() -> None:
