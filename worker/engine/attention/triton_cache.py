@@ -64,14 +64,17 @@ def _write_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(write_blocks + row)
-    place = (block * num_kv_heads + head) * BLOCK_SIZE + tl.load(write_offsets + row)
+    if block >= 0:
+        place = (block * num_kv_heads + head) * BLOCK_SIZE + tl.load(write_offsets + row)
 
-    column = tl.arange(0, KEY_TILE)
-    within = (column < KEY_SIZE) & (block >= 0)
-    read = tl.load(key + row * key_row_stride + head * key_head_stride + column, mask=within)
-    tl.store(key_cache + place * KEY_SIZE + column, read, mask=within)
+        column = tl.arange(0, KEY_TILE)
+        within = column < KEY_SIZE
+        source = key + row * key_row_stride + head * key_head_stride
+        read = tl.load(source + column, mask=within)
+        tl.store(key_cache + place * KEY_SIZE + column, read, mask=within)
 
-    column = tl.arange(0, VALUE_TILE)
-    within = (column < VALUE_SIZE) & (block >= 0)
-    read = tl.load(value + row * value_row_stride + head * value_head_stride + column, mask=within)
-    tl.store(value_cache + place * VALUE_SIZE + column, read, mask=within)
+        column = tl.arange(0, VALUE_TILE)
+        within = column < VALUE_SIZE
+        source = value + row * value_row_stride + head * value_head_stride
+        read = tl.load(source + column, mask=within)
+        tl.store(value_cache + place * VALUE_SIZE + column, read, mask=within)
