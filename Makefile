@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel clean
+.PHONY: demo test check format model bench bench-peers bench-cancel bench-gpu clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -39,6 +39,10 @@ bench-peers: $(SET_UP)
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)
 	@$(BIN)/python -m benchmarks.cancel
+
+# On a GPU: is it right, and how far from what the device allows? ARGS="--tiny --device cpu" tries it.
+bench-gpu: $(SET_UP)
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,10 @@ import redis.asyncio
 
 from shared.embedded import EmbeddedServer
 from tests.helpers import Server
+
+# Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
+# the GPU that is there.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SERVERS = ["fakeredis", "embedded", "redis-server"]
 

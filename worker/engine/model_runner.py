@@ -5,25 +5,31 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from shared.errors import ConfigurationError
 from shared.schemas import SamplingParams
-from worker.engine.attention import backend_for
+from worker.engine.attention import AttentionBackend, backend_for
+from worker.engine.attention.torch_paged import torch_paged_attention
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
 from worker.engine.native.build import NativeCodeError, load_native
-from worker.engine.native.decoder import release_weights
+from worker.engine.native.decoder import NativeDecoder, release_weights
 from worker.engine.packing import Packer
 from worker.engine.progress import Progress, unheard
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
 from worker.engine.sampling.masks import Masks
+from worker.engine.seam import PackedModel
 from worker.engine.seam_check import CheckedModel, check_model, model_length
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+
+if TYPE_CHECKING:
+    from worker.engine.cuda_graphs import GraphedModel
 
 LENGTH_WITHOUT_LIMIT = 8192
 """Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
@@ -42,7 +48,12 @@ class ModelRunner:
     """The runner that serves real models (see Runner)."""
 
     def __init__(
-        self, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_model_len: int
+        self,
+        loaded: LoadedModel,
+        checked: CheckedModel,
+        cache: KVCache,
+        max_model_len: int,
+        max_num_seqs: int,
     ) -> None:
         self.name = loaded.name
         self.family = loaded.family
@@ -52,8 +63,13 @@ class ModelRunner:
         self._cache = cache
         self._vocab_size: int = loaded.text_config.vocab_size
         self._max_model_len = max_model_len
-        self._model = checked.on(loaded.model, cache, backend_for(self.device), max_model_len)
-        if checked.is_native:
+        backend = backend_for(self.device)
+        model = checked.on(loaded.model, cache, backend, max_model_len)
+        self._model: PackedModel | GraphedModel | NativeDecoder
+        if isinstance(model, PackedModel):
+            self._model = graphed(model, backend, cache, max_num_seqs, max_model_len)
+        else:
+            self._model = model
             release_weights(loaded.model)
         self.why_not_native = "" if checked.is_native else checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
@@ -132,7 +148,7 @@ class ModelRunner:
         )
         cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
         progress("packing")
-        runner = cls(loaded, checked, cache, length)
+        runner = cls(loaded, checked, cache, length, max_num_seqs)
         progress("warm-up")
         runner._warm_up()
         return runner
@@ -197,6 +213,28 @@ def _why_no_native_code(device: torch.device) -> str:
     except NativeCodeError as error:
         return str(error)
     return ""
+
+
+def graphed(
+    model: PackedModel,
+    backend: AttentionBackend,
+    cache: KVCache,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> PackedModel | GraphedModel:
+    """The model with CUDA graphs for its decode steps, where there are any."""
+    device = cache.layers[0].key.device
+    if device.type != "cuda" or backend is torch_paged_attention:
+        return model
+    from worker.engine.cuda_graphs import GraphedModel, graph_sizes
+
+    return GraphedModel(
+        model,
+        sizes=graph_sizes(max_num_seqs),
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        device=device,
+    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
 import torch
@@ -135,4 +136,8 @@ class AttentionBackend(Protocol):
 
 def backend_for(device: torch.device) -> AttentionBackend:
     """The fastest backend that runs on the device."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from worker.engine.attention.triton_paged import triton_paged_attention
+
+        return triton_paged_attention
     return torch_paged_attention

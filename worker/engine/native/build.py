@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,16 +40,18 @@ def load_native() -> None:
     """
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
-    if torch.version.cuda is None and not torch.backends.mkldnn.is_available():
+    backends: Any = torch.backends
+    if not backends.mkldnn.is_available():
         raise NativeCodeError("this torch is built without oneDNN")
     library = _library_path()
     if not library.exists():
         _compile(library)
+    ops: Any = torch.ops
     try:
-        torch.ops.load_library(str(library))
+        ops.load_library(str(library))
     except OSError as error:
         raise NativeCodeError(f"{library} does not load: {error}") from error
-    torch.ops.promptq.keep_freed_memory()
+    ops.promptq.keep_freed_memory()
 
 
 def is_compiled() -> bool:

@@ -40,15 +40,16 @@ class NativeDecoder:
         patterns: Sequence[Pattern],
         max_length: int,
     ) -> None:
-        body: Any = model.get_decoder()
+        whole: Any = model  # its class is typed in part
+        body = whole.get_decoder()
         layers = list(body.layers)
         attention = layers[0].self_attn
         _require(len(layers) == len(caches), "layers without attention")
         _require({"embed_tokens", "layers", "norm", "rotary_emb"} == _parts(body), "other parts")
         norms = list(_norms(body))
-        epsilons = {getattr(norm, "variance_epsilon", None) for norm in norms}
-        _require(len(epsilons) == 1 and None not in epsilons, "norms that are not all RMS norms")
-        head: Any = model.get_output_embeddings()
+        epsilons = {getattr(norm, "variance_epsilon", 0.0) for norm in norms}
+        _require(len(epsilons) == 1 and 0.0 not in epsilons, "norms that are not all RMS norms")
+        head = whole.get_output_embeddings()
         _require(type(head) is nn.Linear and head.bias is None, "an output layer with a bias")
         _require(model.dtype in (torch.float32, torch.bfloat16), f"weights of {model.dtype}")
         cosine, sine = _rotations(body.rotary_emb, max_length)
@@ -62,7 +63,7 @@ class NativeDecoder:
             attention.q_proj.out_features // head_size,
             attention.k_proj.out_features // head_size,
             head_size,
-            float(epsilons.pop()),
+            epsilons.pop(),
             float(attention.scaling),
         )
         for layer, cache, pattern in zip(layers, caches, patterns, strict=True):
@@ -121,7 +122,8 @@ def release_weights(model: PreTrainedModel) -> None:
 
     The model computes nothing itself from then on.
     """
-    embedding: Any = model.get_input_embeddings()
+    whole: Any = model
+    embedding = whole.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
             module.weight.data = module.weight.data.new_empty(0)

@@ -1,0 +1,65 @@
+"""Stands in for `shared.schemas` on a machine that has PyTorch and transformers, but no pydantic.
+
+The engine takes checked requests and checks nothing again, so plain classes do: what it reads of
+them is here, with the values that ask for nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+
+@dataclass
+class SamplingParams:
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Any = None
+    bad_words: Any = None
+    logprobs: int | None = None
+    response_format: Any = None
+
+    @classmethod
+    def model_validate(cls, fields: dict[str, Any]) -> SamplingParams:
+        return cls(**fields)
+
+
+@dataclass
+class TopLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: list[TopLogprob]
+
+
+def stand_in() -> None:
+    """Put these where the engine looks, unless the real ones can be imported."""
+    if find_spec("pydantic") is not None:
+        return
+    module = ModuleType("shared.schemas")
+    for each in (FinishReason, SamplingParams, TopLogprob, TokenLogprob):
+        setattr(module, each.__name__, each)
+    sys.modules["shared.schemas"] = module

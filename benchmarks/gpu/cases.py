@@ -1,0 +1,176 @@
+"""Random paged attention, and what plain attention in higher precision makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from worker.engine.attention import AttentionBackend, LayerCache, Pattern, Scoring, StepLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer's heads and their sizes, and the tokens of a block."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    block_size: int = 16
+
+
+class Case:
+    """A step of random sequences in a cache in which all else is not a number.
+
+    `step` lists each sequence's context after the step and its rows in it: the decodes, in
+    descending order of context, then the chunks.
+    """
+
+    def __init__(
+        self,
+        step: list[tuple[int, int]],
+        shape: Shape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, generator=generator).to(device, dtype)
+
+        block_size = shape.block_size
+        num_tokens = sum(context for context, _ in step)
+        num_rows = sum(rows for _, rows in step)
+        counts = [-(-context // block_size) for context, _ in step]
+        num_blocks = sum(counts) + 2
+        order = torch.randperm(num_blocks, generator=generator)
+        tables = torch.full((len(step), max(counts) + 1), int(order[-1]))
+        owner, position, is_new = [], [], []
+        taken = 0
+        for index, (context, rows) in enumerate(step):
+            tables[index, : counts[index]] = order[taken : taken + counts[index]]
+            taken += counts[index]
+            owner += [index] * context
+            position += range(context)
+            is_new += [False] * (context - rows) + [True] * rows
+        places = torch.tensor(position)
+        blocks = tables[torch.tensor(owner), places // block_size]
+        offsets = places % block_size
+
+        self.step, self.shape = step, shape
+        self.query = random(num_rows, shape.num_heads, shape.key_size)
+        self.sinks = random(shape.num_heads)
+        self._is_new = torch.tensor(is_new, device=device)
+        self._keys = random(num_tokens, shape.num_kv_heads, shape.key_size)
+        self._values = random(num_tokens, shape.num_kv_heads, shape.value_size)
+        self.new_keys, self.new_values = self._keys[self._is_new], self._values[self._is_new]
+        self.cache = LayerCache(
+            *(
+                torch.full(
+                    (num_blocks, shape.num_kv_heads, block_size, size),
+                    math.nan,
+                    dtype=dtype,
+                    device=device,
+                )
+                for size in (shape.key_size, shape.value_size)
+            )
+        )
+        old, new = ~torch.tensor(is_new), torch.tensor(is_new)
+        self._all_places = blocks.to(device), offsets.to(device)
+        old_places = blocks[old].to(device), slice(None), offsets[old].to(device)
+        self.cache.key[old_places] = self._keys[~self._is_new]
+        self.cache.value[old_places] = self._values[~self._is_new]
+        starts = [0]
+        for _, rows in step:
+            starts.append(starts[-1] + rows)
+        self.layout = StepLayout(
+            num_decodes=sum(rows == 1 for _, rows in step),
+            query_starts=starts,
+            context_lens=[context for context, _ in step],
+            block_tables=tables.to(device),
+            write_blocks=blocks[new].to(device),
+            write_offsets=offsets[new].to(device),
+            block_size=block_size,
+        )
+
+    def attend(self, backend: AttentionBackend, scoring: Scoring) -> torch.Tensor:
+        """[T, num_heads, value_size]; memory that the backend takes is poisoned beforehand."""
+        with poisoned_memory():
+            return backend(
+                self.query,
+                self.new_keys,
+                self.new_values,
+                self.cache,
+                self.layout,
+                scoring,
+            )
+
+    def expected(self, scoring: Scoring) -> torch.Tensor:
+        """The same in fp64, each sequence by itself, straight from the definition."""
+        outputs = []
+        first_key = 0
+        starts = self.layout.query_starts
+        for index, (context, rows) in enumerate(self.step):
+            query = self.query[starts[index] : starts[index + 1]].double()
+            group = query.shape[1] // self.shape.num_kv_heads
+            span = slice(first_key, first_key + context)
+            first_key += context
+            key = self._keys[span].double().repeat_interleave(group, dim=1)
+            value = self._values[span].double().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
+            if scoring.softcap is not None:
+                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+            seen = _seen(context, rows, scoring.pattern).to(query.device)
+            scores.masked_fill_(~seen, -math.inf)
+            if scoring.sinks is not None:
+                sinks = scoring.sinks.double().view(-1, 1, 1).expand(-1, rows, 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = scores.softmax(dim=-1)[..., :context]
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, value))
+        return torch.cat(outputs)
+
+    def untouched(self) -> bool:
+        """Whether the cache holds the sequences' K and V, and elsewhere still what it held."""
+        expected = LayerCache(
+            torch.full_like(self.cache.key, math.nan), torch.full_like(self.cache.value, math.nan)
+        )
+        blocks, offsets = self._all_places
+        expected.key[blocks, :, offsets] = self._keys
+        expected.value[blocks, :, offsets] = self._values
+        return all(
+            torch.equal(now.nan_to_num(1e4), then.nan_to_num(1e4))
+            for now, then in (
+                (self.cache.key, expected.key),
+                (self.cache.value, expected.value),
+            )
+        )
+
+
+def _seen(context: int, rows: int, pattern: Pattern) -> torch.Tensor:
+    """[rows, context]: which positions each query sees, from what Pattern says."""
+    positions = torch.arange(context)
+    queries = range(context - rows, context)
+    first = torch.tensor([pattern.first_visible(position) for position in queries])
+    return (positions <= torch.tensor(queries)[:, None]) & (positions >= first[:, None])
+
+
+def off_by(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """The size of the difference over that of what is expected; NaN if anything is."""
+    return float((output.double() - expected).norm() / expected.norm())
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors are not numbers until they are written to."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)

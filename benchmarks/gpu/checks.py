@@ -1,0 +1,107 @@
+"""That the kernels, and whole models on them, are right, before anything is measured."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+
+from benchmarks.gpu.cases import Case, Shape, off_by
+from shared.schemas import SamplingParams
+from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
+from worker.engine.attention import FULL, Pattern, Scoring
+from worker.engine.attention.triton_paged import triton_paged_attention
+from worker.engine.engine import LLMEngine
+from worker.engine.interface import EngineRequest
+from worker.engine.loading import LoadedModel
+from worker.engine.model_runner import ModelRunner
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+STEPS = [
+    [(1900, 1), (1000, 1), (333, 1), (17, 1), (1, 1)],
+    [(700, 700), (2, 2), (1025, 130), (64, 5)],
+    [(800, 1), (9, 1), (300, 300), (519, 6), (1232, 400)],
+]
+SHAPES = [
+    Shape(12, 2, 64, 64),
+    Shape(6, 6, 192, 128),
+    Shape(4, 1, 256, 256),
+    Shape(14, 2, 80, 72),
+]
+WINDOW, CHUNK = Pattern("sliding", 128), Pattern("chunked", 96)
+CASES: list[tuple[torch.dtype, Shape, Pattern, float | None]] = [
+    # Each combination is compiled anew, so not all of them are tried.
+    *(
+        (torch.bfloat16, Shape(32, 8, 128, 128), pattern, softcap)
+        for pattern in (FULL, WINDOW, CHUNK)
+        for softcap in (None, 20.0)
+    ),
+    *((torch.bfloat16, shape, FULL, None) for shape in SHAPES),
+    *((torch.bfloat16, shape, WINDOW, 20.0) for shape in SHAPES),
+    *((dtype, SHAPES[0], FULL, None) for dtype in (torch.float32, torch.float16)),
+    *((dtype, SHAPES[3], CHUNK, 20.0) for dtype in (torch.float32, torch.float16)),
+]
+"""With a softcap there are sinks too."""
+TINY_STEPS = [[(70, 1), (1, 1)], [(40, 1), (20, 20), (30, 6)]]
+TINY_CASES = [
+    (dtype, Shape(6, 2, 16, 12), pattern, softcap)
+    for dtype in TOLERANCE
+    for pattern, softcap in ((FULL, None), (WINDOW, 20.0))
+]
+FAMILIES = ["qwen3", "gemma2", "gpt_oss", "mistral", "deepseek_v3"]
+
+
+def check_kernels(device: torch.device, *, tiny: bool) -> str:
+    """Raises AssertionError naming the case that is off, with its seed."""
+    seed, worst = secrets.randbelow(1 << 31), 0.0
+    cases = TINY_CASES if tiny else CASES
+    for dtype, shape, pattern, softcap in cases:
+        for step in TINY_STEPS if tiny else STEPS:
+            case = Case(step, shape, dtype=dtype, device=device, seed=seed)
+            sinks = None if softcap is None else case.sinks
+            scoring = Scoring(shape.key_size**-0.5, pattern, softcap, sinks)
+            output = case.attend(triton_paged_attention, scoring)
+            off = off_by(output, case.expected(scoring))
+            what = f"{dtype} {shape} {step} {pattern} softcap {softcap} seed {seed}"
+            if not off < TOLERANCE[dtype]:
+                raise AssertionError(f"off by {off:.2g}: {what}")
+            if not case.untouched():
+                raise AssertionError(f"wrote elsewhere in the cache: {what}")
+            worst = max(worst, off / TOLERANCE[dtype])
+    return f"{len(cases)} cases against fp64, seed {seed}; worst at {worst:.0%} of its tolerance"
+
+
+def check_models(device: torch.device) -> str:
+    """Greedy tokens of whole models in fp32, joining as they come, are those of `generate`."""
+    seed = secrets.randbelow(1 << 31)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 13, 30, 6, 21, 45)
+    ]
+    for family in FAMILIES:
+        model = make_model(family, seed=7)
+        expected = [generate(model, prompt, 16) for prompt in prompts]
+        model.requires_grad_(False).to(device)
+        runner = ModelRunner.of(
+            LoadedModel(family, model, frozenset()), max_num_seqs=4, max_model_len=96, block_size=4
+        )
+        engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24)
+        outputs = run(engine, prompts, 16)
+        if outputs != expected:
+            raise AssertionError(f"{family}, seed {seed}: {outputs} instead of {expected}")
+    return f"{len(FAMILIES)} families, {len(prompts)} requests each, seed {seed}: as `generate`"
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy outputs of a fixed length, all added at once."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    greedy = SamplingParams(temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        engine.add(
+            EngineRequest(index, prompt, greedy, seed=0, max_tokens=num_tokens, order=(index, ""))
+        )
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs[output.sequence_id] += output.token_ids
+    return outputs

@@ -1,0 +1,183 @@
+"""How far decodes, prefills and the kernels by themselves are from what the device allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from benchmarks.gpu.cases import Case, Shape
+from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
+from benchmarks.gpu.timing import Ceilings, seconds
+from worker.engine.attention import Scoring
+from worker.engine.attention.triton_paged import triton_paged_attention
+from worker.engine.seam import SEAM
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured time, in milliseconds, and the least that it could be."""
+
+    name: str
+    took: float
+    floor: float | None = None
+
+    @property
+    def share_of_floor(self) -> float | None:
+        """1 is as fast as the device allows."""
+        return None if self.floor is None else self.floor / self.took
+
+
+@torch.inference_mode()
+def measure_decode(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[Figure]:
+    """A decode step as it is, and padded as a graph, over the memory floor."""
+    size = bench.size
+    floor = decode_floor(bench, ceilings)
+    step = bench.step(size.batch, size.context, 1)
+    rows = torch.arange(size.batch, device=bench.device)
+    name = f"decode, {size.batch} of length {size.context}"
+    eager = seconds(lambda: bench.model.logits(step, rows), bench.device, repeats=repeats)
+    figures = [Figure(f"{name}, eager", eager * 1e3, floor * 1e3)]
+    graphed = bench.graphed(bench.model)
+    replayed = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
+    figures.append(Figure(f"{name}, graph", replayed * 1e3, floor * 1e3))
+    return figures
+
+
+@torch.inference_mode()
+def measure_compiled(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[Figure]:
+    """The same graph of what torch.compile makes of the model around the attention.
+
+    The engine does not compile; this shows what fusing the small operations would gain.
+    """
+    size = bench.size
+    plain = AttentionInterface._global_mapping[SEAM]
+    AttentionInterface.register(SEAM, torch.compiler.disable(plain))
+    try:
+        graphed = bench.graphed(bench.packed(_Compiled(bench.loaded.model)))  # type: ignore[arg-type]
+        step = bench.step(size.batch, size.context, 1)
+        rows = torch.arange(size.batch, device=bench.device)
+        took = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
+    finally:
+        AttentionInterface.register(SEAM, plain)
+        torch.compiler.reset()
+    return [Figure("decode, the same compiled", took * 1e3, decode_floor(bench, ceilings) * 1e3)]
+
+
+class _Compiled:
+    """A model that runs compiled, and otherwise is what it was."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._compiled = torch.compile(model, dynamic=False)
+        self.forward = model.forward
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._compiled(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def decode_floor(bench: Bench, ceilings: Ceilings) -> float:
+    """Seconds in which weights and live K and V can be read."""
+    kv_bytes = bench.size.batch * bench.size.context * bench.cache.bytes_per_token
+    return (weight_bytes(bench.loaded.model) + kv_bytes) / ceilings.bytes_per_second
+
+
+@torch.inference_mode()
+def measure_prefill(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[Figure]:
+    """A step of whole prompts over what its products take at the matrix rate."""
+    size = bench.size
+    step = bench.step(size.prompts, size.prompt, size.prompt)
+    rows = torch.tensor(step.last_rows(step.items), device=bench.device)
+    head = size.hidden * size.vocab
+    in_layers = weight_bytes(bench.loaded.model) // 2 - head
+    pairs = size.prompts * size.prompt * (size.prompt + 1) // 2
+    flops = 2 * in_layers * size.prompts * size.prompt + 2 * head * size.prompts
+    flops += 4 * pairs * size.heads * size.head_size * size.layers
+    took = seconds(lambda: bench.model.logits(step, rows), bench.device, repeats=repeats)
+    name = f"prefill, {size.prompts} of length {size.prompt}"
+    return [Figure(name, took * 1e3, flops / ceilings.flops * 1e3)]
+
+
+@torch.inference_mode()
+def measure_attention(
+    size: Size, ceilings: Ceilings, device: torch.device, *, repeats: int
+) -> list[Figure]:
+    """One layer's attention alone, beside torch's own for packed sequences."""
+    shape = Shape(size.heads, size.kv_heads, size.head_size, size.head_size, BLOCK_SIZE)
+    figures = []
+    for kind, step in (
+        ("decode", [(size.context, 1)] * size.batch),
+        ("prefill", [(size.prompt, size.prompt)] * size.prompts),
+    ):
+        # Some layers, so that what is read does not lie in the cache of the last call.
+        layers = [
+            Case(step, shape, dtype=torch.bfloat16, device=device, seed=SEED + index)
+            for index in range(1 if device.type == "cpu" else 4)
+        ]
+        scoring = Scoring(size.head_size**-0.5)
+        num_tokens = sum(context for context, _ in step)
+        if kind == "decode":
+            kv_bytes = num_tokens * size.kv_heads * size.head_size * 2 * 2
+            floor = kv_bytes / ceilings.bytes_per_second
+        else:
+            pairs = size.prompts * size.prompt * (size.prompt + 1) // 2
+            floor = 4 * pairs * size.heads * size.head_size / ceilings.flops
+        for name, attend in (("Triton", _triton), ("torch's varlen_attn", _varlen)):
+            try:
+                expected = _triton(layers[0], scoring)
+                torch.testing.assert_close(
+                    attend(layers[0], scoring), expected, atol=0.03, rtol=0.1
+                )
+                took = seconds(_all(attend, layers, scoring), device, repeats=repeats)
+            except Exception as error:  # what torch has differs between versions and cards
+                reason = str(error).strip().split("\n")[0]
+                print(f"  attention, {kind}, {name}: not here: {reason[:150]}")
+                continue
+            figures.append(
+                Figure(f"attention, {kind}, {name}", took / len(layers) * 1e3, floor * 1e3)
+            )
+    return figures
+
+
+def _all(
+    attend: Callable[[Case, Scoring], torch.Tensor], layers: list[Case], scoring: Scoring
+) -> Callable[[], Any]:
+    return lambda: [attend(layer, scoring) for layer in layers]
+
+
+def _triton(case: Case, scoring: Scoring) -> torch.Tensor:
+    return triton_paged_attention(
+        case.query, case.new_keys, case.new_values, case.cache, case.layout, scoring
+    )
+
+
+def _varlen(case: Case, scoring: Scoring) -> torch.Tensor:
+    """Without the write into the cache, which Triton's time includes."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    layout, device = case.layout, case.query.device
+    rows = torch.tensor(layout.query_starts, dtype=torch.int32, device=device)
+    most = max(layout.context_lens)
+    causal: dict[str, Any] = {"scale": scoring.scale, "enable_gqa": True, "window_size": (-1, 0)}
+    if layout.num_decodes == 0:
+        return varlen_attn(
+            case.query, case.new_keys, case.new_values, rows, rows, most, most, **causal
+        )
+    return varlen_attn(
+        case.query,
+        case.cache.key.transpose(1, 2),
+        case.cache.value.transpose(1, 2),
+        rows,
+        None,
+        1,
+        most,
+        seqused_k=torch.tensor(layout.context_lens, dtype=torch.int32, device=device),
+        block_table=layout.block_tables.to(torch.int32),
+        **causal,
+    )

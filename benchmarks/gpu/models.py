@@ -1,0 +1,127 @@
+"""Random models of the size that is measured, and steps for them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from worker.engine.attention.triton_paged import triton_paged_attention
+from worker.engine.cuda_graphs import GraphedModel
+from worker.engine.interface import EngineRequest
+from worker.engine.kv_cache import KVCache
+from worker.engine.loading import LoadedModel
+from worker.engine.packing import PackedStep, Packer
+from worker.engine.seam import PackedModel
+from worker.engine.seam_check import CheckedModel, check_model
+from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+
+BLOCK_SIZE = 16
+SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A Qwen3-shaped model and what it is measured with; lengths in tokens."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    batch: int
+    context: int
+    prompts: int
+    prompt: int
+    requests: int
+    request_prompt: int
+    request_output: int
+
+
+LARGE = Size(4096, 36, 32, 8, 128, 12288, 151_936, 64, 1000, 4, 2048, 128, 512, 256)
+TINY = Size(64, 2, 4, 2, 16, 96, 200, 3, 40, 2, 20, 4, 12, 6)
+
+
+def build(size: Size, device: torch.device) -> LoadedModel:
+    """Made on the device, in bf16."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_size,
+        intermediate_size=size.intermediate,
+        vocab_size=size.vocab,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with warnings.catch_warnings(), torch.device(device):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    module: torch.nn.Module = model
+    module.requires_grad_(False).eval()
+    return LoadedModel("random", model, frozenset())
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Of what each step reads: all but the input embedding, of which it reads a few rows."""
+    read = sum(each.numel() * each.element_size() for each in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    return read - embedding.numel() * embedding.element_size()
+
+
+class Bench:
+    """A model on a cache full of random numbers, and sequences at hand."""
+
+    def __init__(self, loaded: LoadedModel, size: Size, device: torch.device) -> None:
+        self.loaded, self.size, self.device = loaded, size, device
+        self.checked: CheckedModel = check_model(loaded, triton_paged_attention, 4096)
+        tokens = max(size.batch * (size.context + BLOCK_SIZE), size.prompts * (size.prompt + 16))
+        blocks = -(-tokens // BLOCK_SIZE) + max(size.batch, size.prompts)
+        self.cache = KVCache(
+            self.checked.specs, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
+        )
+        for layer in self.cache.layers:
+            layer.key.normal_()
+            layer.value.normal_()
+        self.model = self.packed(loaded.model)
+        self._packer = Packer(BLOCK_SIZE, device)
+
+    def packed(self, model: PreTrainedModel) -> PackedModel:
+        """The model, or what was made of it, on the cache."""
+        return self.checked.on(model, self.cache, triton_paged_attention, 4096)
+
+    def graphed(self, model: PackedModel) -> GraphedModel:
+        """For the batch that is measured."""
+        return GraphedModel(
+            model,
+            sizes=[self.size.batch],
+            max_model_len=4096,
+            block_size=BLOCK_SIZE,
+            device=self.device,
+        )
+
+    def step(self, num_sequences: int, context: int, num_tokens: int) -> PackedStep:
+        """The last `num_tokens` of each of so many sequences, their blocks all over the cache."""
+        generator = torch.Generator().manual_seed(SEED)
+        blocks = torch.randperm(self.cache.num_blocks, generator=generator).tolist()
+        shares = []
+        for index in range(num_sequences):
+            ids = torch.randint(self.size.vocab, (context,), generator=generator).tolist()
+            request = EngineRequest(index, ids, params=None, seed=0, max_tokens=1)  # type: ignore[arg-type]
+            sequence = Sequence.of(request)
+            sequence.slot = index
+            sequence.block_table = [blocks.pop() for _ in range(-(-context // BLOCK_SIZE))]
+            shares.append(
+                ScheduledSequence(sequence, context - num_tokens, num_tokens, samples=True)
+            )
+        return self._packer.pack(Batch(shares))

@@ -1,0 +1,101 @@
+"""Tokens a second of the whole engine, beside transformers' own continuous batching."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks.gpu.checks import run
+from benchmarks.gpu.models import BLOCK_SIZE, SEED, Size
+from benchmarks.gpu.timing import wait
+from worker.engine.engine import LLMEngine
+from worker.engine.loading import LoadedModel
+from worker.engine.model_runner import ModelRunner
+
+MAX_BATCHED_TOKENS = 8192
+
+PEER_SETTINGS: dict[str, dict[str, Any]] = {
+    "as it chooses": {},
+    "graphs, async batching": {"use_cuda_graph": True, "use_async_batching": True},
+    "graphs, async batching, compiled": {
+        "use_cuda_graph": True,
+        "use_async_batching": True,
+        "default_compile_level": 1,
+    },
+}
+
+
+def peer_settings(device: torch.device) -> dict[str, dict[str, Any]]:
+    """By name; a CPU has neither graphs nor a second stream."""
+    return PEER_SETTINGS if device.type == "cuda" else {"as it chooses": {}}
+
+
+def prompts_of(size: Size, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size.requests, size.request_prompt)
+    prompts: list[list[int]] = torch.randint(size.vocab, shape, generator=generator).tolist()
+    return prompts
+
+
+def engine_rate(loaded: LoadedModel, size: Size, device: torch.device) -> tuple[float, float]:
+    """Output tokens a second, and the seconds that loading took, graphs included."""
+    tokens = size.requests * (size.request_prompt + size.request_output + BLOCK_SIZE)
+    started = time.perf_counter()
+    text = loaded.text_config
+    per_token = text.num_hidden_layers * size.kv_heads * size.head_size * 2 * 2
+    runner = ModelRunner.of(
+        loaded,
+        kv_cache_memory=tokens * per_token,
+        max_num_seqs=size.requests,
+        max_model_len=size.request_prompt + size.request_output,
+        block_size=BLOCK_SIZE,
+    )
+    loading = time.perf_counter() - started
+    engine = LLMEngine(
+        runner, max_num_seqs=size.requests, max_num_batched_tokens=MAX_BATCHED_TOKENS
+    )
+    run(engine, prompts_of(size, SEED), size.request_output)  # compiles what is still to compile
+    prompts = prompts_of(size, SEED + 1)
+    wait(device)
+    started = time.perf_counter()
+    outputs = run(engine, prompts, size.request_output)
+    took = time.perf_counter() - started
+    return sum(map(len, outputs)) / took, loading
+
+
+def peer_rate(
+    loaded: LoadedModel, size: Size, device: torch.device, settings: dict[str, Any]
+) -> float:
+    """The same of continuous batching, after a run of the same kind that warms it up."""
+    model: Any = loaded.model
+    model.set_attn_implementation("sdpa")  # it changes to flash attention where that is installed
+    config = ContinuousBatchingConfig(allow_block_sharing=False, **settings)
+    greedy = GenerationConfig(
+        max_new_tokens=size.request_output, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    try:
+        rate = 0.0
+        for seed in (SEED, SEED + 1):
+            prompts = prompts_of(size, seed)
+            wait(device)
+            started = time.perf_counter()
+            results = model.generate_batch(
+                prompts,
+                generation_config=greedy,
+                continuous_batching_config=config,
+                persistent_manager=True,
+            )
+            took = time.perf_counter() - started
+            num_tokens = sum(len(each.generated_tokens) for each in results.values())
+            if num_tokens != size.requests * size.request_output:
+                raise RuntimeError(f"{num_tokens} tokens came of {size.requests} requests")
+            rate = num_tokens / took
+        return rate
+    finally:
+        manager = getattr(model, "_cached_continuous_batching_manager", None)
+        if manager is not None:
+            manager.stop(block=True)
+            model._cached_continuous_batching_manager = None

@@ -1,0 +1,56 @@
+"""How long the device takes, and how fast it can be at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """The median time of one call, after two that warm up."""
+    work()
+    work()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        else:
+            started = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the memory and the matrix units reach here, on random data."""
+
+    bytes_per_second: float
+    """Of a copy from device to device; bytes read and bytes written are both counted."""
+    flops: float
+    """Of a bf16 product of large square matrices."""
+
+
+def measure_ceilings(device: torch.device, *, tiny: bool) -> Ceilings:
+    size = 1 << 24 if tiny else 1 << 32
+    source = torch.empty(size // 4, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+    copied = seconds(lambda: target.copy_(source), device, repeats=10)
+    width = 256 if tiny else 8192
+    left, right = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    multiplied = seconds(lambda: left @ right, device, repeats=10)
+    return Ceilings(2 * size / copied, 2 * width**3 / multiplied)
