@@ -16,6 +16,7 @@ from worker.engine.interface import (
     SequenceOutput,
     StepOutput,
 )
+from worker.engine.pacing import Pacing
 from worker.engine.runner import Runner, SampledToken
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence
@@ -62,6 +63,7 @@ class LLMEngine:
         self._scheduler = Scheduler(
             max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
         )
+        self._pacing = Pacing()
         self._sequences: dict[int, Sequence] = {}
         self._totals = EngineStats(num_blocks=layout.num_blocks)
         self._next_audit_at = 0.0
@@ -111,13 +113,14 @@ class LLMEngine:
         if not self.has_work:
             return StepOutput([], self.stats)
         started_at = time.perf_counter()
-        batch = self._scheduler.schedule()
+        batch = self._scheduler.schedule(self._pacing.chunk)
         launched = self._runner.launch(batch)
         sampled = self._runner.collect(launched)
         outputs = self._commit(batch, sampled)
         self._totals.num_steps += 1
         self._totals.step_seconds = time.perf_counter() - started_at
         self._totals.busy_seconds += self._totals.step_seconds
+        self._pacing.note(batch, self._totals.step_seconds)
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
 

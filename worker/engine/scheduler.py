@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from worker.engine.block_manager import BlockManager
+from worker.engine.pacing import LONG_PROMPT
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 
@@ -51,9 +52,17 @@ class Scheduler:
         self._withdraw(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def schedule(self) -> Batch:
-        """Plan a step, decodes first. If it is then not computed, it can just be planned anew."""
-        plan = _Plan(self.max_num_batched_tokens, self.prefill_chunk, self.block_manager.block_size)
+    def schedule(self, long_prompt_chunk: int | None = None) -> Batch:
+        """Plan a step, decodes first. If it is then not computed, it can just be planned anew.
+
+        Beside decodes, a long prompt gets `long_prompt_chunk` tokens at most.
+        """
+        plan = _Plan(
+            self.max_num_batched_tokens,
+            self.prefill_chunk,
+            long_prompt_chunk or self.prefill_chunk,
+            self.block_manager.block_size,
+        )
         self._continue_running(plan)
         self._admit_urgent(plan)
         self._admit_in_order(plan)
@@ -190,10 +199,14 @@ class Scheduler:
 class _Plan:
     """The shares of the step that is being scheduled, and the tokens left to hand out."""
 
-    def __init__(self, num_tokens: int, prefill_chunk: int, block_size: int) -> None:
+    def __init__(
+        self, num_tokens: int, prefill_chunk: int, long_prompt_chunk: int, block_size: int
+    ) -> None:
         self.num_tokens_left = num_tokens
         self.shares: dict[Sequence, ScheduledSequence] = {}
         self._prefill_chunk = prefill_chunk
+        self._long_prompt_chunk = long_prompt_chunk
+        self._num_decodes = 0
         self._block_size = block_size
         self._prefilling: set[Sequence] = set()
 
@@ -201,6 +214,8 @@ class _Plan:
         """Give a sequence its share of the tokens that are left, if any are."""
         uncomputed = sequence.num_uncomputed_tokens
         num_tokens = min(uncomputed, self._prefill_chunk, self.num_tokens_left)
+        if self._num_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
+            num_tokens = min(num_tokens, self._long_prompt_chunk)
         if num_tokens == 0:
             return
         self.shares[sequence] = ScheduledSequence(
@@ -209,12 +224,15 @@ class _Plan:
         self.num_tokens_left -= num_tokens
         if uncomputed > 1:
             self._prefilling.add(sequence)
+        else:
+            self._num_decodes += 1
 
     def take_back(self, sequence: Sequence) -> None:
         share = self.shares.pop(sequence, None)
         self._prefilling.discard(sequence)
         if share is not None:
             self.num_tokens_left += share.num_tokens
+            self._num_decodes -= share.num_tokens == sequence.num_uncomputed_tokens == 1
 
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether a sequence with a share of this step is on its way to the next block too.

@@ -1,0 +1,47 @@
+"""How much of a long prompt goes into a step, so that those who decode beside it hardly notice."""
+
+from __future__ import annotations
+
+from worker.engine.sequence import Batch
+
+LONG_PROMPT = 512
+"""Tokens beyond which a prompt is computed in paced chunks while others decode."""
+STRETCH = 1.6
+"""What a step with a chunk of a long prompt may take, in steps that only decode."""
+MIN_CHUNK = 32
+"""Tokens of a chunk at least: less would not be worth a step's fixed cost."""
+_WEIGHT = 0.2
+"""Of the newest measurement in the averages."""
+
+
+class Pacing:
+    """Learns what decodes and prompt tokens cost here, and gives the chunk that keeps STRETCH."""
+
+    def __init__(self) -> None:
+        self._decode_seconds: float | None = None  # of a step of decodes alone
+        self._token_seconds: float | None = None  # of one token of a prompt
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a long prompt in a step beside decodes."""
+        if self._decode_seconds is None or self._token_seconds is None:
+            return MIN_CHUNK
+        allowed = (STRETCH - 1.0) * self._decode_seconds / self._token_seconds
+        return max(MIN_CHUNK, int(allowed))
+
+    def note(self, batch: Batch, seconds: float) -> None:
+        """Learn from a step that took `seconds`."""
+        num_decodes = sum(share.num_tokens == 1 for share in batch.scheduled)
+        num_prompt_tokens = batch.num_tokens - num_decodes
+        if num_prompt_tokens == 0:
+            self._decode_seconds = _averaged(self._decode_seconds, seconds)
+        elif num_prompt_tokens >= MIN_CHUNK:
+            beside = (self._decode_seconds or 0.0) if num_decodes else 0.0
+            token_seconds = max(0.0, seconds - beside) / num_prompt_tokens
+            # Never nothing: a lucky measurement must not allow chunks without bound.
+            token_seconds = max(token_seconds, seconds / num_prompt_tokens / 4)
+            self._token_seconds = _averaged(self._token_seconds, token_seconds)
+
+
+def _averaged(average: float | None, newest: float) -> float:
+    return newest if average is None else (1 - _WEIGHT) * average + _WEIGHT * newest
