@@ -18,7 +18,7 @@ from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
 from worker.engine.native.build import NativeCodeError, load_native
-from worker.engine.native.decoder import NativeDecoder, release_weights
+from worker.engine.native.decoder import DTYPES, NativeDecoder, release_weights
 from worker.engine.packing import Packer
 from worker.engine.progress import Progress, unheard
 from worker.engine.runner import KVLayout, SampledToken
@@ -132,7 +132,7 @@ class ModelRunner:
         limit = model_length(loaded, None)
         length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
         progress("native code")
-        why_not_native = _why_no_native_code(device) if native else "it was not asked for"
+        why_not_native = _why_no_native_code(loaded) if native else "it was not asked for"
         progress("checking")
         checked = check_model(loaded, backend_for(device), limit, try_native=not why_not_native)
         if why_not_native:
@@ -204,10 +204,13 @@ class ModelRunner:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _why_no_native_code(device: torch.device) -> str:
-    """Empty if there is native code for the device."""
+def _why_no_native_code(loaded: LoadedModel) -> str:
+    """Empty if there is native code for the model's device and type."""
+    device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"
+    if dtype not in DTYPES:
+        return f"it computes in {' or '.join(map(str, DTYPES))}, and the weights are {dtype}"
     try:
         load_native()
     except NativeCodeError as error:

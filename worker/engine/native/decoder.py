@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from worker.engine.attention import LayerCache, Pattern
 from worker.engine.packing import PackedStep
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of the weights that it computes with."""
+
 _VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
@@ -51,7 +54,6 @@ class NativeDecoder:
         _require(len(epsilons) == 1 and 0.0 not in epsilons, "norms that are not all RMS norms")
         head = whole.get_output_embeddings()
         _require(type(head) is nn.Linear and head.bias is None, "an output layer with a bias")
-        _require(model.dtype in (torch.float32, torch.bfloat16), f"weights of {model.dtype}")
         cosine, sine = _rotations(body.rotary_emb, max_length)
         head_size = attention.head_dim
         self._decoder: Any = torch.classes.promptq.Decoder(
@@ -126,7 +128,8 @@ def release_weights(model: PreTrainedModel) -> None:
     embedding = whole.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
-            module.weight.data = module.weight.data.new_empty(0)
+            # Another parameter, for the decoder may hold the very one that was there.
+            module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")
