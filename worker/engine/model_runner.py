@@ -36,7 +36,13 @@ class ModelRunner:
     """The runner that serves real models (see Runner)."""
 
     def __init__(
-        self, loaded: LoadedModel, checked: CheckedModel, cache: KVCache, max_model_len: int
+        self,
+        loaded: LoadedModel,
+        checked: CheckedModel,
+        cache: KVCache,
+        max_model_len: int,
+        *,
+        native_sampling: bool,
     ) -> None:
         self.name = loaded.name
         self.family = loaded.family
@@ -49,7 +55,7 @@ class ModelRunner:
         self._model = checked.on(loaded.model, cache, backend_for(self.device), max_model_len)
         self.why_not_native = "" if checked.is_native else checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
-        self._sampler = Sampler(self.vocab_size, self.device)
+        self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
 
     @classmethod
@@ -69,7 +75,8 @@ class ModelRunner:
         """Load a model, check that the seam serves it correctly, and allocate its cache.
 
         `kv_cache_memory` is in bytes; without `native`, or where the native decoder does not fit,
-        the library's own modules compute. Raises ModelNotFoundError, UnsupportedModelError or
+        the library's own modules compute, and without `native` torch samples. Raises
+        ModelNotFoundError, UnsupportedModelError or
         ConfigurationError, each with one sentence that says what is wrong.
         """
         loaded = load_model(
@@ -115,7 +122,7 @@ class ModelRunner:
             device=device,
         )
         cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
-        return cls(loaded, checked, cache, length)
+        return cls(loaded, checked, cache, length, native_sampling=not why_not_native)
 
     @property
     def kv_layout(self) -> KVLayout:
