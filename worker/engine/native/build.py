@@ -114,7 +114,7 @@ def _run(commands: Iterable[list[str]]) -> None:
         for command in commands
     ]
     messages = [process.communicate()[1] for process in running]
-    for process, said in zip(running, messages, strict=True):
+    for process, message in zip(running, messages, strict=True):
         if process.returncode:
-            first = next((line for line in said.splitlines() if "error" in line), said)
-            raise NativeCodeError(f"{process.args[0]} failed: {first.strip()}")
+            first = next((line for line in message.splitlines() if "error" in line), message)
+            raise NativeCodeError(f"{_compiler()} failed: {first.strip()}")

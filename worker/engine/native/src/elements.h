@@ -6,7 +6,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,23 +31,6 @@ inline void store(Bf16& place, float value) {
   std::memcpy(&bits, &value, sizeof bits);
   uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   place = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<Bf16>(rounded);
-}
-
-// e^x, within 4e-7 of it relative to it, and e^-87 below that: 2^n of the nearest n, times a Taylor
-// series for what is left. Plain arithmetic, so that loops over it become vectors, as those over the
-// C library's do not without its vector variants.
-inline float exponential(float x) {
-  constexpr float kLog2 = 0.693147180559945f;
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = std::rint(x * (1.0f / kLog2));
-  const float r = x - n * kLog2;
-  float series = 1.0f / 5040;
-  for (const float factorial : {720.0f, 120.0f, 24.0f, 6.0f, 2.0f, 1.0f, 1.0f})
-    series = series * r + 1.0f / factorial;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return series * power;
 }
 
 template <typename T>
