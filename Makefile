@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel clean
+.PHONY: demo test check format model bench bench-peers bench-cancel bench-sampling clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -39,6 +39,10 @@ bench-peers: $(SET_UP)
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)
 	@$(BIN)/python -m benchmarks.cancel
+
+# What sampling takes of a decode step.
+bench-sampling: $(SET_UP)
+	@$(BIN)/python -m benchmarks.sampling $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
