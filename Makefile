@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel bench-gpu clean
+.PHONY: demo test check format model bench bench-peers bench-cancel bench-gpu bench-sampling clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -43,6 +43,10 @@ bench-cancel: $(SET_UP)
 # On a GPU: is it right, and how far from what the device allows? ARGS="--tiny --device cpu" tries it.
 bench-gpu: $(SET_UP)
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# What sampling takes of a decode step.
+bench-sampling: $(SET_UP)
+	@$(BIN)/python -m benchmarks.sampling $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -54,6 +54,8 @@ class ModelRunner:
         cache: KVCache,
         max_model_len: int,
         max_num_seqs: int,
+        *,
+        native_sampling: bool,
     ) -> None:
         self.name = loaded.name
         self.family = loaded.family
@@ -73,7 +75,7 @@ class ModelRunner:
             release_weights(loaded.model)
         self.why_not_native = "" if checked.is_native else checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
-        self._sampler = Sampler(self.vocab_size, self.device)
+        self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
 
     @classmethod
@@ -94,9 +96,9 @@ class ModelRunner:
         """Load a model, check that the seam serves it correctly, and allocate its cache.
 
         `kv_cache_memory` is in bytes; without `native`, or where the native decoder does not fit,
-        the library's own modules compute; `progress` hears of each stage. Raises
-        ModelNotFoundError, UnsupportedModelError or ConfigurationError, each with one sentence
-        that says what is wrong.
+        the library's own modules compute, and without `native` torch samples; `progress` hears of
+        each stage. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError, each
+        with one sentence that says what is wrong.
         """
         progress("weights")
         loaded = load_model(
@@ -148,7 +150,9 @@ class ModelRunner:
         )
         cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
         progress("packing")
-        runner = cls(loaded, checked, cache, length, max_num_seqs)
+        runner = cls(
+            loaded, checked, cache, length, max_num_seqs, native_sampling=not why_not_native
+        )
         progress("warm-up")
         runner._warm_up()
         return runner

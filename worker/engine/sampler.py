@@ -14,15 +14,16 @@ import torch
 from shared.schemas import SamplingParams
 from worker.engine.runner import SampledToken
 from worker.engine.sampling.constraints import Constraints
-from worker.engine.sampling.draw import draw
-from worker.engine.sampling.filters import thresholds, weights_above
-from worker.engine.sampling.logprobs import RawLogits, RawLogprobs
+from worker.engine.sampling.kernels import Distributions, Kernels, NativeKernels, TorchKernels
+from worker.engine.sampling.logprobs import RawLogprobs
 from worker.engine.sampling.masks import PendingMasks
 from worker.engine.sampling.penalties import Penalties
 from worker.engine.sampling.randomness import uniforms
 from worker.engine.sampling.scratch import Scratch
 from worker.engine.sequence import Sequence
 
+_COLDEST = 1e-30
+"""Lower temperatures, of which fp32 has no inverse, are taken as this one."""
 _NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
 
 
@@ -56,9 +57,11 @@ class Sampler:
     What a set of sequences asks for is worked out when the set changes, not in every step.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
+        """`native` is for a CPU whose native code is loaded; without it, torch computes."""
         self._vocab_size = vocab_size
         self._device = device
+        self._kernels: Kernels = NativeKernels() if native else TorchKernels(device)
         self._scratch = Scratch(device)
         self._sequence_ids: list[int] = []
         self._rows: _Rows | None = None
@@ -66,43 +69,28 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, sequences: list[Sequence], masks: PendingMasks | None = None
     ) -> SamplerOutput:
-        """Choose from `logits` [R, vocab_size], which may be overwritten.
+        """Choose from `logits` [R, vocab_size], which stay as they are.
 
         Row i is of `sequences[i]`, at the position behind its last token; `masks` are of the same
         rows, and None if none has a grammar.
         """
         rows = self._rows_of(sequences)
-        raw = None
-        if rows.reporting:
-            raw = RawLogits.of(logits, rows.reporting, rows.num_top, self._scratch)
-        if rows.adjusts or rows.samples or masks is not None:
-            logits = logits.float()
+        raw = logits
+        if rows.adjusts or masks is not None:
+            logits = self._scratch.take("adjusted", *raw.shape).copy_(raw)
         errors = masks.apply(logits) if masks is not None else {}
         if rows.adjusts:
             rows.constraints.apply(logits)
             rows.penalties.apply(logits)
-        best, token_ids = logits.max(dim=1)
-        is_sound = best.isfinite()
-        if rows.samples:
-            drawn = self._draw(logits, best, rows, sequences)
-            token_ids = torch.where(rows.is_sampled, drawn, token_ids)
-        report = None if raw is None else raw.report(token_ids, self._scratch)
-        return SamplerOutput(token_ids, is_sound, report, errors)
-
-    def _draw(
-        self, logits: torch.Tensor, best: torch.Tensor, rows: _Rows, sequences: list[Sequence]
-    ) -> torch.Tensor:
-        """[R]; what it draws for rows without a temperature means nothing."""
-        scaled = logits.sub_(best.unsqueeze(1)).div_(rows.temperature)
-        scratch = self._scratch.take("weights", *scaled.shape)
-        threshold = thresholds(scaled, rows.min_p, rows.top_k, rows.top_p, rows.max_top_k, scratch)
-        if threshold is None:
-            weights = scaled.exp_()
-        else:
-            weights = weights_above(scaled, threshold, out=scaled)
         positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
         numbers = torch.from_numpy(uniforms(rows.seeds, positions)).to(self._device)
-        return draw(weights, numbers)
+        token_ids, is_sound = self._kernels.choose(logits, rows.distributions, numbers)
+        report = None
+        if rows.reporting:
+            most = min(max(1, *rows.num_top), self._vocab_size)
+            chosen = self._kernels.report(raw, rows.reporting, token_ids, most)
+            report = RawLogprobs(rows.reporting, rows.num_top, chosen)
+        return SamplerOutput(token_ids, is_sound, report, errors)
 
     def _rows_of(self, sequences: list[Sequence]) -> _Rows:
         sequence_ids = [sequence.sequence_id for sequence in sequences]
@@ -128,17 +116,20 @@ class _Rows:
         neutral = SamplingParams.model_validate({})
         params = [each if each.temperature > 0.0 else neutral for each in params]
         is_sampled = [sequence.request.params.temperature > 0.0 for sequence in sequences]
-        self.samples = any(is_sampled)
-        self.is_sampled = torch.tensor(is_sampled, device=device)
-        self.temperature = _column([each.temperature for each in params], torch.float32, device)
         self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
+        temperature = [max(each.temperature, _COLDEST) for each in params]
         top_k = [each.top_k if 0 < each.top_k < vocab_size else 0 for each in params]
-        self.max_top_k = max(top_k)
-        self.top_k = _column(top_k, torch.int64, device) if self.max_top_k else None
         min_p = [each.min_p for each in params]
-        self.min_p = _column(min_p, torch.float32, device) if max(min_p) > 0.0 else None
         top_p = [each.top_p for each in params]
-        self.top_p = _column(top_p, torch.float64, device) if min(top_p) < 1.0 else None
+        self.distributions = Distributions(
+            any_is_sampled=any(is_sampled),
+            is_sampled=torch.tensor(is_sampled, device=device),
+            temperature=_column(temperature, torch.float32, device),
+            min_p=_column(min_p, torch.float32, device) if max(min_p) > 0.0 else None,
+            top_k=_column(top_k, torch.int64, device) if max(top_k) else None,
+            top_p=_column(top_p, torch.float64, device) if min(top_p) < 1.0 else None,
+            max_top_k=max(top_k),
+        )
 
 
 def _column(

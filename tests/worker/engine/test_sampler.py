@@ -20,6 +20,7 @@ from transformers import (
 
 from shared.schemas import SamplingParams
 from worker.engine.interface import EngineRequest
+from worker.engine.native.build import NativeCodeError, load_native
 from worker.engine.runner import SampledToken
 from worker.engine.sampler import Sampler
 from worker.engine.sampling import draw as drawing
@@ -57,13 +58,28 @@ def sequence(
     return Sequence.of(request)
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    sampler = Sampler(logits.shape[1], CPU)
-    return sampler.sample(logits.clone(), sequences).tokens()
+@pytest.fixture(params=[False, True], ids=["torch", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    """Whether the native code samples; all that is true of one is true of the other."""
+    if request.param:
+        require_native()
+    return bool(request.param)
 
 
-def token_ids(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    tokens = sample(logits, sequences)
+def require_native() -> None:
+    try:
+        load_native()
+    except NativeCodeError as error:
+        pytest.skip(f"no native code: {error}")
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence], native: bool) -> list[SampledToken]:
+    sampler = Sampler(logits.shape[1], CPU, native=native)
+    return sampler.sample(logits, sequences).tokens()
+
+
+def token_ids(logits: torch.Tensor, sequences: list[Sequence], native: bool) -> list[int]:
+    tokens = sample(logits, sequences, native)
     assert [token.error for token in tokens] == [None] * len(tokens)
     return [token.token_id for token in tokens]
 
@@ -157,14 +173,59 @@ def assert_is_drawn(token: int, scores: torch.Tensor, row: Sequence) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [97, 256, 2000])
-def test_equals_the_librarys_processors(vocab_size: int) -> None:
+def test_equals_the_librarys_processors(vocab_size: int, native: bool) -> None:
     rows = 120
     logits = random_logits(rows, vocab_size)
     sequences = random_sequences(rows, vocab_size)
-    tokens = token_ids(logits, sequences)
+    tokens = token_ids(logits, sequences, native)
     for token, scores, row in zip(tokens, logits, sequences, strict=True):
         assert_is_drawn(token, reference(scores, row), row)
     assert len(set(tokens)) > 20
+
+
+@pytest.mark.parametrize("vocab_size", [1, 128, 5000, 40_000])
+@pytest.mark.parametrize("spread", [0.1, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_code_gives_what_torch_gives(
+    vocab_size: int, spread: float, dtype: torch.dtype
+) -> None:
+    """But for rounding, which may move the border between two tokens of a flat distribution."""
+    require_native()
+    rows = 200
+    logits = random_logits(rows, vocab_size, spread=spread).to(dtype)
+    random = np.random.default_rng(SEED)
+    sequences = [
+        sequence(
+            [1],
+            seed=row,
+            temperature=float(random.choice([0.0, 1e-50, 0.3, 1.0, 2.0])),
+            top_p=float(random.choice([1e-9, 0.3, 0.9, 0.9999, 1 - 1e-16, 1.0])),
+            top_k=int(random.choice([0, 1, 20, 130, 3000, vocab_size // 2, vocab_size])),
+            min_p=float(random.choice([0.0, 1e-30, 0.02, 1.0])),
+            logprobs=int(random.choice([0, 1, 20])),
+        )
+        for row in range(rows)
+    ]
+    tokens = [sample(logits, sequences, native) for native in (False, True)]
+    differing = 0
+    for scores, torchs, natives in zip(logits, *tokens, strict=True):
+        assert natives.error is None
+        if torchs.token_id != natives.token_id:
+            differing += 1
+            continue
+        assert torchs.logprob is not None
+        assert natives.logprob is not None
+        assert natives.logprob.logprob == pytest.approx(torchs.logprob.logprob, abs=1e-5)
+        assert natives.logprob.rank == torchs.logprob.rank
+        top = natives.logprob.top or []
+        assert [each.logprob for each in top] == pytest.approx(
+            [each.logprob for each in torchs.logprob.top or []], abs=1e-5
+        )
+        # Which of equal logits come first is open.
+        ids = [each.token_id for each in top]
+        assert torch.equal(scores[ids], scores.topk(len(ids)).values)
+        assert len(set(ids)) == len(ids)
+    assert differing <= rows // 100
 
 
 def test_penalties_and_constraints_change_just_what_they_should() -> None:
@@ -215,78 +276,78 @@ def test_filters_keep_just_what_they_should() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_works_in_fp32_whatever_the_logits_are(dtype: torch.dtype) -> None:
+def test_works_in_fp32_whatever_the_logits_are(dtype: torch.dtype, native: bool) -> None:
     logits = random_logits(60, 500).to(dtype)
     sequences = random_sequences(60, 500)
-    assert token_ids(logits, sequences) == token_ids(logits.float(), sequences)
+    assert token_ids(logits, sequences, native) == token_ids(logits.float(), sequences, native)
 
 
-def test_a_step_after_the_other() -> None:
+def test_a_step_after_the_other(native: bool) -> None:
     """What is kept from step to step equals what is worked out afresh, while rows come and go."""
     vocab_size = 60
     sequences = random_sequences(12, vocab_size)
     present = sequences[:6]
-    sampler = Sampler(vocab_size, CPU)
+    sampler = Sampler(vocab_size, CPU, native=native)
     for step in range(60):
         if step % 7 == 3:
             present = [*present[1:], sequences[(6 + step) % 12]]
             present = list(dict.fromkeys(present))
         logits = random_logits(len(present), vocab_size, seed=step)
-        tokens = sampler.sample(logits.clone(), present).tokens()
-        assert [token.token_id for token in tokens] == token_ids(logits, present)
+        tokens = sampler.sample(logits, present).tokens()
+        assert [token.token_id for token in tokens] == token_ids(logits, present, native)
         for row, token in zip(present, tokens, strict=True):
             row.token_ids.append(token.token_id)
 
 
-def test_rows_do_not_know_of_each_other() -> None:
+def test_rows_do_not_know_of_each_other(native: bool) -> None:
     """The same token alone, in any batch and in any order."""
     vocab_size = 3000
     logits = random_logits(48, vocab_size)
     sequences = random_sequences(48, vocab_size)
-    together = token_ids(logits, sequences)
+    together = token_ids(logits, sequences, native)
     order = np.random.default_rng(SEED).permutation(48).tolist()
-    shuffled = token_ids(logits[order], [sequences[row] for row in order])
+    shuffled = token_ids(logits[order], [sequences[row] for row in order], native)
     assert shuffled == [together[row] for row in order]
     for row in range(48):
-        assert token_ids(logits[row : row + 1], [sequences[row]]) == [together[row]]
+        assert token_ids(logits[row : row + 1], [sequences[row]], native) == [together[row]]
 
 
-def test_logits_that_are_no_numbers_fail_their_row_alone() -> None:
+def test_logits_that_are_no_numbers_fail_their_row_alone(native: bool) -> None:
     vocab_size = 300
     logits = random_logits(8, vocab_size)
     everything = tuple((token,) for token in range(vocab_size))
     sequences = [sequence([1], seed=row, top_p=0.9, top_k=20) for row in range(7)]
     sequences += [sequence([1], bad_token_sequences=everything)]
-    healthy = token_ids(logits[:7], sequences[:7])
+    healthy = token_ids(logits[:7], sequences[:7], native)
     logits[1, 17] = math.nan
     logits[3] = math.nan
     logits[5, 2] = math.inf
-    tokens = sample(logits, sequences)
+    tokens = sample(logits, sequences, native)
     failed = [row for row, token in enumerate(tokens) if token.error is not None]
     assert failed == [1, 3, 5, 7]
     for row in (0, 2, 4, 6):
         assert tokens[row].token_id == healthy[row]
 
-    greedy = [sequence([1], temperature=0.0) for _ in range(7)]
-    tokens = sample(logits[:7], greedy)
+    greedy = [sequence([1], temperature=0.0, logprobs=4) for _ in range(7)]
+    tokens = sample(logits[:7], greedy, native)
     assert [row for row, token in enumerate(tokens) if token.error is not None] == [1, 3, 5]
     assert tokens[0].token_id == int(logits[0].argmax())
 
 
-def test_greedy_is_the_argmax() -> None:
+def test_greedy_is_the_argmax(native: bool) -> None:
     logits = random_logits(5, 400)
     rows = [sequence([1], temperature=0.0) for _ in range(5)]
-    assert token_ids(logits, rows) == logits.argmax(dim=1).tolist()
+    assert token_ids(logits, rows, native) == logits.argmax(dim=1).tolist()
 
 
-def test_min_tokens_keeps_the_end_away() -> None:
+def test_min_tokens_keeps_the_end_away(native: bool) -> None:
     logits = torch.zeros(1, 10)
     logits[0, 3] = 50.0
     row = sequence([1], temperature=0.0, min_tokens=2, end_token_ids=(3, 99))
-    sampler = Sampler(10, CPU)
+    sampler = Sampler(10, CPU, native=native)
     chosen = []
     for _ in range(3):
-        [token] = sampler.sample(logits.clone(), [row]).tokens()
+        [token] = sampler.sample(logits, [row]).tokens()
         chosen.append(token.token_id)
         row.token_ids.append(token.token_id)
     assert chosen[0] != 3
@@ -294,17 +355,17 @@ def test_min_tokens_keeps_the_end_away() -> None:
     assert chosen[2] == 3
 
 
-def test_bad_words_count_in_the_output_alone() -> None:
+def test_bad_words_count_in_the_output_alone(native: bool) -> None:
     logits = torch.zeros(1, 10)
     logits[0, 7] = 50.0
     bad = {"bad_token_sequences": ((5, 6, 7),), "temperature": 0.0}
-    assert token_ids(logits, [sequence([5, 6], **bad)]) == [7]
-    assert token_ids(logits, [sequence([5], [6], **bad)]) == [7]
-    assert token_ids(logits, [sequence([1], [5, 6], **bad)]) != [7]
-    assert token_ids(logits, [sequence([1], [6, 5], **bad)]) == [7]
+    assert token_ids(logits, [sequence([5, 6], **bad)], native) == [7]
+    assert token_ids(logits, [sequence([5], [6], **bad)], native) == [7]
+    assert token_ids(logits, [sequence([1], [5, 6], **bad)], native) != [7]
+    assert token_ids(logits, [sequence([1], [6, 5], **bad)], native) == [7]
 
 
-def test_ids_outside_of_the_vocabulary_do_no_harm() -> None:
+def test_ids_outside_of_the_vocabulary_do_no_harm(native: bool) -> None:
     row = sequence(
         [1],
         logit_bias={"10": 5.0, "99": 5.0},
@@ -312,17 +373,17 @@ def test_ids_outside_of_the_vocabulary_do_no_harm() -> None:
         end_token_ids=(10, 500),
         bad_token_sequences=((10,), (1, 10), (500, 3)),
     )
-    assert token_ids(torch.zeros(1, 10), [row])[0] in range(10)
+    assert token_ids(torch.zeros(1, 10), [row], native)[0] in range(10)
 
 
-def test_the_distribution() -> None:
+def test_the_distribution(native: bool) -> None:
     """20,000 draws at as many positions look like the softmax of the logits."""
     vocab_size, draws = 50, 20_000
     logits = random_logits(1, vocab_size, spread=1.0)
     rows = [sequence([1] * 2, seed=9, temperature=0.8) for _ in range(draws)]
     for position, row in enumerate(rows):
         row.token_ids = range(position)  # only its length counts
-    observed = np.bincount(token_ids(logits.expand(draws, -1), rows), minlength=vocab_size)
+    observed = np.bincount(token_ids(logits.expand(draws, -1), rows, native), minlength=vocab_size)
     expected = (logits[0].double() / 0.8).softmax(dim=0).numpy() * draws
     chi_square = float(((observed - expected) ** 2 / expected).sum())
     assert chi_square < 49 + 4 * math.sqrt(2 * 49)
@@ -409,7 +470,7 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert int((scaled >= after_top_k).sum()) == 1
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+def test_logprobs_are_of_the_raw_logits(native: bool) -> None:
     vocab_size = 200
     logits = random_logits(4, vocab_size)
     asked: dict[str, Any] = {"seed": 3, "temperature": 1.7, "top_k": 30, "frequency_penalty": 1.0}
@@ -419,7 +480,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         sequence([1], [2, 2], logprobs=0, **asked),
         sequence([1], temperature=0.0, logprobs=20),
     ]
-    tokens = sample(logits, rows)
+    tokens = sample(logits, rows, native)
     assert tokens[1].logprob is None
     for row, num_top in ((0, 3), (2, 0), (3, 20)):
         token, report = tokens[row].token_id, tokens[row].logprob
@@ -434,13 +495,15 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         assert [each.logprob for each in top] == pytest.approx(values, abs=1e-5)
     assert tokens[0].token_id == 7
     reporting = [rows[row] for row in (0, 2, 3)]
-    assert sample(logits[[0, 2, 3]], reporting) == [tokens[row] for row in (0, 2, 3)]
+    assert sample(logits[[0, 2, 3]], reporting, native) == [tokens[row] for row in (0, 2, 3)]
     assert tokens[3].logprob is not None
     assert tokens[3].logprob.rank == 1
 
 
-def test_asking_for_logprobs_changes_no_token() -> None:
+def test_asking_for_logprobs_changes_no_token(native: bool) -> None:
     logits = random_logits(20, 300)
     plain = [sequence([1], seed=row, top_p=0.8) for row in range(20)]
     asking = [sequence([1], seed=row, top_p=0.8, logprobs=5) for row in range(20)]
-    assert token_ids(logits, plain) == token_ids(logits, asking)
+    before = logits.clone()
+    assert token_ids(logits, plain, native) == token_ids(logits, asking, native)
+    assert torch.equal(logits, before)

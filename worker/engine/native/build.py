@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 
 _SOURCES = Path(__file__).parent / "src"
 _FLAGS = [
-    "-shared",
     "-fPIC",
     "-std=c++20",
     "-O3",
@@ -34,7 +34,8 @@ class NativeCodeError(Exception):
 
 @cache
 def load_native() -> None:
-    """Register `torch.classes.promptq.Decoder`, compiling it if this machine has not yet.
+    """Register what `src` defines in `torch.classes.promptq` and `torch.ops.promptq`, compiling it
+    if this machine has not yet.
 
     Raises NativeCodeError if it cannot be had.
     """
@@ -89,27 +90,34 @@ def _compile(library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder, library.name)
-            command = [
-                compiler,
+            sources = sorted(_SOURCES.glob("*.cpp"))
+            objects = [Path(folder, source.stem + ".o") for source in sources]
+            settings = [
                 *_FLAGS,
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 f"-I{include}",
                 f"-I{include / 'torch/csrc/api/include'}",
-                str(_SOURCES / "decoder.cpp"),
-                "-o",
-                str(built),
-                f"-L{lib}",
-                "-lc10",
-                "-ltorch_cpu",
-                "-ltorch",
             ]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                first = next(
-                    (line for line in done.stderr.splitlines() if "error" in line), done.stderr
-                )
-                raise NativeCodeError(f"{compiler} failed: {first.strip()}")
+            _run(
+                [compiler, *settings, "-c", str(source), "-o", str(built)]
+                for source, built in zip(sources, objects, strict=True)
+            )
+            built = Path(folder, library.name)
+            linked = [*map(str, objects), f"-L{lib}", "-lc10", "-ltorch_cpu", "-ltorch"]
+            _run([[compiler, *_FLAGS, "-shared", *linked, "-o", str(built)]])
             built.rename(library)  # whole or not at all, should two workers build at once
     except OSError as error:
         raise NativeCodeError(f"{library} cannot be written: {error}") from error
+
+
+def _run(commands: Iterable[list[str]]) -> None:
+    """All at once; raises NativeCodeError if one of them fails."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    messages = [process.communicate()[1] for process in running]
+    for process, message in zip(running, messages, strict=True):
+        if process.returncode:
+            first = next((line for line in message.splitlines() if "error" in line), message)
+            raise NativeCodeError(f"{_compiler()} failed: {first.strip()}")

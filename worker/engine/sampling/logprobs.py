@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,62 +12,50 @@ from worker.engine.sampling.draw import totals
 from worker.engine.sampling.scratch import Scratch
 
 
-@dataclass(frozen=True, slots=True)
-class RawLogits:
-    """The logits [L, vocab_size] of the rows that report, as the model gave them."""
+class ChosenLogprobs(NamedTuple):
+    """Of L rows, for the token that was chosen in each, and for the N likeliest."""
 
-    rows: list[int]
-    num_top: list[int]
-    logits: torch.Tensor
+    logprob: torch.Tensor  # [L]
+    rank: torch.Tensor  # [L], from 1
+    top_ids: torch.Tensor  # [L, N], in descending order
+    top_logprobs: torch.Tensor  # [L, N]
 
-    @classmethod
-    def of(
-        cls, logits: torch.Tensor, rows: list[int], num_top: list[int], scratch: Scratch
-    ) -> RawLogits:
-        """A copy, as the sampler works in place."""
-        copy = scratch.take("raw", len(rows), logits.shape[1])
-        if len(rows) == len(logits):
-            copy.copy_(logits)
-        else:
-            copy.copy_(logits[torch.tensor(rows, device=logits.device)])
-        return cls(rows, num_top, copy)
 
-    def report(self, chosen: torch.Tensor, scratch: Scratch) -> RawLogprobs:
-        """For the token ids [R] that were chosen for the whole step."""
-        index = torch.tensor(self.rows, device=chosen.device)
-        chosen = chosen.index_select(0, index).unsqueeze(1)
-        scores = self.logits.gather(1, chosen)
-        top = self.logits.topk(min(max(1, *self.num_top), self.logits.shape[1]), dim=1)
-        best = top.values[:, :1]
-        weights = scratch.take("weights", *self.logits.shape)
-        torch.sub(self.logits, best, out=weights).exp_()
-        total = best + totals(weights).log().float()
-        return RawLogprobs(
-            rows=self.rows,
-            num_top=self.num_top,
-            logprob=(scores - total).squeeze(1),
-            rank=(self.logits > scores).count_nonzero(dim=1) + 1,
-            top_ids=top.indices,
-            top_logprobs=top.values - total,
-        )
+def report(
+    logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
+) -> ChosenLogprobs:
+    """Of `rows` of the model's `logits` [R, vocab_size], for the token ids [R] chosen for all."""
+    index = torch.tensor(rows, device=logits.device)
+    chosen = chosen.index_select(0, index).unsqueeze(1)
+    if len(rows) < len(logits):
+        logits = logits.index_select(0, index)
+    raw = scratch.take("scaled", *logits.shape).copy_(logits)
+    scores = raw.gather(1, chosen)
+    top = raw.topk(num_top, dim=1)
+    best = top.values[:, :1]
+    weights = scratch.take("weights", *logits.shape)
+    torch.sub(raw, best, out=weights).exp_()
+    total = best + totals(weights).log().float()
+    return ChosenLogprobs(
+        logprob=(scores - total).squeeze(1),
+        rank=(raw > scores).count_nonzero(dim=1) + 1,
+        top_ids=top.indices,
+        top_logprobs=top.values - total,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Still on the device."""
+    """What a step's rows report, still on the device."""
 
     rows: list[int]
     num_top: list[int]
-    logprob: torch.Tensor
-    rank: torch.Tensor
-    top_ids: torch.Tensor
-    top_logprobs: torch.Tensor
+    chosen: ChosenLogprobs
 
     def by_row(self, token_ids: list[int]) -> dict[int, TokenLogprob]:
         """What each row reports for its chosen token."""
         result = {}
-        columns = (self.logprob, self.rank, self.top_ids, self.top_logprobs)
-        values = zip(*(column.tolist() for column in columns), strict=True)
+        values = zip(*(column.tolist() for column in self.chosen), strict=True)
         for row, num_top, (logprob, rank, ids, logprobs) in zip(
             self.rows, self.num_top, values, strict=True
         ):

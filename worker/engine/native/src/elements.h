@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "exponential.h"
+
 namespace promptq {
 
 using Bf16 = uint16_t;
@@ -85,7 +87,7 @@ at::Tensor silu_and_multiply(const at::Tensor& gate_up) {
 #pragma omp simd
       for (int64_t d = 0; d < size; ++d) {
         const float x = load(gate[d]);
-        store(y[d], x / (1.0f + ::expf(-x)) * load(up[d]));
+        store(y[d], x / (1.0f + exponential(-x)) * load(up[d]));
       }
     }
   });

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <math.h>
 #include <cstring>
 #include <limits>
 
@@ -72,7 +71,7 @@ inline void softmax(float* scores, int64_t count, int64_t padded) {
   float total = 0.0f;
 #pragma omp simd reduction(+ : total)
   for (int64_t i = 0; i < count; ++i) {
-    scores[i] = ::expf(scores[i] - highest);
+    scores[i] = exponential(scores[i] - highest);
     total += scores[i];
   }
   std::fill(scores + count, scores + padded, 0.0f);

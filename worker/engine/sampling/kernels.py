@@ -1,0 +1,110 @@
+"""The work over the whole vocabulary: in torch for any device, or natively on a CPU.
+
+Both compute the same, and differ by the rounding of fp32 alone: exponentials and sums of them can
+differ in the last bit. So the token that a seed gives is the same unless its number falls within
+about 1e-6 of the border between two tokens, and just the same again on the same kind of machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker.engine.sampling.draw import draw
+from worker.engine.sampling.filters import thresholds, weights_above
+from worker.engine.sampling.logprobs import ChosenLogprobs, report
+from worker.engine.sampling.scratch import Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """How each row's token is drawn: columns [R, 1], None where no row uses the parameter.
+
+    A row that does not use one has 0 (min_p, top_k) or 1 (top_p) there.
+    """
+
+    any_is_sampled: bool
+    is_sampled: torch.Tensor
+    """[R], bool: False where the likeliest token is taken."""
+    temperature: torch.Tensor
+    min_p: torch.Tensor | None
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    max_top_k: int
+
+
+class Kernels(Protocol):
+    """Neither changes the logits [R, vocab_size] that it is given."""
+
+    def choose(
+        self, logits: torch.Tensor, asked: Distributions, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [R] by numbers [R] (float64, in [0, 1)), and whether each can be chosen."""
+        ...
+
+    def report(
+        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
+    ) -> ChosenLogprobs:
+        """Of these rows, for the token ids [R] that were chosen for all."""
+        ...
+
+
+class TorchKernels:
+    """On any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = Scratch(device)
+
+    def choose(
+        self, logits: torch.Tensor, asked: Distributions, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        best, likeliest = logits.max(dim=1)
+        is_sound = best.isfinite()
+        if not asked.any_is_sampled:
+            return likeliest, is_sound
+        scaled = self._scratch.take("scaled", *logits.shape).copy_(logits)
+        scaled.sub_(best.unsqueeze(1)).div_(asked.temperature)
+        weights = self._scratch.take("weights", *logits.shape)
+        threshold = thresholds(
+            scaled, asked.min_p, asked.top_k, asked.top_p, asked.max_top_k, weights
+        )
+        if threshold is None:
+            weights = scaled.exp_()
+        else:
+            weights = weights_above(scaled, threshold, out=scaled)
+        return torch.where(asked.is_sampled, draw(weights, uniforms), likeliest), is_sound
+
+    def report(
+        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
+    ) -> ChosenLogprobs:
+        return report(logits, rows, chosen, num_top, self._scratch)
+
+
+class NativeKernels:
+    """On a CPU whose native code is loaded (native/build.py)."""
+
+    def choose(
+        self, logits: torch.Tensor, asked: Distributions, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = (asked.temperature, asked.min_p, asked.top_k, asked.top_p)
+        token_ids, is_sound = torch.ops.promptq.choose(
+            _known(logits), asked.is_sampled, *columns, uniforms
+        )
+        return token_ids, is_sound
+
+    def report(
+        self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
+    ) -> ChosenLogprobs:
+        index = torch.tensor(rows)
+        return ChosenLogprobs(
+            *torch.ops.promptq.report_logprobs(_known(logits), index, chosen, num_top)
+        )
+
+
+def _known(logits: torch.Tensor) -> torch.Tensor:
+    """In a type and an order that the native code reads."""
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        logits = logits.float()
+    return logits.contiguous()
