@@ -55,11 +55,6 @@ def load_native() -> None:
     ops.promptq.keep_freed_memory()
 
 
-def is_compiled() -> bool:
-    """Whether loading takes no compilation."""
-    return _library_path().exists()
-
-
 def _library_path() -> Path:
     """Named after all that it depends on: sources, flags, torch, compiler and processor."""
     digest = hashlib.sha256()

@@ -43,11 +43,19 @@ auto& multiply() {
   return op;
 }
 
+bool can_multiply_packed() {
+  static const bool can = c10::Dispatcher::singleton()
+                              .findSchemaOrThrow("mkldnn::_is_mkldnn_bf16_supported", "")
+                              .typed<bool()>()
+                              .call();
+  return can;
+}
+
 // A linear layer; bf16 weights lie in the blocks that oneDNN multiplies fastest.
 class Linear {
  public:
   Linear(const at::Tensor& weight, OptionalTensor bias) : bias_(std::move(bias)) {
-    is_packed_ = weight.scalar_type() == at::kBFloat16;
+    is_packed_ = weight.scalar_type() == at::kBFloat16 && can_multiply_packed();
     weight_ = is_packed_ ? reorder_weight().call(weight, kTypicalRows) : weight;
   }
 

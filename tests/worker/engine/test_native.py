@@ -1,0 +1,142 @@
+"""The native decoder computes what the library's modules compute, and only where it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from shared.schemas import SamplingParams
+from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
+from worker.engine.engine import LLMEngine
+from worker.engine.interface import EngineRequest
+from worker.engine.loading import LoadedModel
+from worker.engine.model_runner import ModelRunner
+from worker.engine.native.build import NativeCodeError, load_native
+
+SEED = 11
+NATIVE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "phi3")
+SHAPES = [
+    # (query heads, KV heads, size of a head)
+    (4, 4, 8),
+    (6, 2, 24),
+    (5, 1, 40),
+    (8, 2, 64),
+    (4, 2, 128),
+    (12, 2, 16),
+]
+
+
+def load(directory: Path, **options: Any) -> ModelRunner:
+    return ModelRunner.load(
+        str(directory), device="cpu", block_size=4, kv_cache_memory=8_000_000, **options
+    )
+
+
+def outputs_of(runner: ModelRunner, num_requests: int = 6) -> list[list[int]]:
+    """Greedy tokens of random prompts that share steps, in chunks of at most 9."""
+    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk=9)
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    outputs: dict[int, list[int]] = {}
+    for index in range(num_requests):
+        length = int(torch.randint(1, 40, (1,), generator=generator))
+        prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        params = SamplingParams(temperature=0.0)
+        engine.add(EngineRequest(index, prompt, params, seed=0, max_tokens=12))
+        outputs[index] = []
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs[output.sequence_id] += output.token_ids
+    return [outputs[index] for index in range(num_requests)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_serves_what_is_of_the_llama_kind(family: str, tmp_path: Path) -> None:
+    directory = save_model(tmp_path, family, SEED)
+    native = load(directory, dtype="float32")
+    assert native.why_not_native == ""
+    modules = load(directory, dtype="float32", native=False)
+    assert modules.why_not_native == "it was not asked for"
+    outputs = outputs_of(native)
+    assert outputs == outputs_of(modules)
+    assert len({token for tokens in outputs for token in tokens}) > 10
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
+def test_heads_of_all_shapes(
+    num_heads: int, num_kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    shape = {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": 8 * num_heads,
+        "attention_bias": True,
+    }
+    directory = save_model(tmp_path, "llama", SEED, **shape)
+    native = load(directory, dtype="float32")
+    assert native.why_not_native == ""
+    assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE_FAMILIES)))
+def test_other_families_go_through_their_modules(family: str) -> None:
+    """Whatever has another part or another formula; the reason is at hand."""
+    loaded = LoadedModel(family, make_model(family, SEED), frozenset())
+    runner = ModelRunner.of(loaded, block_size=4, kv_cache_memory=2_000_000)
+    assert runner.why_not_native not in ("", "it was not asked for")
+
+
+def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are Llama's, the MLP is not: the modules serve it, and rightly."""
+    forward = modeling_llama.LlamaMLP.forward
+
+    def scaled(self: modeling_llama.LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return 1.02 * forward(self, x)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", scaled)
+    loaded = LoadedModel("llama", make_model("llama", SEED), frozenset())
+    runner = ModelRunner.of(loaded, block_size=4, kv_cache_memory=2_000_000)
+    assert "of their spread" in runner.why_not_native
+
+
+def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
+    """Both round; neither may be much further from fp32 than the other."""
+    directory = save_model(tmp_path, "qwen3", SEED)
+    exact = outputs_of(load(directory, dtype="float32"))
+    native = load(directory, dtype="bfloat16")
+    assert native.why_not_native == ""
+    modules = outputs_of(load(directory, dtype="bfloat16", native=False))
+
+    def agreement(outputs: list[list[int]]) -> int:
+        pairs = zip(outputs, exact, strict=True)
+        return sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True))
+
+    assert agreement(outputs_of(native)) >= agreement(modules) - 12
+    assert agreement(modules) > 24
+
+
+def test_without_a_compiler_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeCodeError, match="no compiler"):
+        load_native.__wrapped__()
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        "#!/bin/sh\necho 'decoder.cpp:1: fatal error: no such header' >&2\nexit 1\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NativeCodeError, match="fatal error: no such header"):
+        load_native.__wrapped__()
+    assert not list((tmp_path / "promptq").glob("*.so"))
