@@ -112,6 +112,7 @@ def _engine(runner: Runner, settings: Settings) -> Engine:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len,
+        speculative_tokens=settings.speculative_tokens,
     )
 
 

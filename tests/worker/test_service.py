@@ -543,12 +543,12 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
 class SpoilingRunner(ModelFreeRunner):
     """Cannot sample for a sequence that holds the token `?`, but for all others."""
 
-    def collect(self, launched: Batch) -> list[SampledToken]:
+    def collect(self, launched: Batch) -> list[list[SampledToken]]:
         return [
-            replace(token, error="no finite logits")
+            [replace(token, error="no finite logits") for token in tokens]
             if ord("?") in share.sequence.token_ids
-            else token
-            for share, token in zip(launched.sampling, super().collect(launched), strict=True)
+            else tokens
+            for share, tokens in zip(launched.sampling, super().collect(launched), strict=True)
         ]
 
 

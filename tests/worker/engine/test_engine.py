@@ -71,7 +71,7 @@ class BrokenRunner(ModelFreeRunner):
             raise OSError("the device is gone")
         return launched
 
-    def collect(self, launched: Batch) -> list[SampledToken]:
+    def collect(self, launched: Batch) -> list[list[SampledToken]]:
         if self.fail_collect:
             raise OSError("the device is gone")
         sampled = super().collect(launched)
@@ -79,7 +79,7 @@ class BrokenRunner(ModelFreeRunner):
             if self.lose_a_block:
                 share.sequence.block_table.pop()
             if share.sequence.sequence_id == self.failing_sequence:
-                sampled[index] = SampledToken(0, error="logits are not finite")
+                sampled[index][-1] = SampledToken(-1, error="logits are not finite")
         return sampled[1:] if self.drop_a_token else sampled
 
 
@@ -283,7 +283,7 @@ def test_a_runner_that_samples_too_little_is_caught_before_anything_is_committed
     for sequence_id in (1, 2):
         engine.add(make_request(sequence_id))
     runner.drop_a_token = True
-    with pytest.raises(RuntimeError, match="sampled 1 tokens for 2 sequences"):
+    with pytest.raises(RuntimeError, match=r"sampled \[1\] tokens where \[1, 1\] were to come"):
         engine.step()
     runner.drop_a_token = False
     assert run_to_end(engine)[1][0] == tokens_of(1, 10)

@@ -37,7 +37,7 @@ def test_decodes_come_first_longest_context_first() -> None:
     assert layout.write_offsets.tolist() == [1, 2, 3, 0, 1]
     assert layout.block_tables[:, 0].tolist() == [1, 7, 5]
     assert layout.block_tables[2].tolist() == [5, 2, 9]
-    assert step.last_rows([short, long]) == [1, 0]
+    assert step.sampling_rows([short, long]) == [1, 0]
 
 
 def test_a_slot_forgets_its_former_owner() -> None:
