@@ -1,4 +1,4 @@
-"""Guesses at a sequence's next tokens, made from its own text (prompt lookup decoding, Saxena 2023).
+"""Guesses at a sequence's next tokens, made from its own text (prompt lookup, Saxena 2023).
 
 A step that computes a few rows more costs little more, as long as weights are what it waits for. So
 a decode may bring drafted tokens along: what its last tokens were followed by where they last stood

@@ -396,6 +396,7 @@ def test_an_engine_that_becomes_idle_audits_itself() -> None:
     max_num_seqs=st.integers(1, 5),
     spare_budget=st.integers(0, 12),
     prefill_chunk=st.integers(1, 9),
+    speculative_tokens=st.sampled_from([0, 1, 3, 7]),
 )
 def test_any_workload_ends_with_every_request_served_once(
     seed: int,
@@ -404,8 +405,11 @@ def test_any_workload_ends_with_every_request_served_once(
     max_num_seqs: int,
     spare_budget: int,
     prefill_chunk: int,
+    speculative_tokens: int,
 ) -> None:
     """Random arrivals, aborts, priorities and shared prefixes in pools that are far too small.
+
+    Prompts often hold parts of what is to come, so that drafts of it are right and wrong.
 
     The runner checks every position of every sequence that samples; the audit runs each step.
     """
@@ -414,6 +418,7 @@ def test_any_workload_ends_with_every_request_served_once(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + spare_budget,
         prefill_chunk=prefill_chunk,
+        speculative_tokens=speculative_tokens,
         num_blocks=num_blocks,
         block_size=block_size,
     )
@@ -422,7 +427,11 @@ def test_any_workload_ends_with_every_request_served_once(
     requests: dict[int, EngineRequest] = {}
     for sequence_id in range(chance.randint(1, 14)):
         common = chance.choice(prefixes)[: chance.randint(0, chance.choice([3, longest - 1]))]
-        prompt = (common or [chance.randrange(256)])[: longest - 1]
+        first = chance.randrange(10)
+        coming = tokens_of(sequence_id, 30)[first : first + chance.choice([0, 5, 20])]
+        if coming:
+            coming[chance.randrange(len(coming))] = chance.choice(coming)
+        prompt = ([*common, *coming] or [chance.randrange(256)])[: longest - 1]
         num_emitted = chance.choice([0, 0, chance.randint(0, longest - 1 - len(prompt))])
         requests[sequence_id] = make_request(
             sequence_id,
