@@ -46,6 +46,7 @@ def run_to_end(engine: LLMEngine) -> dict[int, tuple[list[int], SequenceOutput]]
     tokens: dict[int, list[int]] = {}
     last: dict[int, SequenceOutput] = {}
     while engine.has_work:
+        assert engine.stats.num_steps < 5000, "it does not come to an end"
         for output in engine.step().outputs:
             assert output.sequence_id not in last, "an output after the last one"
             tokens.setdefault(output.sequence_id, []).extend(output.token_ids)

@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of the weights that it computes with."""
 
 _VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-_MOST_ROWS_APART = 16
+_MOST_ROWS_APART = 8
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
