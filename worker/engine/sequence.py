@@ -101,13 +101,9 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work, packed: `num_rows` rows, no padding."""
+    """One step's work."""
 
     scheduled: list[ScheduledSequence]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(item.num_rows for item in self.scheduled)
 
     @property
     def sampling(self) -> list[ScheduledSequence]:
