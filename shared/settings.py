@@ -57,12 +57,12 @@ class Settings(BaseSettings):
     kv_cache_memory: str | None = Field(
         None, description="KV cache size, such as 512M or 4G; default: by what is free"
     )
-    speculative_tokens: int = Field(
-        7,
+    speculative_tokens: int | None = Field(
+        None,
         ge=0,
         le=64,
         description="most tokens a step drafts for one sequence out of its own text, where that"
-        " pays; 0: none; a request may say its own",
+        " pays; default: 7, on CUDA 0",
     )
     seed: int | None = Field(
         None, description="makes the seeds of requests that bring none reproducible, by their id"

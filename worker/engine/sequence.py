@@ -106,5 +106,10 @@ class Batch:
     scheduled: list[ScheduledSequence]
 
     @property
+    def num_tokens(self) -> int:
+        """Without drafted ones."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
     def sampling(self) -> list[ScheduledSequence]:
         return [item for item in self.scheduled if item.samples]
