@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel bench-gpu bench-sampling clean
+.PHONY: demo test check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -39,6 +39,10 @@ bench-peers: $(SET_UP)
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)
 	@$(BIN)/python -m benchmarks.cancel
+
+# What drafting gains where a text repeats itself, and costs where it does not.
+bench-drafting: $(SET_UP)
+	@$(BIN)/python -m benchmarks.drafting $(ARGS)
 
 # On a GPU: is it right, and how far from what the device allows? ARGS="--tiny --device cpu" tries it.
 bench-gpu: $(SET_UP)

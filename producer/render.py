@@ -82,6 +82,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "  of them cached": each(lambda w: f"{w.cached_tokens:,}"),
         "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
         "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
+        "drafted, accepted": each(lambda w: f"{w.drafted_tokens:,}, {w.accepted_tokens:,}"),
         "recomputed tokens": each(lambda w: f"{w.recomputed_tokens:,}"),
         "preemptions": each(lambda w: f"{w.num_preemptions:,}"),
         "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),

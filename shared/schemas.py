@@ -89,6 +89,9 @@ class SamplingParams(BaseModel):
         None, ge=0, le=20, description="report the chosen token and this many of the likeliest"
     )
     response_format: dict[str, Any] | None = None
+    speculative_tokens: int | None = Field(
+        None, ge=0, le=64, description="most tokens drafted a step; None: the worker's setting"
+    )
 
     @field_validator("stop")
     @classmethod
@@ -393,6 +396,10 @@ class WorkerStats(_Wire):
     cached_tokens: int = 0
     generation_tokens: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses at coming tokens that were computed along with decodes ..."""
+    accepted_tokens: int = 0
+    """... and those of them that were right."""
     num_preemptions: int = 0
     kv_tokens: int = 0
     kv_used_tokens: int = 0

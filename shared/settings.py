@@ -57,6 +57,13 @@ class Settings(BaseSettings):
     kv_cache_memory: str | None = Field(
         None, description="KV cache size, such as 512M or 4G; default: by what is free"
     )
+    speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="most tokens a step drafts for one sequence out of its own text, where that"
+        " pays; default: 7, on CUDA 0",
+    )
     seed: int | None = Field(
         None, description="makes the seeds of requests that bring none reproducible, by their id"
     )

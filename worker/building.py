@@ -23,6 +23,7 @@ MODEL_FREE = "model-free"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HASHED_BYTES = 2**20
 _MODEL_FREE_BLOCK_SIZE = 16
+_SPECULATIVE_TOKENS = 7
 _MODEL_FREE_KV_BYTES = 2**23
 _MODEL_FREE_MODEL_LEN = 8192
 
@@ -68,7 +69,7 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
         max_model_len=_MODEL_FREE_MODEL_LEN,
         verify=False,
     )
-    engine = _engine(runner, settings)
+    engine = _engine(runner, settings, _SPECULATIVE_TOKENS)
     identity = ModelIdentity(MODEL_FREE, MODEL_FREE)
     return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "none")
 
@@ -95,7 +96,9 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     progress("tokenizer")
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
     return Served(
-        engine=_engine(runner, settings),
+        engine=_engine(
+            runner, settings, 0 if runner.device.type == "cuda" else _SPECULATIVE_TOKENS
+        ),
         tokenizer=tokenizer,
         identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
         end_token_ids=runner.end_token_ids,
@@ -105,13 +108,17 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     )
 
 
-def _engine(runner: Runner, settings: Settings) -> Engine:
+def _engine(runner: Runner, settings: Settings, speculative_tokens: int) -> Engine:
+    """`speculative_tokens` are the default."""
+    if settings.speculative_tokens is not None:
+        speculative_tokens = settings.speculative_tokens
     return LLMEngine(
         runner,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len,
+        speculative_tokens=speculative_tokens,
     )
 
 

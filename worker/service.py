@@ -178,6 +178,8 @@ class Worker:
             cached_tokens=engine.cached_tokens,
             generation_tokens=engine.generation_tokens,
             recomputed_tokens=engine.recomputed_tokens,
+            drafted_tokens=engine.drafted_tokens,
+            accepted_tokens=engine.accepted_tokens,
             num_preemptions=engine.num_preemptions,
             kv_tokens=limits.kv_tokens,
             kv_used_tokens=engine.num_used_blocks * limits.block_size,

@@ -93,7 +93,7 @@ def measure_prefill(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[F
     """A step of whole prompts over what its products take at the matrix rate."""
     size = bench.size
     step = bench.step(size.prompts, size.prompt, size.prompt)
-    rows = torch.tensor(step.last_rows(step.items), device=bench.device)
+    rows = torch.tensor(step.sampling_rows(step.items), device=bench.device)
     head = size.hidden * size.vocab
     in_layers = weight_bytes(bench.loaded.model) // 2 - head
     pairs = size.prompts * size.prompt * (size.prompt + 1) // 2

@@ -37,7 +37,7 @@ class HookedRunner(ModelFreeRunner):
         self._hook = hook
         self._num_steps = 0
 
-    def collect(self, launched: Batch) -> list[SampledToken]:
+    def collect(self, launched: Batch) -> list[list[SampledToken]]:
         self._hook(self._num_steps)
         self._num_steps += 1
         return super().collect(launched)

@@ -543,12 +543,12 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
 class SpoilingRunner(ModelFreeRunner):
     """Cannot sample for a sequence that holds the token `?`, but for all others."""
 
-    def collect(self, launched: Batch) -> list[SampledToken]:
+    def collect(self, launched: Batch) -> list[list[SampledToken]]:
         return [
-            replace(token, error="no finite logits")
+            [replace(token, error="no finite logits") for token in tokens]
             if ord("?") in share.sequence.token_ids
-            else token
-            for share, token in zip(launched.sampling, super().collect(launched), strict=True)
+            else tokens
+            for share, tokens in zip(launched.sampling, super().collect(launched), strict=True)
         ]
 
 
@@ -602,6 +602,34 @@ async def test_several_tokens_of_a_step_are_cut_at_a_stop_string_with_their_logp
             assert (result["text"], result["finish_reason"]) == (whole[:cut], "stop")
             assert len(result["token_ids"]) == cut + 2
             assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
+
+
+async def test_drafted_tokens_come_in_one_event_and_change_none(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    whole = text_of(7, 60)
+    served = served_model_free(speculative_tokens=7)
+    async with running_worker(redis_url, served) as worker:
+        fields = {"prompt": f"0{whole}1", "seed": 7, "max_tokens": 60, "logprobs": 1}
+        drafted, plain = (
+            await put(queue, **fields),
+            await put(queue, **fields, speculative_tokens=0),
+        )
+        stop = whole[31:34]
+        stopped = await put(queue, **fields, stop=stop)
+        results = [await finished(queue, request_id) for request_id in (drafted, plain, stopped)]
+        assert [each["text"] for each in results] == [whole, whole, whole[: whole.index(stop)]]
+        assert results[0]["token_ids"] == results[1]["token_ids"]
+        for result in results:
+            assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
+        events = {each: await log_of(queue, each) for each in (drafted, plain)}
+        assert len(events[plain]) == 60
+        assert len(events[drafted]) < 40
+        for log in events.values():
+            ends = [event["index"] + len(event["token_ids"]) for event in log]
+            assert [event["index"] for event in log] == [0, *ends[:-1]]
+        stats = worker.stats()
+        assert stats.drafted_tokens >= stats.accepted_tokens > 20
 
 
 async def test_a_stop_string_that_never_comes_holds_nothing_back_in_the_end(

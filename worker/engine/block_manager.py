@@ -95,9 +95,13 @@ class BlockManager:
         sequence.block_table.extend(prefix)
         self.extend(sequence)
 
-    def extend(self, sequence: Sequence) -> bool:
-        """Own blocks for all known tokens of the sequence; False, with nothing changed, if not."""
-        num_missing = self._num_blocks_for(sequence.num_tokens) - len(sequence.block_table)
+    def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
+        """Own blocks for all known tokens of the sequence and so many further ones.
+
+        False, with nothing changed, if there are too few.
+        """
+        num_tokens = sequence.num_tokens + num_further
+        num_missing = self._num_blocks_for(num_tokens) - len(sequence.block_table)
         if num_missing <= 0:
             return True
         if num_missing > self.num_free:

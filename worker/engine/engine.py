@@ -8,6 +8,7 @@ from dataclasses import replace
 from shared.errors import ConfigurationError
 from shared.schemas import FinishReason
 from worker.engine.block_manager import BlockManager
+from worker.engine.drafting import Drafter
 from worker.engine.grammar import GrammarError
 from worker.engine.interface import (
     EngineLimits,
@@ -30,6 +31,7 @@ class LLMEngine:
 
     `max_model_len` is lowered to what the model and its KV cache can hold; `prefill_chunk` (tokens
     of one prompt computed in one step, at most) is by default the whole token budget of a step.
+    `speculative_tokens` are drafted for a sequence and step at most, unless a request says its own.
 
     Raises ConfigurationError naming the option that cannot work.
     """
@@ -42,6 +44,7 @@ class LLMEngine:
         max_num_batched_tokens: int,
         prefill_chunk: int | None = None,
         max_model_len: int | None = None,
+        speculative_tokens: int = 0,
     ) -> None:
         layout = runner.kv_layout
         kv_tokens = layout.num_blocks * layout.block_size
@@ -59,6 +62,7 @@ class LLMEngine:
             prefill_chunk = max_num_batched_tokens
         _check_settings(self.limits, prefill_chunk, max_model_len)
         self._runner = runner
+        self._speculative_tokens = speculative_tokens
         self._block_manager = BlockManager(layout.num_blocks, layout.block_size)
         self._scheduler = Scheduler(
             max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
@@ -87,6 +91,7 @@ class LLMEngine:
     def add(self, request: EngineRequest) -> None:
         self._check_request(request)
         sequence = Sequence.of(request)
+        sequence.drafter = self._drafter_for(request)
         self._sequences[request.sequence_id] = sequence
         self._scheduler.add(sequence)
 
@@ -135,30 +140,47 @@ class LLMEngine:
                 f"and its scheduler {scheduled}"
             )
 
-    def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[SequenceOutput]:
-        num_sampling = len(batch.sampling)
-        if len(sampled) != num_sampling:
-            raise RuntimeError(
-                f"the runner sampled {len(sampled)} tokens for {num_sampling} sequences"
-            )
+    def _drafter_for(self, request: EngineRequest) -> Drafter | None:
+        """None where nothing is to be drafted, or what may come next depends on what has come."""
+        params = request.params
+        limit = params.speculative_tokens
+        max_drafted = self._speculative_tokens if limit is None else limit
+        is_free = (
+            params.repetition_penalty == 1.0
+            and params.presence_penalty == params.frequency_penalty == 0.0
+            and request.grammar is None
+            and not request.bad_token_sequences
+        )
+        if max_drafted == 0 or not is_free:
+            return None
+        num_prompt_tokens = len(request.prompt_token_ids)
+        return Drafter(
+            max_drafted,
+            begin=num_prompt_tokens + params.min_tokens,
+            end=min(num_prompt_tokens + request.max_tokens, self.limits.max_model_len),
+        )
+
+    def _commit(self, batch: Batch, sampled: list[list[SampledToken]]) -> list[SequenceOutput]:
+        counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
+        if counts != wanted:
+            raise RuntimeError(f"the runner sampled {counts} tokens where {wanted} were to come")
         tokens = iter(sampled)
         outputs = []
         for share in batch.scheduled:
-            token = next(tokens) if share.samples else None
-            if token is None or token.error is None:
-                self._advance(share)
-            if token is None:
+            if not share.samples:
+                self._advance(share, share.num_tokens)
                 continue
-            output = self._append(share.sequence, token)
+            output = self._append(share, _accepted(share, next(tokens)))
+            self._settle_draft(share, output, batch)
             if output.finish_reason is not None:
                 output.timing = share.sequence.timing
                 self._release(share.sequence)
             outputs.append(output)
         return outputs
 
-    def _advance(self, share: ScheduledSequence) -> None:
-        """Note that the share's tokens are in the KV cache now."""
-        sequence, start, end = share.sequence, share.start, share.start + share.num_tokens
+    def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
+        """Note that the first tokens of the share are in the KV cache now."""
+        sequence, start, end = share.sequence, share.start, share.start + num_tokens
         sequence.num_computed_tokens = end
         self._block_manager.mark_computed(sequence, start, end)
         reached = sequence.num_reached_tokens
@@ -171,29 +193,42 @@ class LLMEngine:
             num_new_of_prompt = min(end, sequence.num_prompt_tokens) - max(start, reached)
             self._totals.prompt_tokens += max(0, num_new_of_prompt)
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> SequenceOutput:
-        """Append a sampled token and say what it means to the sequence."""
-        if token.error is not None:
-            return _failed(sequence, token.error)
-        sequence.token_ids.append(token.token_id)
-        finish_reason = self._finish_reason(sequence)
+    def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
+        """Append tokens up to an end, and say what they mean to the sequence."""
+        sequence = share.sequence
+        if tokens[0].error is not None:
+            return _failed(sequence, tokens[0].error)
+        finish_reason, num_appended = None, 0
+        while finish_reason is None and num_appended < len(tokens):
+            sequence.token_ids.append(tokens[num_appended].token_id)
+            num_appended += 1
+            finish_reason = self._finish_reason(sequence)
+        self._advance(share, share.num_tokens + num_appended - 1)
         grammar = sequence.request.grammar
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
-                grammar.accept(token.token_id)
+                grammar.accept(sequence.token_ids[-1])
             except GrammarError as error:
                 return _failed(sequence, str(error))
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
-        self._totals.generation_tokens += 1
+        self._totals.generation_tokens += num_appended
         if sequence.timing.first_token_at is None:
             sequence.timing.first_token_at = time.monotonic()
+        logprobs = [it.logprob for it in tokens[:num_appended] if it.logprob is not None]
         return SequenceOutput(
             sequence.sequence_id,
-            [token.token_id],
-            logprobs=None if token.logprob is None else [token.logprob],
+            sequence.token_ids[-num_appended:],
+            logprobs=logprobs or None,
             finish_reason=finish_reason,
         )
+
+    def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
+        num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
+        self._totals.drafted_tokens += num_drafted
+        self._totals.accepted_tokens += num_accepted
+        if share.sequence.drafter is not None:
+            share.sequence.drafter.settle(num_drafted, num_accepted, len(batch.scheduled))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         request = sequence.request
@@ -245,6 +280,19 @@ class LLMEngine:
                     raise ValueError(
                         f"{name}: {token_id} is outside the vocabulary of {limits.vocab_size}"
                     )
+
+
+def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
+    """What would have been sampled without a draft: each behind one that was drafted right.
+
+    An error behind the first ends them too: should it hold, the next step begins with it.
+    """
+    num_accepted = 1
+    for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
+        if token.token_id != drafted or following.error is not None:
+            break
+        num_accepted += 1
+    return sampled[:num_accepted]
 
 
 def _failed(sequence: Sequence, error: str) -> SequenceOutput:

@@ -100,6 +100,10 @@ class EngineStats:
     cached_tokens: int = 0
     generation_tokens: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses that were computed along with decodes ..."""
+    accepted_tokens: int = 0
+    """... and those of them that were right."""
     num_preemptions: int = 0
     step_seconds: float = 0.0
     """Duration of the last step."""

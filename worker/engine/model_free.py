@@ -71,13 +71,16 @@ class ModelFreeRunner:
             _check_batch(batch)
             self._write(batch, self._cache)
             for share in batch.sampling:
-                self._read_back(share.sequence, self._cache)
+                self._read_back(share, self._cache)
         return batch
 
-    def collect(self, launched: Batch) -> list[SampledToken]:
+    def collect(self, launched: Batch) -> list[list[SampledToken]]:
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        return [_sample(share.sequence) for share in launched.sampling]
+        return [
+            [_sample(share.sequence, ahead) for ahead in range(share.num_samples)]
+            for share in launched.sampling
+        ]
 
     def peak_memory_bytes(self) -> int:
         return 0
@@ -88,8 +91,8 @@ class ModelFreeRunner:
         before = [self._fingerprint_before(share, cache) for share in batch.scheduled]
         written: set[int] = set()
         for share, fingerprint in zip(batch.scheduled, before, strict=True):
-            for position in range(share.start, share.start + share.num_tokens):
-                fingerprint = hash((fingerprint, share.sequence.token_ids[position]))
+            for position, token_id in enumerate(share.token_ids, start=share.start):
+                fingerprint = hash((fingerprint, token_id))
                 cell = self._cell(share.sequence, position)
                 if cell in written:
                     raise RuntimeError(f"two sequences write cell {cell} in one step")
@@ -107,9 +110,10 @@ class ModelFreeRunner:
             )
         return fingerprint
 
-    def _read_back(self, sequence: Sequence, cache: list[int | None]) -> None:
+    def _read_back(self, share: ScheduledSequence, cache: list[int | None]) -> None:
+        sequence = share.sequence
         fingerprint = hash(sequence.request.cache_salt)
-        for position, token_id in enumerate(sequence.token_ids):
+        for position, token_id in enumerate([*sequence.token_ids, *share.draft]):
             fingerprint = hash((fingerprint, token_id))
             if cache[self._cell(sequence, position)] != fingerprint:
                 raise RuntimeError(
@@ -132,11 +136,13 @@ def _check_batch(batch: Batch) -> None:
             raise RuntimeError(f"sequence {sequence.sequence_id} has a share that does not follow")
         if end > sequence.num_tokens or share.samples != (end == sequence.num_tokens):
             raise RuntimeError(f"sequence {sequence.sequence_id} samples at {end} tokens")
+        if share.draft and not share.samples:
+            raise RuntimeError(f"sequence {sequence.sequence_id} drafts before its last token")
 
 
-def _sample(sequence: Sequence) -> SampledToken:
+def _sample(sequence: Sequence, num_ahead: int) -> SampledToken:
     request: EngineRequest = sequence.request
-    token_id = token_at(request.seed, sequence.num_output_tokens)
+    token_id = token_at(request.seed, sequence.num_output_tokens + num_ahead)
     num_top = request.params.logprobs
     if num_top is None:
         return SampledToken(token_id)
@@ -150,6 +156,7 @@ def build_model_free_engine(
     max_num_batched_tokens: int = 512,
     prefill_chunk: int | None = None,
     max_model_len: int | None = None,
+    speculative_tokens: int = 0,
     num_blocks: int = 256,
     block_size: int = 16,
     step_seconds: float = 0.0,
@@ -163,4 +170,5 @@ def build_model_free_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         prefill_chunk=prefill_chunk,
         max_model_len=max_model_len,
+        speculative_tokens=speculative_tokens,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +43,8 @@ class Launched:
     """A step under way; `sampled` is None if it samples nothing."""
 
     sampled: SamplerOutput | None
+    counts: list[int]
+    """Of the rows sampled for each sequence."""
 
 
 class ModelRunner:
@@ -174,18 +177,21 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Launched:
         """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
         sampling = batch.sampling
-        sequences = [item.sequence for item in sampling]
+        counts = [item.num_samples for item in sampling]
+        sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
         masks = self._masks.start(sequences)  # computed while the model runs
         step = self._packer.pack(batch)
         # A step without samples still needs a row: not every family's head takes none.
-        rows = step.last_rows(sampling) or [0]
+        rows = step.sampling_rows(sampling) or [0]
         logits = self._model.logits(step, torch.tensor(rows, device=self.device))
         if not sampling:
-            return Launched(None)
-        return Launched(self._sampler.sample(logits, sequences, masks))
+            return Launched(None, counts)
+        num_ahead = [ahead for count in counts for ahead in range(count)]
+        return Launched(self._sampler.sample(logits, sequences, masks, num_ahead), counts)
 
-    def collect(self, launched: Launched) -> list[SampledToken]:
-        return launched.sampled.tokens() if launched.sampled is not None else []
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+        tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
+        return [[*islice(tokens, count)] for count in launched.counts]
 
     def _warm_up(self) -> None:
         """Prefill and decode once, so that nobody's first token waits for what is set up lazily."""

@@ -16,18 +16,22 @@ from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 @dataclass(frozen=True, slots=True)
 class PackedStep:
     """A batch, packed. Its order is the packing's own: decodes, longest context first, then
-    chunks."""
+    chunks, shortest first; a decode with a draft is a chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]
     positions: torch.Tensor  # [1, T]
     layout: StepLayout
 
-    def last_rows(self, items: Items[ScheduledSequence]) -> list[int]:
-        """The row of each item's last token: where its next token is sampled."""
+    def sampling_rows(self, items: Items[ScheduledSequence]) -> list[int]:
+        """The rows at which each item's tokens are sampled: its last ones."""
         ends = self.layout.query_starts
-        row_of = {id(item): ends[index + 1] - 1 for index, item in enumerate(self.items)}
-        return [row_of[id(item)] for item in items]
+        end_of = {id(item): ends[index + 1] for index, item in enumerate(self.items)}
+        return [
+            row
+            for item in items
+            for row in range(end_of[id(item)] - item.num_samples, end_of[id(item)])
+        ]
 
 
 class Packer:
@@ -40,18 +44,19 @@ class Packer:
         self._known: list[list[int]] = []
 
     def pack(self, batch: Batch) -> PackedStep:
-        decodes = [item for item in batch.scheduled if item.num_tokens == 1]
+        decodes = [item for item in batch.scheduled if item.num_rows == 1]
         decodes.sort(key=lambda item: item.start, reverse=True)
-        items = decodes + [item for item in batch.scheduled if item.num_tokens > 1]
+        chunks = [item for item in batch.scheduled if item.num_rows > 1]
+        chunks.sort(key=lambda item: item.num_rows)
+        items = decodes + chunks
 
         input_ids = [item.sequence.token_ids[item.start] for item in decodes]
         positions = [item.start for item in decodes]
-        for item in items[len(decodes) :]:
-            end = item.start + item.num_tokens
-            input_ids += item.sequence.token_ids[item.start : end]
-            positions += range(item.start, end)
+        for item in chunks:
+            input_ids += item.token_ids
+            positions += range(item.start, item.start + item.num_rows)
 
-        counts = np.array([item.num_tokens for item in items], dtype=np.int64)
+        counts = np.array([item.num_rows for item in items], dtype=np.int64)
         tables = self._block_tables([item.sequence for item in items])
         position_of_row = np.array(positions, dtype=np.int64)
         owner_of_row = np.repeat(np.arange(len(items)), counts)
@@ -59,7 +64,7 @@ class Packer:
         layout = StepLayout(
             num_decodes=len(decodes),
             query_starts=[0, *np.cumsum(counts).tolist()],
-            context_lens=[item.start + item.num_tokens for item in items],
+            context_lens=[item.start + item.num_rows for item in items],
             block_tables=self._to_device(tables),
             write_blocks=self._to_device(write_blocks),
             write_offsets=self._to_device(position_of_row % self._block_size),

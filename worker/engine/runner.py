@@ -11,7 +11,7 @@ from worker.engine.sequence import Batch
 
 @dataclass(slots=True)
 class SampledToken:
-    """The next token of one sampling sequence; with `error` set, that sequence alone failed."""
+    """What was sampled in one row; with `error` set, that row alone failed."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -45,8 +45,9 @@ class Runner(Protocol):
         """Start computing `batch`, writing K and V through the sequences' block tables."""
         ...
 
-    def collect(self, launched: Any) -> list[SampledToken]:
-        """One token for each of `batch.sampling`, in that order."""
+    def collect(self, launched: Any) -> list[list[SampledToken]]:
+        """For each of `batch.sampling`, in that order, the token after its last known one, and
+        after each that was drafted."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

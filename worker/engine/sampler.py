@@ -67,12 +67,16 @@ class Sampler:
         self._rows: _Rows | None = None
 
     def sample(
-        self, logits: torch.Tensor, sequences: list[Sequence], masks: PendingMasks | None = None
+        self,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        masks: PendingMasks | None = None,
+        num_ahead: list[int] | None = None,
     ) -> SamplerOutput:
         """Choose from `logits` [R, vocab_size], which stay as they are.
 
-        Row i is of `sequences[i]`, at the position behind its last token; `masks` are of the same
-        rows, and None if none has a grammar.
+        Row i is of `sequences[i]`, at the position behind its last token, or `num_ahead[i]` behind
+        that; `masks` are of the same rows, and None if none has a grammar.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -83,6 +87,8 @@ class Sampler:
             rows.constraints.apply(logits)
             rows.penalties.apply(logits)
         positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
+        if num_ahead is not None:
+            positions += np.array(num_ahead, dtype=np.uint64)
         numbers = torch.from_numpy(uniforms(rows.seeds, positions)).to(self._device)
         token_ids, is_sound = self._kernels.choose(logits, rows.distributions, numbers)
         report = None

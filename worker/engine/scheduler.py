@@ -6,10 +6,12 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from worker.engine.block_manager import BlockManager
+from worker.engine.drafting import MAX_ROWS
 from worker.engine.pacing import LONG_PROMPT
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
@@ -66,6 +68,7 @@ class Scheduler:
         self._continue_running(plan)
         self._admit_urgent(plan)
         self._admit_in_order(plan)
+        self._draft(plan)
         return Batch(list(plan.shares.values()))
 
     def check_integrity(self) -> None:
@@ -133,6 +136,22 @@ class Scheduler:
                 self._admit(sequence, prefix, plan)
             else:
                 return
+
+    def _draft(self, plan: _Plan) -> None:
+        """Let decodes guess ahead with the rows and blocks that nobody else wants."""
+        num_rows = min(MAX_ROWS - plan.num_tokens, plan.num_tokens_left)
+        for share in list(plan.shares.values()):
+            if num_rows < 1:
+                return
+            sequence = share.sequence
+            if sequence.drafter is None or sequence.num_uncomputed_tokens > 1:
+                continue
+            draft = sequence.drafter.draft(sequence.token_ids, num_rows, len(plan.shares))
+            if not draft or self.block_manager.num_free <= self._watermark:
+                continue
+            if self.block_manager.extend(sequence, len(draft)):
+                plan.shares[sequence] = replace(share, draft=tuple(draft))
+                num_rows -= len(draft)
 
     def _find_victims(self, sequence: Sequence, prefix: list[int]) -> list[Sequence] | None:
         """Whom to preempt, least urgent first, so that `sequence` fits; None if it would not."""
@@ -202,6 +221,7 @@ class _Plan:
     def __init__(
         self, num_tokens: int, prefill_chunk: int, long_prompt_chunk: int, block_size: int
     ) -> None:
+        self.num_tokens = 0
         self.num_tokens_left = num_tokens
         self.shares: dict[Sequence, ScheduledSequence] = {}
         self._prefill_chunk = prefill_chunk
@@ -221,6 +241,7 @@ class _Plan:
         self.shares[sequence] = ScheduledSequence(
             sequence, sequence.num_computed_tokens, num_tokens, samples=num_tokens == uncomputed
         )
+        self.num_tokens += num_tokens
         self.num_tokens_left -= num_tokens
         if uncomputed > 1:
             self._prefilling.add(sequence)
@@ -231,6 +252,7 @@ class _Plan:
         share = self.shares.pop(sequence, None)
         self._prefilling.discard(sequence)
         if share is not None:
+            self.num_tokens -= share.num_tokens
             self.num_tokens_left += share.num_tokens
             self._num_decodes -= share.num_tokens == sequence.num_uncomputed_tokens == 1
 

@@ -33,8 +33,9 @@ from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
-LENGTHS = (22, 14)
-"""Tokens of the two requests of the check."""
+LENGTHS = (34, 14)
+"""Tokens of the two requests of the check: chunks of both are computed that are long, and that are
+so short that their rows may attend one by one."""
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from worker.engine.drafting import Drafter
 from worker.engine.interface import EngineRequest, SequenceTiming
 
 
@@ -33,6 +34,7 @@ class Sequence:
     slot: int | None = None  # scheduler, from admission to exit
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
+    drafter: Drafter | None = None  # engine, if tokens may be drafted
 
     @classmethod
     def of(cls, request: EngineRequest) -> Sequence:
@@ -71,23 +73,41 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share of one step: its tokens `start` to `start + num_tokens`."""
+    """A sequence's share of one step: its tokens `start` to `start + num_tokens`, and a draft."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
     """Whether these reach the last known token, so that the step samples the next one."""
+    draft: tuple[int, ...] = ()
+    """Guesses at what comes next. The step samples behind each of them as well."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of its rows."""
+        known = self.sequence.token_ids[self.start : self.start + self.num_tokens]
+        return [*known, *self.draft]
+
+    @property
+    def num_samples(self) -> int:
+        """Of how many rows, its last ones, a token is sampled."""
+        return 1 + len(self.draft) if self.samples else 0
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work, packed in this order: `num_tokens` rows, no padding."""
+    """One step's work."""
 
     scheduled: list[ScheduledSequence]
 
     @property
     def num_tokens(self) -> int:
+        """Without drafted ones."""
         return sum(item.num_tokens for item in self.scheduled)
 
     @property

@@ -142,5 +142,5 @@ def test_two_sequences_in_one_slot_or_one_cell_are_noticed() -> None:
 def test_without_verification_nothing_is_checked() -> None:
     runner = ModelFreeRunner(4, 2, verify=False)
     sequence = make_sequence([1, 2, 3])
-    [sampled] = runner.collect(runner.launch(Batch([share_of(sequence)])))
+    [[sampled]] = runner.collect(runner.launch(Batch([share_of(sequence)])))
     assert sampled.token_id == token_at(7, 0)

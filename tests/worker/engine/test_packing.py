@@ -37,7 +37,23 @@ def test_decodes_come_first_longest_context_first() -> None:
     assert layout.write_offsets.tolist() == [1, 2, 3, 0, 1]
     assert layout.block_tables[:, 0].tolist() == [1, 7, 5]
     assert layout.block_tables[2].tolist() == [5, 2, 9]
-    assert step.last_rows([short, long]) == [1, 0]
+    assert step.sampling_rows([short, long]) == [1, 0]
+
+
+def test_a_draft_follows_the_last_token_and_short_chunks_come_before_long_ones() -> None:
+    prompt = ScheduledSequence(sequence(1, 9, 0, [5, 2, 9]), 0, 9, samples=True)
+    drafted = ScheduledSequence(sequence(2, 3, 1, [7, 3]), 2, 1, samples=True, draft=(41, 42))
+    decode = ScheduledSequence(sequence(3, 2, 2, [6]), 1, 1, samples=True)
+    step = Packer(BLOCK_SIZE, torch.device("cpu")).pack(Batch([prompt, drafted, decode]))
+    layout = step.layout
+    assert step.items == [decode, drafted, prompt]
+    assert step.input_ids.tolist()[0][:5] == [301, 202, 41, 42, 100]
+    assert step.positions.tolist()[0][:5] == [1, 2, 3, 4, 0]
+    assert layout.num_decodes == 1
+    assert layout.query_starts == [0, 1, 4, 13]
+    assert layout.context_lens == [2, 5, 9]
+    assert layout.write_blocks.tolist()[1:4] == [7, 7, 3]
+    assert step.sampling_rows([prompt, drafted, decode]) == [12, 1, 2, 3, 0]
 
 
 def test_a_slot_forgets_its_former_owner() -> None:

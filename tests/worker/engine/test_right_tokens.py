@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,13 @@ def make_prompts() -> list[list[int]]:
 
 
 def make_engine(
-    family: Family, *, num_blocks: int = 200, max_num_seqs: int = 4, prefill_chunk: int = 64
+    family: Family,
+    *,
+    num_blocks: int = 200,
+    max_num_seqs: int = 4,
+    prefill_chunk: int = 64,
+    speculative_tokens: int = 0,
+    native: bool = True,
 ) -> LLMEngine:
     runner = ModelRunner.load(
         str(family.directory),
@@ -71,9 +77,14 @@ def make_engine(
         dtype="float32",
         block_size=BLOCK_SIZE,
         kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
+        native=native,
     )
     return LLMEngine(
-        runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefill_chunk=prefill_chunk
+        runner,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=40,
+        prefill_chunk=prefill_chunk,
+        speculative_tokens=speculative_tokens,
     )
 
 
@@ -191,3 +202,57 @@ def test_a_seed_decides(name: str, family_of: Callable[[str], Family]) -> None:
     other_seed = EngineRequest(0, family.prompts[1], SAMPLED, seed=43, max_tokens=24)
     [different], _ = run(make_engine(family), [other_seed])
     assert different != alone
+
+
+FEW_TOKENS = {str(token): 100.0 for token in (11, 23, 42, 67, 90)}
+"""A `logit_bias` that leaves five tokens to choose from: such a text often repeats itself."""
+
+
+def repeating_requests(family: Family) -> list[EngineRequest]:
+    """Greedy ones and seeded ones."""
+    greedy = SamplingParams(temperature=0.0, logit_bias=FEW_TOKENS)
+    sampled = SamplingParams(temperature=1.3, top_p=0.9, logit_bias=FEW_TOKENS)
+    return [
+        EngineRequest(
+            index,
+            prompt,
+            (greedy, sampled)[index % 2],
+            seed=index,
+            max_tokens=30 + 4 * index,
+            order=(index, ""),
+        )
+        for index, prompt in enumerate(family.prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [("llama", True), ("mistral", True), ("llama", False), ("gpt2", False), ("llama4_text", False)],
+)
+def test_drafts_change_no_token(
+    name: str, native: bool, family_of: Callable[[str], Family]
+) -> None:
+    """Neither greedy nor seeded: alone, in a batch, preempted, and resumed."""
+    family = family_of(name)
+    requests = repeating_requests(family)
+    expected, _ = run(make_engine(family), requests)
+    for options, every in (
+        ({"max_num_seqs": 1}, 2),
+        ({}, 9),
+        ({"num_blocks": 40, "prefill_chunk": 5}, 1),
+    ):
+        engine = make_engine(family, speculative_tokens=7, native=native, **options)
+        outputs, timings = run(engine, requests, every=every)
+        assert outputs == expected
+        runner: Any = engine._runner
+        assert (runner.why_not_native == "") == native
+        assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 0
+        preempted = any(timing.preemptions for timing in timings)
+        assert preempted == ("num_blocks" in options)
+
+    resumed = [
+        replace(each, output_token_ids=made[:9])
+        for each, made in zip(requests, expected, strict=True)
+    ]
+    outputs, _ = run(make_engine(family, speculative_tokens=7, native=native), resumed)
+    assert outputs == [made[9:] for made in expected]
