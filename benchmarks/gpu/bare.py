@@ -36,6 +36,7 @@ class SamplingParams:
     bad_words: Any = None
     logprobs: int | None = None
     response_format: Any = None
+    speculative_tokens: int | None = None
 
     @classmethod
     def model_validate(cls, fields: dict[str, Any]) -> SamplingParams:
