@@ -103,7 +103,8 @@ def _ready_line(
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
-        f" in {served.dtype}, queue {settings.queue} at {without_password(redis_url)},"
+        f" in {served.dtype}{', ' * bool(served.way)}{served.way},"
+        f" queue {settings.queue} at {without_password(redis_url)},"
         f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens ({megabytes:,.0f} MiB),"
         f" up to {limits.max_model_len:,} tokens a request" + (f"; {stages}" if stages else "")
     )
@@ -136,11 +137,14 @@ def command() -> click.Command:
 
     options: list[click.Parameter] = []
     for key, field in Settings.model_fields.items():
-        default = "" if field.default in (None, False) else f" [default: {field.default}]"
         is_flag = field.annotation is bool
+        default = "" if field.default in (None, False) else f" [default: {field.default}]"
+        flag = flag_of(key)
+        if field.default is True:
+            flag, default = f"{flag}/--no-{flag.removeprefix('--')}", ""
         options.append(
             click.Option(
-                [flag_of(key), key],
+                [flag, key],
                 help=f"{field.description}{default}",
                 is_flag=is_flag,
                 default=None,

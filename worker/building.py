@@ -38,6 +38,8 @@ class Served:
     end_token_ids: frozenset[int]
     device: str
     dtype: str
+    way: str = ""
+    """How it computes, in words: native code, or why not."""
     grammars: Grammars | None = None
     """What makes outputs match a schema; None for an engine that cannot be told."""
 
@@ -104,6 +106,9 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         end_token_ids=runner.end_token_ids,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
+        way=(
+            f"no native code ({runner.why_not_native})" if runner.why_not_native else "native code"
+        ),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
     )
 

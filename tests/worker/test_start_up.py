@@ -109,7 +109,15 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
     assert ready.startswith("ready after ")
     for stage in ("libraries", "weights", "checking", "KV cache"):
         assert f"{stage} " in ready
+    assert ", native code, " in ready
     assert b"libraries" in seen
+
+
+def test_the_way_a_model_is_computed_is_said() -> None:
+    settings = {"max_num_seqs": 2, "device": "cpu"}
+    assert build(Settings(**settings)).way == "native code"
+    assert build(Settings(**settings, native=False)).way == "no native code (it was not asked for)"
+    assert "float16" in build(Settings(**settings, dtype="float16")).way
 
 
 def test_weights_that_do_not_fit_are_refused_beforehand(tmp_path: Path) -> None:
