@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling clean
+.PHONY: demo test check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -51,6 +51,10 @@ bench-gpu: $(SET_UP)
 # What sampling takes of a decode step.
 bench-sampling: $(SET_UP)
 	@$(BIN)/python -m benchmarks.sampling $(ARGS)
+
+# What grammars (JSON schemas, calls of tools) cost a step.
+bench-grammar: $(SET_UP)
+	@$(BIN)/python -m benchmarks.grammar_masks
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
