@@ -106,7 +106,7 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
     report.say("copy", ceilings.bytes_per_second, f"{ceilings.bytes_per_second / 1e12:.3f} TB/s")
     report.say("bf16 product", ceilings.flops, f"{ceilings.flops / 1e12:.1f} TFLOP/s")
 
-    alone = lambda: measures.measure_attention(size, ceilings, device, repeats=repeats)  # noqa: E731
+    alone = partial(measures.measure_attention, size, ceilings, device, repeats=repeats)
     say_all(report, report.part("attention alone", alone), None)
     loaded = report.part("model", lambda: models.build(size, device))
     if loaded is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ class ModelRunner:
         else:
             self._model = model
             release_weights(loaded.model)
-        self.why_not_native = "" if checked.is_native else checked.why_not_native
+        self.why_not_native = checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
@@ -139,9 +139,7 @@ class ModelRunner:
         progress("native code")
         why_not_native = _why_no_native_code(loaded) if native else "it was not asked for"
         progress("checking")
-        checked = check_model(loaded, backend_for(device), limit, try_native=not why_not_native)
-        if why_not_native:
-            checked = replace(checked, why_not_native=why_not_native)
+        checked = check_model(loaded, backend_for(device), limit, why_not_native=why_not_native)
         give_back(device)
         progress("KV cache")
         num_blocks = fitting_blocks(

@@ -53,9 +53,8 @@ class CheckedModel:
     specs: list[LayerSpec]
     counts_rows: bool = False
     """See PackedModel."""
-    is_native: bool = False
-    """Whether the native decoder serves the model, instead of the library's modules."""
     why_not_native: str = "it was not asked for"
+    """Empty if the native decoder serves the model, instead of the library's modules."""
 
     def on(
         self,
@@ -67,7 +66,7 @@ class CheckedModel:
     ) -> PackedModel | NativeDecoder:
         """The model on this cache, for sequences of up to `max_length` tokens."""
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
-        if self.is_native:
+        if not self.why_not_native:
             return NativeDecoder(model, cache.layers, patterns, max_position or max_length)
         return PackedModel(
             model, self.modules, cache.layers, patterns, backend, counts_rows=self.counts_rows
@@ -115,12 +114,12 @@ def check_model(
     backend: AttentionBackend,
     max_length: int | None,
     *,
-    try_native: bool = False,
+    why_not_native: str = "it was not asked for",
 ) -> CheckedModel:
     """Find out each layer's attention and hold packed steps against the library's own.
 
-    Positions up to `max_length` are tried; with `try_native` the native decoder too, which serves
-    the model if it passes. Raises UnsupportedModelError, naming the family and
+    Positions up to `max_length` are tried; where there is no `why_not_native`, the native decoder
+    too, which serves the model if it passes. Raises UnsupportedModelError, naming the family and
     the reason, if the model would not be served correctly.
     """
     family, model = loaded.family, loaded.model
@@ -137,12 +136,14 @@ def check_model(
                 # Where rounding might hide that a family counts rows, it is told them if it can be.
                 differences = {}
                 for counts_rows in (not is_exact, is_exact):
-                    checked = CheckedModel(modules, specs_now, counts_rows)
+                    checked = CheckedModel(
+                        modules, specs_now, counts_rows, why_not_native or _UNTRIED
+                    )
                     difference = _compare(loaded, checked, backend, probes, is_exact)
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
-                if try_native and difference.is_tolerable:
+                if not why_not_native and difference.is_tolerable:
                     checked = _native_if_it_passes(loaded, checked, backend, max_length, is_exact)
     except _FAILURES as error:
         raise UnsupportedModelError(
@@ -168,7 +169,7 @@ def _native_if_it_passes(
 ) -> CheckedModel:
     """The same, to be served by the native decoder, or with the reason why it is not."""
     probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
-    native = replace(checked, is_native=True)
+    native = replace(checked, why_not_native="")
     try:
         difference = _compare(loaded, native, backend, probes, is_exact)
     except (*_FAILURES, NotOfThisKindError) as error:
@@ -179,6 +180,8 @@ def _native_if_it_passes(
     return replace(checked, why_not_native=reason)
 
 
+_UNTRIED = "it was not tried"
+"""Of the library's modules, which are checked first."""
 _NATIVE_POSITIONS = 1024
 """Tried at most: the decoder's table of positions comes from the model's own module."""
 
