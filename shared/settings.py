@@ -62,7 +62,7 @@ class Settings(BaseSettings):
         ge=0,
         le=64,
         description="most tokens a step drafts for one sequence out of its own text, where that"
-        " pays; default: 7, on CUDA 0",
+        " pays; default: 7 if no token's logits depend on what else a step computes, otherwise 0",
     )
     seed: int | None = Field(
         None, description="makes the seeds of requests that bring none reproducible, by their id"

@@ -98,9 +98,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     progress("tokenizer")
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
     return Served(
-        engine=_engine(
-            runner, settings, 0 if runner.device.type == "cuda" else _SPECULATIVE_TOKENS
-        ),
+        engine=_engine(runner, settings, _SPECULATIVE_TOKENS if runner.is_row_invariant else 0),
         tokenizer=tokenizer,
         identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
         end_token_ids=runner.end_token_ids,

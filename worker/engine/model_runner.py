@@ -80,6 +80,9 @@ class ModelRunner:
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
+        self.is_row_invariant = False
+        """Whether a token's logits are the same to the last bit, whatever rows are beside it; known
+        once the model has run."""
 
     @classmethod
     def load(
@@ -191,18 +194,25 @@ class ModelRunner:
         tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
         return [[*islice(tokens, count)] for count in launched.counts]
 
+    @torch.inference_mode()
     def _warm_up(self) -> None:
         """Prefill and decode once, so that nobody's first token waits for what is set up lazily."""
         num_tokens = min(self._cache.num_blocks * self._cache.block_size, self.max_model_len)
         num_tokens = min(num_tokens, WARM_UP_TOKENS)
+        token_ids = [7919 * place % self._vocab_size for place in range(num_tokens)]
         params = SamplingParams.model_validate({})
-        sequence = Sequence.of(EngineRequest(-1, [0] * num_tokens, params, seed=0, max_tokens=1))
+        sequence = Sequence.of(EngineRequest(-1, token_ids, params, seed=0, max_tokens=1))
         sequence.slot = 0
         sequence.block_table = list(range(-(-num_tokens // self._cache.block_size)))
-        for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
-            if end > start:
-                share = ScheduledSequence(sequence, start, end - start, samples=end == num_tokens)
-                self.collect(self.launch(Batch([share])))
+        last_rows = []
+        for count in (num_tokens, min(num_tokens, 2), 1):
+            share = ScheduledSequence(sequence, num_tokens - count, count, samples=True)
+            self.collect(self.launch(Batch([share])))
+            step = self._packer.pack(Batch([share]))
+            last_rows.append(
+                self._model.logits(step, torch.tensor([count - 1], device=self.device))
+            )
+        self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
 
     def peak_memory_bytes(self) -> int:
         """Of the device on CUDA, of the whole process on a CPU."""

@@ -83,6 +83,55 @@ def test_heads_of_all_shapes(
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "head_dim", "window"),
+    [("qwen3", 64, None), ("qwen3", 128, None), ("mistral", 24, 20), ("llama", 40, None)],
+)
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    family: str, head_dim: int, window: int | None, dtype: str, tmp_path: Path
+) -> None:
+    """To the last bit: alone or in company, whole or in chunks, cached, drafted or neither."""
+    shape = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "hidden_size": 256,
+        "intermediate_size": 1536,
+        "sliding_window": window,
+    }
+    runner = load(save_model(tmp_path, family, SEED, **shape), dtype=dtype)
+    assert runner.why_not_native == ""
+    assert runner.is_row_invariant
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = torch.randint(1, 80, (6,), generator=generator).tolist()
+    prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
+    prompts += [prompt + prompts[1] for prompt in prompts[:3]]
+
+    def run(together: int, **options: int) -> list[tuple[list[int], list[float]]]:
+        engine = LLMEngine(runner, max_num_seqs=8, **options)
+        results = [(list[int](), list[float]()) for _ in prompts]
+        free = SamplingParams(temperature=0.0, logprobs=0)
+        repetitive = free.model_copy(update={"logit_bias": {"5": 100.0, "6": 99.9}})
+        for index, prompt in enumerate(prompts):
+            params = repetitive if index % 4 == 1 else free
+            engine.add(EngineRequest(index, prompt, params, seed=0, max_tokens=40))
+            while engine.has_work and (index % together == 0 or index == len(prompts) - 1):
+                for output in engine.step().outputs:
+                    results[output.sequence_id][0].extend(output.token_ids)
+                    results[output.sequence_id][1].extend(
+                        item.logprob for item in output.logprobs or ()
+                    )
+        assert (engine.stats.accepted_tokens > 0) == ("speculative_tokens" in options)
+        return results
+
+    alone = run(1, max_num_batched_tokens=512)
+    assert alone == run(99, max_num_batched_tokens=512)
+    assert alone == run(4, max_num_batched_tokens=33, prefill_chunk=7)
+    assert alone == run(2, max_num_batched_tokens=512, speculative_tokens=5)
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE_FAMILIES)))
 def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""

@@ -7,24 +7,20 @@ and served through its own modules.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from worker.engine.attention import LayerCache, Pattern, StepLayout
+from worker.engine.attention import LayerCache, Pattern
 from worker.engine.packing import PackedStep
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the weights that it computes with."""
 
 _VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-_MOST_ROWS_APART = 8
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -77,12 +73,11 @@ class NativeDecoder:
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         """See PackedModel."""
-        layout = _with_short_chunks_apart(step.layout)
+        layout = step.layout
         logits: torch.Tensor = self._decoder.logits(
             step.input_ids[0],
             step.positions[0],
             rows,
-            layout.num_decodes,
             torch.tensor(layout.query_starts),
             torch.tensor(layout.context_lens),
             layout.block_tables,
@@ -114,7 +109,8 @@ class NativeDecoder:
             attention.o_proj.weight,
             attention.o_proj.bias,
             layer.post_attention_layernorm.weight,
-            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
             mlp.down_proj.weight,
             cache.key,
             cache.value,
@@ -134,28 +130,6 @@ def release_weights(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
             # Another parameter, for the decoder may hold the very one that was there.
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-
-
-def _with_short_chunks_apart(layout: StepLayout) -> StepLayout:
-    """The same with each row of a short chunk as a decode, which is how a draft computes fastest.
-
-    Decodes read the cache in place. All K and V of a step are written before any row attends, so a
-    row finds there what the rows before it have.
-    """
-    starts, contexts = layout.query_starts, layout.context_lens
-    rows = [end - start for start, end in pairwise(starts)]
-    count = bisect_right(rows, _MOST_ROWS_APART)  # packing puts the shortest first
-    if count == layout.num_decodes:
-        return layout
-    first, last = layout.block_tables[:count], layout.block_tables[count:]
-    apart = [contexts[i] - ahead for i in range(count) for ahead in reversed(range(rows[i]))]
-    return replace(
-        layout,
-        num_decodes=starts[count],
-        query_starts=[*range(starts[count]), *starts[count:]],
-        context_lens=apart + contexts[count:],
-        block_tables=torch.cat([first.repeat_interleave(torch.tensor(rows[:count]), 0), last]),
-    )
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")

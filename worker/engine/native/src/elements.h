@@ -4,7 +4,6 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <cmath>
 #include <cstdint>
@@ -40,9 +39,6 @@ T* data(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
-// Rows that one thread takes at least; fewer are not worth waking another for.
-constexpr int64_t kGrain = 8;
-
 // out[d] = row[d] / rms(row) * weight[d], computed in fp32.
 template <typename T>
 void rms_norm_row(const T* row, const T* weight, float epsilon, int64_t size, T* out) {
@@ -54,44 +50,21 @@ void rms_norm_row(const T* row, const T* weight, float epsilon, int64_t size, T*
   for (int64_t d = 0; d < size; ++d) store(out[d], load(row[d]) * scale * load(weight[d]));
 }
 
-// hidden += delta (where there is one); returns the norm of each row. [T, size] all.
+// row += delta
 template <typename T>
-at::Tensor add_rms_norm(
-    at::Tensor& hidden, const at::Tensor& delta, const at::Tensor& weight, float epsilon) {
-  const int64_t size = hidden.size(1);
-  at::Tensor normed = at::empty_like(hidden);
-  at::parallel_for(0, hidden.size(0), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      T* x = data<T>(hidden) + row * size;
-      if (delta.defined()) {
-        const T* y = data<T>(delta) + row * size;
+void add_row(T* row, const T* delta, int64_t size) {
 #pragma omp simd
-        for (int64_t d = 0; d < size; ++d) store(x[d], load(x[d]) + load(y[d]));
-      }
-      rms_norm_row(x, data<T>(weight), epsilon, size, data<T>(normed) + row * size);
-    }
-  });
-  return normed;
+  for (int64_t d = 0; d < size; ++d) store(row[d], load(row[d]) + load(delta[d]));
 }
 
-// [T, 2 * size] of gate and up gives [T, size]: silu(gate) * up.
+// out = silu(gate) * up
 template <typename T>
-at::Tensor silu_and_multiply(const at::Tensor& gate_up) {
-  const int64_t size = gate_up.size(1) / 2;
-  at::Tensor out = at::empty({gate_up.size(0), size}, gate_up.options());
-  at::parallel_for(0, gate_up.size(0), kGrain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* gate = data<T>(gate_up) + row * 2 * size;
-      const T* up = gate + size;
-      T* y = data<T>(out) + row * size;
+void silu_and_multiply_row(const T* gate, const T* up, int64_t size, T* out) {
 #pragma omp simd
-      for (int64_t d = 0; d < size; ++d) {
-        const float x = load(gate[d]);
-        store(y[d], x / (1.0f + exponential(-x)) * load(up[d]));
-      }
-    }
-  });
-  return out;
+  for (int64_t d = 0; d < size; ++d) {
+    const float x = load(gate[d]);
+    store(out[d], x / (1.0f + exponential(-x)) * load(up[d]));
+  }
 }
 
 // Rotate the first `rotary` dimensions of a head in place, each of the first half with its partner

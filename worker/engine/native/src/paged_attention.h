@@ -1,18 +1,18 @@
-// Attention over the paged KV cache.
+// Attention over the paged KV cache, straight through the block tables.
 //
-// A decode reads each K and V of its context once for all query heads that share it, straight
-// through the block table. A chunk's rows attend together, with the library's blocked kernel.
+// Neighbouring rows of a sequence attend together and read each K and V once. What is computed for
+// a row, and in which order, depends on its own query and context alone, not on the rows beside it:
+// the same bits come out for a decode, a drafted token and a row of a chunk.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <vector>
 
 #include "elements.h"
+#include "team.h"
 #include "vectors.h"
 
 namespace promptq {
@@ -39,239 +39,210 @@ struct LayerCache {
 
 // Where a step's rows lie (StepLayout in attention/__init__.py); int64 tensors, contiguous.
 struct Layout {
-  int64_t num_decodes;
-  at::Tensor query_starts, context_lens;  // [num_sequences + 1], [num_sequences]
-  at::Tensor block_tables;                // [num_sequences, max_blocks]
-  at::Tensor write_blocks, write_offsets; // [T]
+  at::Tensor query_starts, context_lens;   // [num_sequences + 1], [num_sequences]
+  at::Tensor block_tables;                 // [num_sequences, max_blocks]
+  at::Tensor write_blocks, write_offsets;  // [T]
 };
 
-// A step's queries, keys and values: rows of one packed tensor, `stride` numbers apart.
+// Some rows of one sequence and some neighbouring KV heads, which attend together.
 template <typename T>
-struct Packed {
-  T *query, *key, *value;
-  int64_t stride;
-  int64_t num_heads, num_kv_heads, head_size;
-};
-
-// One decode: a query row, and the context that it sees in some neighbouring KV heads.
-template <typename T>
-struct Decode {
-  const T* query;         // [num_kv_heads * group, size]
-  const T *keys, *values; // of the first KV head in block 0
+struct Tile {
+  const T* query;  // first row, first query head
+  T* out;          // likewise
+  int64_t row_stride;
+  int64_t num_rows, position;  // of the first row
+  const T *keys, *values;      // of the first KV head in block 0
   const int64_t* blocks;
   int64_t block_stride, head_stride, block_size;
   int64_t num_kv_heads, group, size;
-  int64_t first, last;    // visible positions
+  Pattern pattern;
   float scale;
-  T* out;                 // like query
 
-  // The rows of the first KV head for kLanes positions from `position` on; places behind the end
-  // repeat the last row.
-  void find_rows(const T* head, int64_t position, const T** rows) const {
-    int64_t block = position / block_size, offset = position % block_size;
+  int64_t first() const { return pattern.first(position); }
+  int64_t last() const { return position + num_rows; }
+  int64_t queries_each() const { return num_rows * group; }  // of a KV head
+  int64_t offset_of(int64_t head, int64_t query) const {     // in `query` and `out`
+    return query / group * row_stride + (head * group + query % group) * size;
+  }
+
+  // The first KV head's rows of kLanes positions from `start` on; a position that no row of the
+  // tile sees is replaced by one that is seen.
+  void find_rows(const T* head, int64_t start, const T** rows) const {
     for (int i = 0; i < kLanes; ++i) {
-      rows[i] = head + blocks[block] * block_stride + offset * size;
-      if (position + i + 1 < last && ++offset == block_size) offset = 0, ++block;
+      const int64_t place = std::clamp(start + i, first(), last() - 1);
+      rows[i] = head + blocks[place / block_size] * block_stride + place % block_size * size;
     }
   }
 };
 
-// scores[g * stride + lane] = q[g] . k for kLanes keys and `Group` query heads.
-template <int Group, int NumVectors, typename T>
+// scores[g * stride + i] = query[g] . rows[i] for kLanes keys.
+template <int Group, int NumSpans, typename T>
 void score(
-    const float* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
+    const T* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
     int64_t stride) {
-  const int64_t num_vectors = NumVectors ? NumVectors : (size + kLanes - 1) / kLanes;
-  if (NumVectors) size = NumVectors * kLanes;
+  const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
+  if (NumSpans) size = NumSpans * kSpan;
   Vector products[Group][kLanes];
-  for (int t = 0; t < kLanes; ++t) {
+  for (int i = 0; i < kLanes; ++i) {
     Vector sums[Group] = {};
-    for (int64_t v = 0; v < num_vectors; ++v) {
-      const Vector key = load_vector(rows[t] + offset, v, size);
-      for (int g = 0; g < Group; ++g)
-        sums[g] += widen(query + (g * num_vectors + v) * kLanes) * key;
+    for (int64_t s = 0; s < num_spans; ++s) {
+      T padded[kSpan];
+      const T* key = whole_span(rows[i] + offset, s, size, padded);
+      for (int g = 0; g < Group; ++g) add_products(sums[g], query + (g * num_spans + s) * kSpan, key);
     }
-    for (int g = 0; g < Group; ++g) products[g][t] = sums[g];
+    for (int g = 0; g < Group; ++g) products[g][i] = sums[g];
   }
-  for (int g = 0; g < Group; ++g) {
-    const Vector sums = sum_each(products[g]);
-    std::memcpy(scores + g * stride, &sums, sizeof sums);
+  for (int g = 0; g < Group; ++g) store_vector(scores + g * stride, sum_each(products[g]));
+}
+
+// sums[g] += weights[g * stride + i] * rows[i] for kLanes values.
+template <int Group, int NumSpans, typename T>
+void accumulate(
+    const float* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
+    int64_t stride) {
+  constexpr int kTile = NumSpans == 1 ? 1 : 2;  // spans whose sums fit into the registers
+  const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
+  if (NumSpans) size = NumSpans * kSpan;
+  for (int64_t from = 0; from < num_spans; from += kTile) {
+    const int width = std::min<int64_t>(kTile, num_spans - from);
+    Pair totals[Group][kTile];
+    for (int g = 0; g < Group; ++g)
+      for (int s = 0; s < kTile && s < width; ++s)
+        totals[g][s] = load_pair(sums + (g * num_spans + from + s) * kSpan);
+    for (int i = 0; i < kLanes; ++i)
+      for (int s = 0; s < kTile && s < width; ++s) {
+        T padded[kSpan];
+        const Pair value = widen(whole_span(rows[i] + offset, from + s, size, padded));
+        for (int g = 0; g < Group; ++g) {
+          totals[g][s].a += weights[g * stride + i] * value.a;
+          totals[g][s].b += weights[g * stride + i] * value.b;
+        }
+      }
+    for (int g = 0; g < Group; ++g)
+      for (int s = 0; s < kTile && s < width; ++s)
+        store_pair(sums + (g * num_spans + from + s) * kSpan, totals[g][s]);
   }
 }
 
-// sums[g] += weights[g * stride + t] * v[t] for `count` values and `Group` query heads.
-template <int Group, int NumVectors, typename T>
-void accumulate(
-    const float* weights, const T* const* rows, int64_t offset, int64_t size, int64_t count,
-    float* sums, int64_t stride) {
-  const int64_t num_vectors = NumVectors ? NumVectors : (size + kLanes - 1) / kLanes;
-  if (NumVectors) size = NumVectors * kLanes;
-  for (int64_t tile = 0; tile < num_vectors; tile += kTileVectors) {
-    const int width = std::min<int64_t>(kTileVectors, num_vectors - tile);
-    Vector totals[Group][kTileVectors] = {};
-    for (int64_t t = 0; t < count; ++t)
-      for (int v = 0; v < kTileVectors && v < width; ++v) {
-        const Vector value = load_vector(rows[t] + offset, tile + v, size);
-        for (int g = 0; g < Group; ++g) totals[g][v] += weights[g * stride + t] * value;
-      }
-    for (int g = 0; g < Group; ++g)
-      for (int v = 0; v < width; ++v) {
-        float* place = sums + (g * num_vectors + tile + v) * kLanes;
-        const Vector sum = widen(place) + totals[g][v];
-        std::memcpy(place, &sum, sizeof sum);
-      }
-  }
+// Calls work(std::integral_constant<int, Group>, first query) so that all queries are covered.
+template <typename Work>
+void in_groups(int64_t num_queries, const Work& work) {
+  int64_t query = 0;
+  for (; query + 4 <= num_queries; query += 4) work(std::integral_constant<int, 4>(), query);
+  for (; query + 2 <= num_queries; query += 2) work(std::integral_constant<int, 2>(), query);
+  for (; query < num_queries; ++query) work(std::integral_constant<int, 1>(), query);
 }
 
 // Goes through the context block by block and through the heads within a block, as they lie in
-// memory: what the processor reads ahead is then what comes next.
-template <int Group, int NumVectors, typename T>
-void attend(const Decode<T>& decode, std::vector<float>& scratch) {
-  const int64_t size = decode.size, num_heads = decode.num_kv_heads * decode.group;
-  const int64_t padded_size = (size + kLanes - 1) / kLanes * kLanes;
-  const int64_t length = decode.last - decode.first;
-  const int64_t padded = (length + kLanes - 1) / kLanes * kLanes;
-  scratch.assign(num_heads * (2 * padded_size + padded), 0.0f);
-  float* queries = scratch.data();                  // [num_heads, padded_size]
-  float* sums = queries + num_heads * padded_size;  // [num_heads, padded_size]
-  float* weights = sums + num_heads * padded_size;  // [num_heads, padded]
+// memory: what the processor reads ahead is then what comes next. `scratch` is reused.
+template <int NumSpans, typename T>
+void attend(const Tile<T>& tile, std::vector<float>& scratch) {
+  const int64_t size = tile.size, padded_size = spans_of(size) * kSpan;
+  const int64_t queries_each = tile.queries_each(), num_queries = queries_each * tile.num_kv_heads;
+  const int64_t begin = tile.first() / kLanes * kLanes;
+  const int64_t length = (tile.last() - begin + kLanes - 1) / kLanes * kLanes;
+  scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
+  float* sums = scratch.data();                         // [num_queries, padded_size]
+  float* weights = sums + num_queries * padded_size;    // [num_queries, length]
+  T* queries = reinterpret_cast<T*>(weights + num_queries * length);  // [num_queries, padded_size]
   const T* rows[kLanes];
 
-  for (int64_t head = 0; head < num_heads; ++head)
-    for (int64_t d = 0; d < size; ++d)
-      queries[head * padded_size + d] = load(decode.query[head * size + d]) * decode.scale;
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    decode.find_rows(decode.keys, decode.first + i, rows);
-    for (int64_t head = 0; head < num_heads; head += Group)
-      score<Group, NumVectors>(
-          queries + head * padded_size, rows, head / decode.group * decode.head_stride, size,
-          weights + head * padded + i, padded);
+  for (int64_t query = 0; query < num_queries; ++query)
+    std::memcpy(
+        queries + query * padded_size,
+        tile.query + tile.offset_of(query / queries_each, query % queries_each), size * sizeof(T));
+  for (int64_t i = 0; i < length; i += kLanes) {
+    tile.find_rows(tile.keys, begin + i, rows);
+    for (int64_t head = 0; head < tile.num_kv_heads; ++head)
+      in_groups(queries_each, [&](auto group, int64_t query) {
+        query += head * queries_each;
+        score<group(), NumSpans>(
+            queries + query * padded_size, rows, head * tile.head_stride, size,
+            weights + query * length + i, length);
+      });
   }
-  for (int64_t head = 0; head < num_heads; ++head) softmax(weights + head * padded, length, padded);
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    decode.find_rows(decode.values, decode.first + i, rows);
-    for (int64_t head = 0; head < num_heads; head += Group)
-      accumulate<Group, NumVectors>(
-          weights + head * padded + i, rows, head / decode.group * decode.head_stride, size,
-          std::min<int64_t>(kLanes, length - i), sums + head * padded_size, padded);
+  for (int64_t query = 0; query < num_queries; ++query) {
+    const int64_t position = tile.position + query % queries_each / tile.group;
+    softmax(
+        weights + query * length, length, tile.pattern.first(position) - begin,
+        position + 1 - begin, tile.scale);
   }
-  for (int64_t head = 0; head < num_heads; ++head)
-    for (int64_t d = 0; d < size; ++d)
-      store(decode.out[head * size + d], sums[head * padded_size + d]);
-}
-
-template <int Group, typename T>
-void attend_sized(const Decode<T>& decode, std::vector<float>& scratch) {
-  switch (decode.size) {  // the usual ones, known to the compiler
-    case 64: return attend<Group, 4>(decode, scratch);
-    case 128: return attend<Group, 8>(decode, scratch);
-    default: return attend<Group, 0>(decode, scratch);
+  for (int64_t i = 0; i < length; i += kLanes) {
+    tile.find_rows(tile.values, begin + i, rows);
+    for (int64_t head = 0; head < tile.num_kv_heads; ++head)
+      in_groups(queries_each, [&](auto group, int64_t query) {
+        query += head * queries_each;
+        accumulate<group(), NumSpans>(
+            weights + query * length + i, rows, head * tile.head_stride, size,
+            sums + query * padded_size, length);
+      });
+  }
+  for (int64_t query = 0; query < num_queries; ++query) {
+    T* out = tile.out + tile.offset_of(query / queries_each, query % queries_each);
+    for (int64_t place = 0; place < padded_size; ++place)
+      if (const int64_t d = dimension_of<T>(place); d < size)
+        store(out[d], sums[query * padded_size + place]);
   }
 }
 
 template <typename T>
-void attend_grouped(const Decode<T>& decode, std::vector<float>& scratch) {
-  if (decode.group % 4 == 0) return attend_sized<4>(decode, scratch);
-  if (decode.group % 3 == 0) return attend_sized<3>(decode, scratch);
-  if (decode.group % 2 == 0) return attend_sized<2>(decode, scratch);
-  return attend_sized<1>(decode, scratch);
-}
-
-// The decodes' rows of `out` [T, num_heads * head_size]. Threads take rows in turns, or parts of
-// rows where these are few.
-template <typename T>
-void attend_decodes(
-    const Packed<T>& packed, const LayerCache& cache, const Layout& layout, float scale,
-    at::Tensor& out) {
-  const int64_t size = packed.head_size, block_size = cache.key.size(2);
-  const int64_t group = packed.num_heads / packed.num_kv_heads;
-  const int64_t num_threads = at::get_num_threads();
-  const int64_t wanted = (2 * num_threads + layout.num_decodes - 1) / layout.num_decodes;
-  const int64_t heads_each = std::max<int64_t>(1, packed.num_kv_heads / wanted);
-  const int64_t parts = (packed.num_kv_heads + heads_each - 1) / heads_each;
-  const int64_t num_items = layout.num_decodes * parts;
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min(num_items, num_threads), 1, [&](int64_t, int64_t) {
-    std::vector<float> scratch;
-    for (int64_t item = next++; item < num_items; item = next++) {
-      const int64_t row = item / parts, head = item % parts * heads_each;
-      const int64_t context = data<int64_t>(layout.context_lens)[row];
-      const int64_t head_stride = block_size * size;
-      attend_grouped(
-          Decode<T>{
-              packed.query + row * packed.stride + head * group * size,
-              data<T>(cache.key) + head * head_stride,
-              data<T>(cache.value) + head * head_stride,
-              data<int64_t>(layout.block_tables) + row * layout.block_tables.size(1),
-              cache.key.stride(0), head_stride, block_size,
-              std::min(heads_each, packed.num_kv_heads - head), group, size,
-              cache.pattern.first(context - 1), context, scale,
-              data<T>(out) + (row * packed.num_heads + head * group) * size},
-          scratch);
-    }
-  });
-}
-
-// Additive mask [rows, length] for queries from `position` on and keys from `start` on.
-inline at::Tensor chunk_mask(
-    const Pattern& pattern, int64_t position, int64_t rows, int64_t start, int64_t length) {
-  at::Tensor mask = at::full({rows, length}, -std::numeric_limits<float>::infinity());
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t from = pattern.first(position + row) - start;
-    std::fill(
-        data<float>(mask) + row * length + from,
-        data<float>(mask) + row * length + position + row + 1 - start, 0.0f);
-  }
-  return mask;
-}
-
-// K or V [num_kv_heads, length, head_size] of positions `start` to `start + length`.
-template <typename T>
-at::Tensor gather(const at::Tensor& cache, const int64_t* blocks, int64_t start, int64_t length) {
-  const int64_t num_heads = cache.size(1), block_size = cache.size(2), size = cache.size(3);
-  at::Tensor rows = at::empty({num_heads, length, size}, cache.options());
-  at::parallel_for(0, num_heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head) {
-      for (int64_t i = 0; i < length;) {
-        const int64_t position = start + i, offset = position % block_size;
-        const int64_t count = std::min(block_size - offset, length - i);
-        std::memcpy(
-            data<T>(rows) + (head * length + i) * size,
-            data<T>(cache) + blocks[position / block_size] * cache.stride(0) +
-                (head * block_size + offset) * size,
-            count * size * sizeof(T));
-        i += count;
-      }
-    }
-  });
-  return rows;
-}
-
-// The chunks' rows of `out`: each chunk of the step attends to all of its sequence it sees.
-template <typename T>
-void attend_chunks(
-    const at::Tensor& query, const LayerCache& cache, const Layout& layout, double scale,
-    at::Tensor& out) {
-  const int64_t num_heads = query.size(1), num_kv_heads = cache.key.size(1);
-  const int64_t* starts = data<int64_t>(layout.query_starts);
-  for (int64_t index = layout.num_decodes; index < layout.context_lens.size(0); ++index) {
-    const int64_t rows = starts[index + 1] - starts[index];
-    const int64_t context = data<int64_t>(layout.context_lens)[index], position = context - rows;
-    const int64_t start = cache.pattern.first(position);
-    const int64_t* blocks = data<int64_t>(layout.block_tables) + index * layout.block_tables.size(1);
-    const at::Tensor keys = gather<T>(cache.key, blocks, start, context - start).unsqueeze(0);
-    const at::Tensor values = gather<T>(cache.value, blocks, start, context - start).unsqueeze(0);
-    const bool is_causal = start == position && cache.pattern.first(context - 1) == start;
-    c10::optional<at::Tensor> mask;
-    if (!is_causal)
-      mask = chunk_mask(cache.pattern, position, rows, start, context - start).to(query.scalar_type());
-    const at::Tensor queries = query.narrow(0, starts[index], rows).transpose(0, 1).unsqueeze(0);
-    const at::Tensor attended = at::scaled_dot_product_attention(
-        queries, keys, values, mask, 0.0, is_causal, scale, num_heads != num_kv_heads);
-    out.narrow(0, starts[index], rows)
-        .view({rows, num_heads, -1})
-        .copy_(attended.squeeze(0).transpose(0, 1));
+void attend_sized(const Tile<T>& tile, std::vector<float>& scratch) {
+  switch (tile.size) {  // the usual ones, known to the compiler
+    case 2 * kSpan: return attend<2>(tile, scratch);
+    case 4 * kSpan: return attend<4>(tile, scratch);
+    default: return attend<0>(tile, scratch);
   }
 }
+
+constexpr int64_t kTileRows = 16;  // rows that attend together, at most
+
+// A step's tiles.
+class Tiles {
+ public:
+  Tiles(const Layout& layout, int64_t num_kv_heads, int64_t num_threads)
+      : layout_(layout), num_kv_heads_(num_kv_heads) {
+    const int64_t* starts = data<int64_t>(layout.query_starts);
+    for (int64_t sequence = 0; sequence < layout.context_lens.size(0); ++sequence)
+      for (int64_t row = starts[sequence]; row < starts[sequence + 1]; row += kTileRows)
+        rows_.push_back({sequence, row, std::min(kTileRows, starts[sequence + 1] - row)});
+    // Heads lie side by side in a block, so they are kept together unless threads would be idle.
+    const int64_t wanted = 4 * num_threads, count = std::max<int64_t>(1, rows_.size());
+    const int64_t parts = std::min(num_kv_heads, (wanted + count - 1) / count);
+    heads_each_ = (num_kv_heads + parts - 1) / parts;
+    num_parts_ = (num_kv_heads + heads_each_ - 1) / heads_each_;
+  }
+
+  int64_t count() const { return static_cast<int64_t>(rows_.size()) * num_parts_; }
+
+  // `query` and `out` are [T, num_heads * size].
+  template <typename T>
+  Tile<T> at(
+      int64_t index, const at::Tensor& query, const at::Tensor& out, const LayerCache& cache,
+      float scale) const {
+    const Rows& rows = rows_[index / num_parts_];
+    const int64_t head = index % num_parts_ * heads_each_;
+    const int64_t stride = query.size(1), size = cache.key.size(3);
+    const int64_t group = stride / size / num_kv_heads_;
+    const int64_t offset = rows.first * stride + head * group * size;
+    const int64_t behind =
+        data<int64_t>(layout_.query_starts)[rows.sequence + 1] - rows.first;
+    const int64_t head_stride = cache.key.stride(1);
+    return Tile<T>{
+        data<T>(query) + offset, data<T>(out) + offset, stride, rows.count,
+        data<int64_t>(layout_.context_lens)[rows.sequence] - behind,
+        data<T>(cache.key) + head * head_stride, data<T>(cache.value) + head * head_stride,
+        data<int64_t>(layout_.block_tables) + rows.sequence * layout_.block_tables.size(1),
+        cache.key.stride(0), head_stride, cache.key.size(2),
+        std::min(heads_each_, num_kv_heads_ - head), group, size, cache.pattern, scale};
+  }
+
+ private:
+  struct Rows {
+    int64_t sequence, first, count;
+  };
+  const Layout& layout_;
+  int64_t num_kv_heads_, heads_each_, num_parts_;
+  std::vector<Rows> rows_;
+};
 
 }  // namespace promptq

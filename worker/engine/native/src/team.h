@@ -1,0 +1,84 @@
+// The threads that compute one step, and how they share its work.
+//
+// One parallel region holds the whole step, for to leave and enter one at each operation costs more
+// than many operations of a small model. Within it all threads go through the same phases; the
+// items of a phase are taken by whoever is free, so that a thread which other processes delay
+// holds the others up for one item at most.
+#pragma once
+
+#include <omp.h>
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+
+namespace promptq {
+
+class Team {
+ public:
+  // Run `step(team)` on each of at most `num_threads` threads; what it throws is thrown here.
+  template <typename Step>
+  static void run(int num_threads, const Step& step) {
+    Team team;
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp single
+      team.size_ = omp_get_num_threads();
+      step(team);
+    }
+    if (team.error_) std::rethrow_exception(team.error_);
+  }
+
+  // One phase: `work(item)` for each item below `num_items`, each on one thread. Returns once all
+  // are done. Behind an error the rest of the step is skipped.
+  template <typename Work>
+  void share(int64_t num_items, const Work& work) {
+    for (int64_t item; (item = next_.fetch_add(1)) < num_items;) {
+      if (failed_.load(std::memory_order_relaxed)) continue;
+      try {
+        work(item);
+      } catch (...) {
+        if (!failed_.exchange(true)) error_ = std::current_exception();
+      }
+    }
+    wait_for_all();
+  }
+
+ private:
+  void wait_for_all() {
+    const uint32_t phase = phase_.load();
+    if (num_waiting_.fetch_add(1) + 1 == size_) {
+      num_waiting_.store(0);
+      next_.store(0);
+      phase_.store(phase + 1);
+      phase_.notify_all();
+      return;
+    }
+    // Most waits are shorter than it takes to fall asleep and be woken. Behind a longer one stands
+    // another process, which may want this core.
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (phase_.load() != phase) return;
+      relax();
+    }
+    phase_.wait(phase);
+  }
+
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  static constexpr int kSpins = 2000;
+
+  int size_ = 1;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int> num_waiting_{0};
+  alignas(64) std::atomic<uint32_t> phase_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
+};
+
+}  // namespace promptq
