@@ -6,9 +6,9 @@ from worker.engine.sequence import Batch
 
 LONG_PROMPT = 512
 """Tokens beyond which a prompt is computed in paced chunks while others decode."""
-STRETCH = 1.6
+STRETCH = 2.0
 """What a step with a chunk of a long prompt may take, in steps that only decode."""
-MIN_CHUNK = 32
+MIN_CHUNK = 8
 """Tokens of a chunk at least: less would not be worth a step's fixed cost."""
 _WEIGHT = 0.2
 """Of the newest measurement in the averages."""

@@ -88,7 +88,7 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor attended = rows_of(num_rows, query_size), inner = rows_of(num_rows, inner_size_);
     at::Tensor last = rows_of(rows.size(0), size);
     at::Tensor logits = at::empty({rows.size(0), vocab_size_}, hidden.options());
-    const Tiles tiles(layout, num_kv_heads_, at::get_num_threads());
+    const Tiles tiles(layout, layers_[0].cache.pattern, num_kv_heads_, at::get_num_threads());
     Team::run(at::get_num_threads(), [&](Team& team) {
       const c10::InferenceMode without_gradients;
       std::vector<float> scratch;

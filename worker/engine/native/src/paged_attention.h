@@ -68,9 +68,13 @@ struct Tile {
   // The first KV head's rows of kLanes positions from `start` on; a position that no row of the
   // tile sees is replaced by one that is seen.
   void find_rows(const T* head, int64_t start, const T** rows) const {
+    const int64_t first_seen = first(), last_seen = last() - 1;
+    const int64_t place = std::clamp(start, first_seen, last_seen);
+    int64_t block = place / block_size, offset = place % block_size;
     for (int i = 0; i < kLanes; ++i) {
-      const int64_t place = std::clamp(start + i, first(), last() - 1);
-      rows[i] = head + blocks[place / block_size] * block_stride + place % block_size * size;
+      rows[i] = head + blocks[block] * block_stride + offset * size;
+      const bool is_seen = start + i >= first_seen && start + i < last_seen;
+      if (is_seen && ++offset == block_size) offset = 0, ++block;
     }
   }
 };
@@ -88,38 +92,46 @@ void score(
     for (int64_t s = 0; s < num_spans; ++s) {
       T padded[kSpan];
       const T* key = whole_span(rows[i] + offset, s, size, padded);
-      for (int g = 0; g < Group; ++g) add_products(sums[g], query + (g * num_spans + s) * kSpan, key);
+#pragma GCC unroll 8
+      for (int g = 0; g < Group; ++g) add_dot(sums[g], query + (g * num_spans + s) * kSpan, key);
     }
+#pragma GCC unroll 8
     for (int g = 0; g < Group; ++g) products[g][i] = sums[g];
   }
+#pragma GCC unroll 8
   for (int g = 0; g < Group; ++g) store_vector(scores + g * stride, sum_each(products[g]));
 }
 
 // sums[g] += weights[g * stride + i] * rows[i] for kLanes values.
 template <int Group, int NumSpans, typename T>
 void accumulate(
-    const float* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
+    const Weight<T>* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
     int64_t stride) {
-  constexpr int kTile = NumSpans == 1 ? 1 : 2;  // spans whose sums fit into the registers
+  // Spans whose sums fit into the registers; a number that the compiler knows, so that they stay.
+  constexpr int kTile = std::max(1, std::min(NumSpans, Group <= 2 ? 4 : 2));
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
   if (NumSpans) size = NumSpans * kSpan;
   for (int64_t from = 0; from < num_spans; from += kTile) {
-    const int width = std::min<int64_t>(kTile, num_spans - from);
     Pair totals[Group][kTile];
+#pragma GCC unroll 8
     for (int g = 0; g < Group; ++g)
-      for (int s = 0; s < kTile && s < width; ++s)
+#pragma GCC unroll 8
+      for (int s = 0; s < kTile; ++s)
         totals[g][s] = load_pair(sums + (g * num_spans + from + s) * kSpan);
-    for (int i = 0; i < kLanes; ++i)
-      for (int s = 0; s < kTile && s < width; ++s) {
-        T padded[kSpan];
-        const Pair value = widen(whole_span(rows[i] + offset, from + s, size, padded));
-        for (int g = 0; g < Group; ++g) {
-          totals[g][s].a += weights[g * stride + i] * value.a;
-          totals[g][s].b += weights[g * stride + i] * value.b;
-        }
+    for (int i = 0; i < kLanes; i += 2)
+#pragma GCC unroll 8
+      for (int s = 0; s < kTile; ++s) {
+        T padded[2][kSpan];
+        const TwoValues<T> values(
+            whole_span(rows[i] + offset, from + s, size, padded[0]),
+            whole_span(rows[i + 1] + offset, from + s, size, padded[1]));
+#pragma GCC unroll 8
+        for (int g = 0; g < Group; ++g) values.add_to(totals[g][s], weights + g * stride + i);
       }
+#pragma GCC unroll 8
     for (int g = 0; g < Group; ++g)
-      for (int s = 0; s < kTile && s < width; ++s)
+#pragma GCC unroll 8
+      for (int s = 0; s < kTile; ++s)
         store_pair(sums + (g * num_spans + from + s) * kSpan, totals[g][s]);
   }
 }
@@ -142,9 +154,9 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
   const int64_t begin = tile.first() / kLanes * kLanes;
   const int64_t length = (tile.last() - begin + kLanes - 1) / kLanes * kLanes;
   scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
-  float* sums = scratch.data();                         // [num_queries, padded_size]
-  float* weights = sums + num_queries * padded_size;    // [num_queries, length]
-  T* queries = reinterpret_cast<T*>(weights + num_queries * length);  // [num_queries, padded_size]
+  float* sums = scratch.data();                      // [num_queries, padded_size]
+  float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
+  T* queries = reinterpret_cast<T*>(scores + num_queries * length);  // [num_queries, padded_size]
   const T* rows[kLanes];
 
   for (int64_t query = 0; query < num_queries; ++query)
@@ -158,13 +170,13 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
         query += head * queries_each;
         score<group(), NumSpans>(
             queries + query * padded_size, rows, head * tile.head_stride, size,
-            weights + query * length + i, length);
+            scores + query * length + i, length);
       });
   }
   for (int64_t query = 0; query < num_queries; ++query) {
     const int64_t position = tile.position + query % queries_each / tile.group;
-    softmax(
-        weights + query * length, length, tile.pattern.first(position) - begin,
+    softmax<Weight<T>>(
+        scores + query * length, length, tile.pattern.first(position) - begin,
         position + 1 - begin, tile.scale);
   }
   for (int64_t i = 0; i < length; i += kLanes) {
@@ -173,14 +185,15 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
       in_groups(queries_each, [&](auto group, int64_t query) {
         query += head * queries_each;
         accumulate<group(), NumSpans>(
-            weights + query * length + i, rows, head * tile.head_stride, size,
-            sums + query * padded_size, length);
+            reinterpret_cast<const Weight<T>*>(scores + query * length) + i, rows,
+            head * tile.head_stride, size, sums + query * padded_size,
+            length * sizeof(float) / sizeof(Weight<T>));
       });
   }
   for (int64_t query = 0; query < num_queries; ++query) {
     T* out = tile.out + tile.offset_of(query / queries_each, query % queries_each);
     for (int64_t place = 0; place < padded_size; ++place)
-      if (const int64_t d = dimension_of<T>(place); d < size)
+      if (const int64_t d = place / kSpan * kSpan + TwoValues<T>::index_of(place % kSpan); d < size)
         store(out[d], sums[query * padded_size + place]);
   }
 }
@@ -196,53 +209,69 @@ void attend_sized(const Tile<T>& tile, std::vector<float>& scratch) {
 
 constexpr int64_t kTileRows = 16;  // rows that attend together, at most
 
-// A step's tiles.
+// A step's tiles, those that take longest first, none much longer than a thread's share.
 class Tiles {
  public:
-  Tiles(const Layout& layout, int64_t num_kv_heads, int64_t num_threads)
+  Tiles(const Layout& layout, const Pattern& pattern, int64_t num_kv_heads, int64_t num_threads)
       : layout_(layout), num_kv_heads_(num_kv_heads) {
     const int64_t* starts = data<int64_t>(layout.query_starts);
+    std::vector<Part> whole;
+    int64_t total = 0;
     for (int64_t sequence = 0; sequence < layout.context_lens.size(0); ++sequence)
-      for (int64_t row = starts[sequence]; row < starts[sequence + 1]; row += kTileRows)
-        rows_.push_back({sequence, row, std::min(kTileRows, starts[sequence + 1] - row)});
-    // Heads lie side by side in a block, so they are kept together unless threads would be idle.
-    const int64_t wanted = 4 * num_threads, count = std::max<int64_t>(1, rows_.size());
-    const int64_t parts = std::min(num_kv_heads, (wanted + count - 1) / count);
-    heads_each_ = (num_kv_heads + parts - 1) / parts;
-    num_parts_ = (num_kv_heads + heads_each_ - 1) / heads_each_;
+      for (int64_t row = starts[sequence]; row < starts[sequence + 1]; row += kTileRows) {
+        Part part{sequence, row, std::min(kTileRows, starts[sequence + 1] - row), 0, num_kv_heads};
+        const int64_t position = position_of(part);
+        part.cost = part.num_rows * (position + part.num_rows - pattern.first(position));
+        total += part.cost;
+        whole.push_back(part);
+      }
+    // Heads lie side by side in a block, so they stay together where that keeps nobody waiting.
+    const int64_t share = total / (4 * num_threads) + 1;
+    for (Part part : whole) {
+      const int64_t pieces = std::min(num_kv_heads, part.cost / share + 1);
+      part.num_kv_heads = (num_kv_heads + pieces - 1) / pieces;
+      part.cost /= pieces;
+      for (; part.kv_head < num_kv_heads; part.kv_head += part.num_kv_heads) parts_.push_back(part);
+    }
+    std::stable_sort(parts_.begin(), parts_.end(), [](const Part& one, const Part& other) {
+      return one.cost > other.cost;
+    });
   }
 
-  int64_t count() const { return static_cast<int64_t>(rows_.size()) * num_parts_; }
+  int64_t count() const { return static_cast<int64_t>(parts_.size()); }
 
   // `query` and `out` are [T, num_heads * size].
   template <typename T>
   Tile<T> at(
       int64_t index, const at::Tensor& query, const at::Tensor& out, const LayerCache& cache,
       float scale) const {
-    const Rows& rows = rows_[index / num_parts_];
-    const int64_t head = index % num_parts_ * heads_each_;
+    const Part& part = parts_[index];
     const int64_t stride = query.size(1), size = cache.key.size(3);
     const int64_t group = stride / size / num_kv_heads_;
-    const int64_t offset = rows.first * stride + head * group * size;
-    const int64_t behind =
-        data<int64_t>(layout_.query_starts)[rows.sequence + 1] - rows.first;
-    const int64_t head_stride = cache.key.stride(1);
+    const int64_t offset = part.row * stride + part.kv_head * group * size;
+    const int64_t head_stride = cache.key.stride(1), in_block = part.kv_head * head_stride;
     return Tile<T>{
-        data<T>(query) + offset, data<T>(out) + offset, stride, rows.count,
-        data<int64_t>(layout_.context_lens)[rows.sequence] - behind,
-        data<T>(cache.key) + head * head_stride, data<T>(cache.value) + head * head_stride,
-        data<int64_t>(layout_.block_tables) + rows.sequence * layout_.block_tables.size(1),
+        data<T>(query) + offset, data<T>(out) + offset, stride, part.num_rows, position_of(part),
+        data<T>(cache.key) + in_block, data<T>(cache.value) + in_block,
+        data<int64_t>(layout_.block_tables) + part.sequence * layout_.block_tables.size(1),
         cache.key.stride(0), head_stride, cache.key.size(2),
-        std::min(heads_each_, num_kv_heads_ - head), group, size, cache.pattern, scale};
+        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group, size, cache.pattern,
+        scale};
   }
 
  private:
-  struct Rows {
-    int64_t sequence, first, count;
+  struct Part {
+    int64_t sequence, row, num_rows, kv_head, num_kv_heads, cost = 0;
   };
+
+  int64_t position_of(const Part& part) const {
+    return data<int64_t>(layout_.context_lens)[part.sequence] -
+           (data<int64_t>(layout_.query_starts)[part.sequence + 1] - part.row);
+  }
+
   const Layout& layout_;
-  int64_t num_kv_heads_, heads_each_, num_parts_;
-  std::vector<Rows> rows_;
+  int64_t num_kv_heads_;
+  std::vector<Part> parts_;
 };
 
 }  // namespace promptq

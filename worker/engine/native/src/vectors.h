@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -33,8 +34,7 @@ inline void store_vector(float* place, const Vector& vector) {
   std::memcpy(place, &vector, sizeof vector);
 }
 
-// A span of numbers in fp32. Which of them lies where is what widening is cheapest at, see
-// dimension_of.
+// A span of numbers in fp32.
 struct Pair {
   Vector a, b;
 };
@@ -50,18 +50,10 @@ inline void store_pair(float* place, const Pair& pair) {
 
 inline Pair widen(const float* place) { return load_pair(place); }
 
-// Each 32 bits hold a number of even and one of odd index; a bf16 is the upper half of its fp32.
 inline Pair widen(const Bf16* place) {
-  const Bits both = load_as<Bits>(place);
-  return {reinterpret_cast<Vector>(both << 16), reinterpret_cast<Vector>(both & 0xffff0000u)};
-}
-
-// The index within a head of what lies at `place` of a row of pairs.
-template <typename T>
-int64_t dimension_of(int64_t place) {
-  if (sizeof(T) == sizeof(float)) return place;
-  const int64_t lane = place % kLanes, is_odd = place / kLanes % 2;
-  return place / kSpan * kSpan + 2 * lane + is_odd;
+  Pair pair;
+  for (int i = 0; i < kLanes; ++i) pair.a[i] = load(place[i]), pair.b[i] = load(place[kLanes + i]);
+  return pair;
 }
 
 // Where span `index` of a row of `size` numbers lies; a part of one is copied to `padded`, with
@@ -75,22 +67,73 @@ const T* whole_span(const T* row, int64_t index, int64_t size, T* padded) {
   return padded;
 }
 
+#ifdef __AVX512BF16__
+constexpr bool kMultipliesBf16 = true;  // two products a lane, summed in fp32
+
+inline __m512bh bf16_of(const void* place) { return load_as<__m512bh>(place); }
+
+inline void add_products(Vector& sum, __m512bh a, __m512bh b) {
+  sum = reinterpret_cast<Vector>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), a, b));
+}
+#else
+constexpr bool kMultipliesBf16 = false;
+#endif
+
+// What the weights of values of type T are kept as.
+template <typename T>
+using Weight = std::conditional_t<kMultipliesBf16, T, float>;
+
 // sum += a . b over a span, spread over the lanes.
 template <typename T>
-void add_products(Vector& sum, const T* a, const T* b) {
+void add_dot(Vector& sum, const T* a, const T* b) {
 #ifdef __AVX512BF16__
-  if constexpr (sizeof(T) == sizeof(Bf16)) {
-    const __m512i left = load_as<__m512i>(a), right = load_as<__m512i>(b);
-    sum = reinterpret_cast<Vector>(_mm512_dpbf16_ps(
-        reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(left),
-        reinterpret_cast<__m512bh>(right)));
-    return;
-  }
+  if constexpr (std::is_same_v<T, Bf16>) return add_products(sum, bf16_of(a), bf16_of(b));
 #endif
   const Pair left = widen(a), right = widen(b);
   sum += left.a * right.a;
   sum += left.b * right.b;
 }
+
+// Two values, laid out as they are multiplied.
+template <typename T>
+struct TwoValues {
+  TwoValues(const T* one, const T* other) : one(widen(one)), other(widen(other)) {}
+
+  // sums += weights[0] * one + weights[1] * other
+  void add_to(Pair& sums, const Weight<T>* weights) const {
+    sums.a += weights[0] * one.a;
+    sums.b += weights[0] * one.b;
+    sums.a += weights[1] * other.a;
+    sums.b += weights[1] * other.b;
+  }
+
+  // The index within a span of what lies at `place` of the sums.
+  static int64_t index_of(int64_t place) { return place; }
+
+  Pair one, other;
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct TwoValues<Bf16> {
+  TwoValues(const Bf16* one, const Bf16* other)
+      : low(reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(load_as<__m512i>(one), load_as<__m512i>(other)))),
+        high(reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(load_as<__m512i>(one), load_as<__m512i>(other)))) {}
+
+  void add_to(Pair& sums, const Bf16* weights) const {
+    const __m512bh both = reinterpret_cast<__m512bh>(_mm512_set1_epi32(load_as<int>(weights)));
+    add_products(sums.a, both, low);
+    add_products(sums.b, both, high);
+  }
+
+  // Numbers alternate by fours between the two vectors.
+  static int64_t index_of(int64_t place) {
+    return place % kLanes / 4 * 8 + place / kLanes * 4 + place % 4;
+  }
+
+  __m512bh low, high;
+};
+#endif
 
 // Sums of neighbours: those of `a`, then those of `b`.
 inline Vector add_neighbours(Vector a, Vector b) {
@@ -98,19 +141,23 @@ inline Vector add_neighbours(Vector a, Vector b) {
   return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
 }
 
-// Lane i of the result is the sum of all lanes of vectors[i].
-inline Vector sum_each(Vector* vectors) {
-  for (int width = kLanes; width > 1; width /= 2)
-    for (int i = 0; i < width / 2; ++i)
-      vectors[i] = add_neighbours(vectors[2 * i], vectors[2 * i + 1]);
-  return vectors[0];
+// Lane i of the result is the sum of all lanes of vectors[i], of which there are `Width`; the lanes
+// behind repeat.
+template <int Width = kLanes>
+Vector sum_each(const Vector* vectors) {
+  if constexpr (Width == 1) {
+    return vectors[0];
+  } else {
+    return add_neighbours(sum_each<Width / 2>(vectors), sum_each<Width / 2>(vectors + Width / 2));
+  }
 }
 
 // Turn scores into weights that sum to 1, those outside of [first, last) into zeros. `length` is a
-// multiple of kLanes.
+// multiple of kLanes. The weights lie where the scores were, as numbers of type W.
 //
 // Lanes stand for fixed places, so that the result does not depend on what lies outside.
-inline void softmax(float* scores, int64_t length, int64_t first, int64_t last, float scale) {
+template <typename W>
+void softmax(float* scores, int64_t length, int64_t first, int64_t last, float scale) {
   constexpr float kNever = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + first, kNever);
   std::fill(scores + last, scores + length, kNever);
@@ -130,8 +177,8 @@ inline void softmax(float* scores, int64_t length, int64_t first, int64_t last, 
   float total = 0.0f;
   for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
   const float share = 1.0f / total;
-#pragma omp simd
-  for (int64_t i = 0; i < length; ++i) scores[i] *= share;
+  W* weights = reinterpret_cast<W*>(scores);
+  for (int64_t i = 0; i < length; ++i) store(weights[i], scores[i] * share);
 }
 
 }  // namespace promptq
