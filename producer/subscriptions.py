@@ -186,6 +186,8 @@ class Mailbox:
         self._channel: _Channel | None = None
         self._unread: deque[_Heard] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._deadline = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def subscribe(self, name: str, sharded: bool) -> None:
         """Follow this channel instead of any before. Whether that succeeds is heard."""
@@ -196,13 +198,11 @@ class Mailbox:
     async def get(self, seconds: float) -> _Heard | None:
         """What comes next, an error for a lost connection; None if within so long nothing came."""
         if not self._unread:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(seconds, self._wake)
+            self._set_timer(seconds)
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
-                timer.cancel()
                 self._waiter = None
         return self._unread.popleft() if self._unread else None
 
@@ -220,6 +220,30 @@ class Mailbox:
         if channel is not None:
             await self._subscriptions.leave(channel, self)
         self._unread.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set_timer(self, seconds: float) -> None:
+        """A timer that would ring before is left to ring, and then set to what is left.
+
+        Nearly every wait ends long before its time, and a timer each would double what it costs.
+        """
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + seconds
+        if self._timer is not None:
+            if self._timer.when() <= self._deadline:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(self._deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        left = self._deadline - asyncio.get_running_loop().time()
+        if left > 0:
+            self._set_timer(left)
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
