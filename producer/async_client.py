@@ -189,7 +189,7 @@ class AsyncClient:
         return self._queue
 
     def _use(self, client: redis.asyncio.Redis) -> None:
-        self._subscriptions = Subscriptions(client.connection_pool)
+        self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
 
     async def _enqueue(self, composed: Composed) -> list[str]:

@@ -2,8 +2,8 @@
 
 A task of its own, the keeper, owns the connection for as long as anybody listens: it puts what
 comes into the mailboxes of those who follow the channel, and brings a lost connection back once for
-all of them. redis-py's PubSub cannot do this: it connects again from whichever task finds the
-connection lost, be it the one that reads or the one that subscribes.
+all of them. Of redis-py's PubSub only the connection is used: PubSub connects again from whichever
+task finds the connection lost, so reading in one and subscribing from others is not safe with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import math
 import random
 from collections import deque
+from contextlib import aclosing
 from typing import Any
 
 import redis
@@ -38,8 +39,8 @@ _SHARDED = {b"smessage", b"ssubscribe", b"sunsubscribe"}
 class Subscriptions:
     """The connection, its keeper, and who follows which channel."""
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    def __init__(self, client: Any) -> None:
+        self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
         self._asked: dict[_Channel, None] = {}  # of the server, in this order
         self._confirmed: set[_Channel] = set()
@@ -87,16 +88,13 @@ class Subscriptions:
         me = asyncio.current_task()
         assert me is not None
         try:
-            connection = await self._pool.get_connection()
-            try:
+            async with aclosing(self._redis.pubsub(push_handler_func=_unlogged)) as pubsub:
+                await pubsub.connect()
                 while not me.cancelling():  # redis-py swallows cancellations, see `cancelling`
-                    await self._listen(connection, me)
-                    await connection.disconnect(nowait=True)
+                    await self._listen(pubsub.connection, me)
+                    await pubsub.connection.disconnect(nowait=True)
                     await asyncio.sleep(random.uniform(0, _MAX_RECONNECT_SECONDS))
-                    await connection.connect()
-            finally:
-                await connection.disconnect(nowait=True)
-                await self._pool.release(connection)
+                    await pubsub.connect()
         except Exception as error:  # whatever it is, those who listen must not wait in vain
             if self._keeper is me:
                 self._fail(error)
@@ -248,6 +246,11 @@ class Mailbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+async def _unlogged(response: Any) -> Any:
+    """In the place of redis-py's handler, which writes each message out for a log nobody reads."""
+    return response
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
