@@ -23,6 +23,7 @@ from tests.producer.playing import HandWorker
 
 KEYS = Keys("default")
 NUM_STREAMS = 64
+_NO_SILENCE = 3600.0  # so nothing but the rule under test brings the events
 
 
 class Readers:
@@ -53,8 +54,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+def subscriber_ids(worker: HandWorker) -> list[str]:
+    return [each["id"] for each in worker.redis.client_list(_type="pubsub")]
+
+
 def num_subscribers(worker: HandWorker) -> int:
-    return len(worker.redis.client_list(_type="pubsub"))
+    return len(subscriber_ids(worker))
 
 
 def num_following(worker: HandWorker, request_id: str, sharded: bool = False) -> int:
@@ -67,7 +72,7 @@ def num_following(worker: HandWorker, request_id: str, sharded: bool = False) ->
 async def connected(url: str, **options: Any) -> AsyncIterator[AsyncClient]:
     """A client that leaves neither a task nor a subscriber behind."""
     before = asyncio.all_tasks()
-    async with AsyncClient(url, silence_seconds=60, **options) as client:
+    async with AsyncClient(url, silence_seconds=_NO_SILENCE, **options) as client:
         yield client
     assert asyncio.all_tasks() == before
 
@@ -145,6 +150,32 @@ async def test_a_lost_connection_of_many_streams(redis_url: str, own_worker: Han
         await asyncio.gather(*readers.tasks)
     for events in readers.events:
         assert [event.index for event in events] == [*range(len(texts)), len(texts)]
+
+
+async def test_one_reconnection_for_all(redis_url: str, own_worker: HandWorker) -> None:
+    """The channels are subscribed again at once; the streams do not each begin anew."""
+
+    def num_begun() -> int:
+        """Each beginning stream asks for the queue's kind of pub/sub."""
+        return int(own_worker.redis.info("commandstats")["cmdstat_hget"]["calls"])
+
+    async with connected(redis_url) as client:
+        claims = await enqueue(client, own_worker, 5)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        begun = num_begun()
+        [lost] = subscriber_ids(own_worker)
+        own_worker.redis.execute_command("CLIENT", "KILL", "ID", lost)
+        await until(lambda: lost not in subscriber_ids(own_worker))
+        for claim in claims:
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        assert num_subscribers(own_worker) == 1
+        assert num_begun() == begun
+        for claim in claims:
+            own_worker.finish(claim, "a")
+        await asyncio.gather(*readers.tasks)
 
 
 async def test_leaving_early_unsubscribes(redis_url: str, own_worker: HandWorker) -> None:
@@ -242,7 +273,7 @@ async def test_a_server_that_goes_away_ends_all_streams(monkeypatch: pytest.Monk
         worker = HandWorker(connection)
         async with redis.asyncio.Redis.from_url(server.url) as own:
             before = asyncio.all_tasks()
-            client = AsyncClient(own, silence_seconds=60)
+            client = AsyncClient(own, silence_seconds=_NO_SILENCE)
             claims = await enqueue(client, worker, 5)
             readers = Readers(client)
             for claim in claims:
