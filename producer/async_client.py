@@ -44,6 +44,10 @@ from shared.scripts import Call, CancelStatus
 
 T = TypeVar("T")
 
+_MAX_ASKING = 32
+"""So many streams ask the server at once, as after a reconnection; redis-py's pool has 100
+connections for all calls of the client, and refuses who finds none."""
+
 
 class AsyncClient:
     """`producer.Client` for asyncio: the same methods, awaited, with the same errors.
@@ -63,6 +67,7 @@ class AsyncClient:
         self._queue: AsyncRequestQueue | None = None
         self._subscriptions: Subscriptions | None = None
         self._connecting = asyncio.Lock()
+        self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._silence = silence_seconds
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
@@ -248,7 +253,8 @@ class AsyncClient:
         try:
             match action:
                 case Ask(call):
-                    return await (await self._connected()).run(call)
+                    async with self._asking:
+                        return await (await self._connected()).run(call)
                 case Sleep(seconds):
                     await asyncio.sleep(seconds)
                 case Subscribe(channel, sharded):

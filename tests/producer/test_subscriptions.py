@@ -178,6 +178,22 @@ async def test_one_reconnection_for_all(redis_url: str, own_worker: HandWorker) 
         await asyncio.gather(*readers.tasks)
 
 
+async def test_more_streams_than_connections(redis_url: str, own_worker: HandWorker) -> None:
+    """They all begin at once, and leave connections for the other calls of the client."""
+    async with connected(redis_url) as client:
+        claims = await enqueue(client, own_worker, 150)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+        for claim in claims:
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        assert len(own_worker.redis.client_list(_type="normal")) < 50
+        for claim in claims:
+            own_worker.finish(claim, "a")
+        await asyncio.gather(*readers.tasks)
+        assert readers.texts == ["a"] * len(claims)
+
+
 async def test_leaving_early_unsubscribes(redis_url: str, own_worker: HandWorker) -> None:
     """The channel has no subscriber any more; those who stay hear on, and may come back."""
     async with connected(redis_url) as client:
