@@ -33,8 +33,8 @@ from producer.stream import (
     Wait,
     advance,
     follow,
-    heard,
 )
+from producer.subscriptions import Mailbox, Subscriptions
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError, RequestExistsError
 from shared.keys import Keys, check_request_id
@@ -43,6 +43,10 @@ from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus
 
 T = TypeVar("T")
+
+_MAX_ASKING = 32
+"""So many streams ask the server at once, as after a reconnection; redis-py's pool has 100
+connections for all calls of the client, and refuses who finds none."""
 
 
 class AsyncClient:
@@ -61,8 +65,9 @@ class AsyncClient:
         self._keys = Keys(queue)
         self._owned: redis.asyncio.Redis | None = None
         self._queue: AsyncRequestQueue | None = None
-        self._redis: Any = None  # its command methods are untyped
+        self._subscriptions: Subscriptions | None = None
         self._connecting = asyncio.Lock()
+        self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._silence = silence_seconds
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
@@ -165,6 +170,8 @@ class AsyncClient:
         """As `Client.close`."""
         if self._queue is not None:
             await self._queue.close()
+        if self._subscriptions is not None:
+            await self._subscriptions.aclose()
         if self._owned is not None:
             await self._owned.aclose()
 
@@ -187,7 +194,7 @@ class AsyncClient:
         return self._queue
 
     def _use(self, client: redis.asyncio.Redis) -> None:
-        self._redis = client
+        self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
 
     async def _enqueue(self, composed: Composed) -> list[str]:
@@ -228,29 +235,29 @@ class AsyncClient:
 
     async def _carry_out(self, steps: Steps) -> AsyncIterator[TokenEvent]:
         await self._connected()
+        assert self._subscriptions is not None
         with explained(self.url):
-            async with aclosing(self._redis.pubsub()) as subscription:
+            async with aclosing(self._subscriptions.mailbox()) as mailbox:
                 action = advance(steps, None)
                 while action is not None:
                     answer = None
                     if isinstance(action, Emit):
                         yield action.event
+                    elif isinstance(action, Wait):
+                        answer = await mailbox.get(action.seconds)
                     else:
-                        answer = await heeding_cancels(self._perform(action, subscription))
+                        answer = await heeding_cancels(self._perform(action, mailbox))
                     action = advance(steps, answer)
 
-    async def _perform(self, action: Action, subscription: Any) -> Any:
+    async def _perform(self, action: Action, mailbox: Mailbox) -> Any:
         try:
             match action:
                 case Ask(call):
-                    return await (await self._connected()).run(call)
-                case Wait(seconds):
-                    return heard(await subscription.get_message(timeout=seconds))
+                    async with self._asking:
+                        return await (await self._connected()).run(call)
                 case Sleep(seconds):
                     await asyncio.sleep(seconds)
                 case Subscribe(channel, sharded):
-                    await subscription.aclose()
-                    subscribe = subscription.ssubscribe if sharded else subscription.subscribe
-                    await subscribe(channel)
+                    await mailbox.subscribe(channel, sharded)
         except redis.RedisError as error:
             return error

@@ -82,6 +82,12 @@ class Subscribed(Enum):
     SUBSCRIBED = "subscribed"
 
 
+class Missed(Enum):
+    """Heard in the place of messages that were dropped."""
+
+    MISSED = "missed"
+
+
 def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
     """What a redis-py pub/sub message says: an event, a confirmed subscription, or nothing."""
     kind = message["type"] if message else None

@@ -1,0 +1,339 @@
+"""All streams of an asyncio client hear through one connection, and none of them notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from producer import AsyncClient
+from producer.stream import Missed
+from producer.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
+from shared.embedded import EmbeddedServer
+from shared.errors import QueueClosedError, RedisAuthError, RedisUnavailableError
+from shared.keys import Keys
+from shared.schemas import TokenEvent
+from shared.scripts import Claim
+from tests.producer.playing import HandWorker
+
+KEYS = Keys("default")
+NUM_STREAMS = 64
+_NO_SILENCE = 3600.0  # so nothing but the rule under test brings the events
+
+
+class Readers:
+    """Streams of one client, each read by a task."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.events: list[list[TokenEvent]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def read(self, request_id: str) -> None:
+        self.events.append([])
+        reading = self._read(request_id, self.events[-1].append)
+        self.tasks.append(asyncio.create_task(reading))
+
+    @property
+    def texts(self) -> list[str]:
+        return ["".join(event.text for event in events) for events in self.events]
+
+    async def _read(self, request_id: str, add: Callable[[TokenEvent], None]) -> None:
+        async with aclosing(self._client.stream(request_id)) as stream:
+            async for event in stream:
+                add(event)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def subscriber_ids(worker: HandWorker) -> list[str]:
+    return [each["id"] for each in worker.redis.client_list(_type="pubsub")]
+
+
+def num_subscribers(worker: HandWorker) -> int:
+    return len(subscriber_ids(worker))
+
+
+def num_following(worker: HandWorker, request_id: str, sharded: bool = False) -> int:
+    count = worker.redis.pubsub_shardnumsub if sharded else worker.redis.pubsub_numsub
+    [(_, num)] = count(KEYS.events(request_id))
+    return int(num)
+
+
+@asynccontextmanager
+async def connected(url: str, **options: Any) -> AsyncIterator[AsyncClient]:
+    """A client that leaves neither a task nor a subscriber behind."""
+    before = asyncio.all_tasks()
+    async with AsyncClient(url, silence_seconds=_NO_SILENCE, **options) as client:
+        yield client
+    assert asyncio.all_tasks() == before
+
+
+async def enqueue(client: AsyncClient, worker: HandWorker, num: int) -> list[Claim]:
+    await client.enqueue_many([{"prompt": "Hi"}] * num)
+    return [worker.take() for _ in range(num)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+async def test_many_streams_and_one_connection(
+    redis_url: str, own_worker: HandWorker, sharded: bool
+) -> None:
+    """The server has one subscriber for all of them, and none when the last stream ended."""
+    if sharded:
+        own_worker.redis.hset(KEYS.config, "pubsub", "sharded")
+    async with connected(redis_url) as client:
+        before = asyncio.all_tasks()
+        claims = await enqueue(client, own_worker, NUM_STREAMS)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+        for claim in claims:
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id, sharded))
+        assert num_subscribers(own_worker) == 1
+        for claim in claims:
+            own_worker.send(claim, claim.request_id)
+        await until(lambda: all(readers.texts))
+        for claim in claims:
+            own_worker.finish(claim, "!")
+        await asyncio.gather(*readers.tasks)
+        assert readers.texts == [f"{claim.request_id}!" for claim in claims]
+        await until(lambda: num_subscribers(own_worker) == 0)
+        assert asyncio.all_tasks() == before
+
+
+async def test_two_streams_of_one_request(redis_url: str, own_worker: HandWorker) -> None:
+    """Each gets all of it, also who joins late, and one's leaving is not the other's."""
+    async with connected(redis_url) as client:
+        [claim] = await enqueue(client, own_worker, 1)
+        readers = Readers(client)
+        readers.read(claim.request_id)
+        readers.read(claim.request_id)
+        own_worker.send(claim, "a")
+        await until(lambda: readers.texts == ["a", "a"])
+        readers.read(claim.request_id)
+        await until(lambda: readers.texts == ["a", "a", "a"])
+        readers.tasks[0].cancel()
+        await asyncio.wait(readers.tasks[:1])
+        assert num_following(own_worker, claim.request_id) == 1
+        own_worker.send(claim, "b")
+        await until(lambda: readers.texts == ["a", "ab", "ab"])
+        own_worker.finish(claim)
+        await asyncio.gather(*readers.tasks[1:])
+
+
+async def test_a_lost_connection_of_many_streams(redis_url: str, own_worker: HandWorker) -> None:
+    """Cut off in mid-stream, again and again: nothing lost, nothing twice, one connection."""
+    texts = "abcdef"
+    async with connected(redis_url) as client:
+        claims = await enqueue(client, own_worker, NUM_STREAMS)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+        for n, text in enumerate(texts, start=1):
+            for claim in claims[: NUM_STREAMS // 2]:
+                own_worker.send(claim, text)
+            own_worker.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            for claim in claims[NUM_STREAMS // 2 :]:
+                own_worker.send(claim, text)
+            await until(lambda n=n: readers.texts == [texts[:n]] * NUM_STREAMS)
+            assert num_subscribers(own_worker) <= 1
+        for claim in claims:
+            own_worker.finish(claim)
+        await asyncio.gather(*readers.tasks)
+    for events in readers.events:
+        assert [event.index for event in events] == [*range(len(texts)), len(texts)]
+
+
+async def test_one_reconnection_for_all(redis_url: str, own_worker: HandWorker) -> None:
+    """The channels are subscribed again at once; the streams do not each begin anew."""
+
+    def num_begun() -> int:
+        """Each beginning stream asks for the queue's kind of pub/sub."""
+        return int(own_worker.redis.info("commandstats")["cmdstat_hget"]["calls"])
+
+    async with connected(redis_url) as client:
+        claims = await enqueue(client, own_worker, 5)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        begun = num_begun()
+        [lost] = subscriber_ids(own_worker)
+        own_worker.redis.execute_command("CLIENT", "KILL", "ID", lost)
+        await until(lambda: lost not in subscriber_ids(own_worker))
+        for claim in claims:
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        assert num_subscribers(own_worker) == 1
+        assert num_begun() == begun
+        for claim in claims:
+            own_worker.finish(claim, "a")
+        await asyncio.gather(*readers.tasks)
+
+
+async def test_more_streams_than_connections(redis_url: str, own_worker: HandWorker) -> None:
+    """They all begin at once, and leave connections for the other calls of the client."""
+    async with connected(redis_url) as client:
+        claims = await enqueue(client, own_worker, 150)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+        for claim in claims:
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        assert len(own_worker.redis.client_list(_type="normal")) < 50
+        for claim in claims:
+            own_worker.finish(claim, "a")
+        await asyncio.gather(*readers.tasks)
+        assert readers.texts == ["a"] * len(claims)
+
+
+async def test_leaving_early_unsubscribes(redis_url: str, own_worker: HandWorker) -> None:
+    """The channel has no subscriber any more; those who stay hear on, and may come back."""
+    async with connected(redis_url) as client:
+        leaving, staying = await enqueue(client, own_worker, 2)
+        readers = Readers(client)
+        readers.read(staying.request_id)
+        own_worker.send(leaving, "a")
+        for _ in range(3):
+            async with aclosing(client.stream(leaving.request_id)) as stream:
+                async for event in stream:
+                    assert event.text == "a"
+                    break
+                await until(lambda: num_following(own_worker, leaving.request_id) == 1)
+            await until(lambda: num_following(own_worker, leaving.request_id) == 0)
+            assert num_following(own_worker, staying.request_id) == 1
+        own_worker.finish(staying, "b")
+        await asyncio.gather(*readers.tasks)
+        assert readers.texts == ["b"]
+        own_worker.finish(leaving, "c")
+        assert (await client.result(leaving.request_id)).text == "ac"
+
+
+async def test_a_cancelled_reader_leaves_alone(redis_url: str, own_worker: HandWorker) -> None:
+    """A task that is cancelled in its wait takes no one with it, and its channel is left."""
+    async with connected(redis_url) as client:
+        gone, other = await enqueue(client, own_worker, 2)
+        readers = Readers(client)
+        readers.read(gone.request_id)
+        readers.read(other.request_id)
+        await until(lambda: num_following(own_worker, gone.request_id) == 1)
+        readers.tasks[0].cancel()
+        await until(lambda: num_following(own_worker, gone.request_id) == 0)
+        [connection] = own_worker.redis.client_list(_type="pubsub")
+        own_worker.finish(other, "a")
+        await asyncio.gather(*readers.tasks[1:])
+        assert readers.texts[1] == "a"
+        assert connection["sub"] in ("1", 1)
+
+
+async def test_a_slow_reader(redis_url: str, own_worker: HandWorker) -> None:
+    """Who does not take its events holds nobody up, and gets all of them when it goes on."""
+    num = MAX_UNREAD + 10
+    async with connected(redis_url) as client:
+        slow, quick = await enqueue(client, own_worker, 2)
+        readers = Readers(client)
+        readers.read(quick.request_id)
+        async with aclosing(client.stream(slow.request_id)) as stream:
+            own_worker.send(slow, "a")
+            events = [await anext(stream)]
+            for _ in range(num):
+                own_worker.send(slow, "a")
+                own_worker.send(quick, "b")
+            own_worker.finish(slow)
+            own_worker.finish(quick)
+            await asyncio.gather(*readers.tasks)
+            events += [event async for event in stream]
+    assert readers.texts == ["b" * num]
+    assert [event.index for event in events] == [*range(num + 1), num + 1]
+    assert events[-1].is_last
+
+
+async def test_a_mailbox_is_bounded() -> None:
+    """What is dropped is told of, and what came after it is kept."""
+    mailbox = Mailbox(Subscriptions(None))
+    for n in range(10 * MAX_UNREAD):
+        mailbox.put(b"%d" % n)
+    unread = []
+    while (item := await mailbox.get(0.001)) is not None:
+        unread.append(item)
+    assert len(unread) <= MAX_UNREAD
+    assert unread[0] is Missed.MISSED
+    assert unread[-1] == b"%d" % (10 * MAX_UNREAD - 1)
+
+
+async def test_closing_ends_all_streams(redis_url: str, own_worker: HandWorker) -> None:
+    """They say so at once, without waiting for a silence, and no connection stays."""
+    async with connected(redis_url) as client:
+        claims = await enqueue(client, own_worker, 5)
+        readers = Readers(client)
+        for claim in claims:
+            readers.read(claim.request_id)
+            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        await client.close()
+        ends = await asyncio.gather(*readers.tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [QueueClosedError] * 5
+        await until(lambda: num_subscribers(own_worker) == 0)
+
+
+async def test_a_server_that_goes_away_ends_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some tries each of them says that the server is gone."""
+    monkeypatch.setattr("producer.stream.GIVE_UP_SECONDS", 0.1)
+    with EmbeddedServer() as server, redis.Redis.from_url(server.url) as connection:
+        worker = HandWorker(connection)
+        async with redis.asyncio.Redis.from_url(server.url) as own:
+            before = asyncio.all_tasks()
+            client = AsyncClient(own, silence_seconds=_NO_SILENCE)
+            claims = await enqueue(client, worker, 5)
+            readers = Readers(client)
+            for claim in claims:
+                readers.read(claim.request_id)
+                await until(lambda claim=claim: num_following(worker, claim.request_id) == 1)
+            await asyncio.to_thread(server.stop)
+            ends = await asyncio.gather(*readers.tasks, return_exceptions=True)
+            assert [type(end) for end in ends] == [RedisUnavailableError] * 5
+            assert asyncio.all_tasks() == before
+
+
+async def test_a_refused_channel_is_one_streams_own(own_worker: HandWorker, redis_url: str) -> None:
+    """A user whose ACL knows some channels only hears those, beside the error for another."""
+    own_worker.redis.execute_command(
+        *("ACL", "SETUSER", "reader", "on", "nopass", "~*", "+@all", "resetchannels"),
+        f"&{KEYS.events('mine')}",
+    )
+    async with AsyncClient(redis_url) as client:
+        for request_id in ("before", "mine", "after"):
+            await client.enqueue("Hi", request_id=request_id)
+    claims = {claim.request_id: claim for claim in (own_worker.take() for _ in range(3))}
+    try:
+        async with connected(redis_url.replace("redis://", "redis://reader:x@")) as client:
+            readers = Readers(client)
+            for request_id in ("before", "mine", "after"):
+                readers.read(request_id)
+            for refused in (readers.tasks[0], readers.tasks[2]):
+                with pytest.raises(RedisAuthError, match="refused"):
+                    await refused
+            own_worker.finish(claims["mine"], "a")
+            await readers.tasks[1]
+            assert readers.texts == ["", "a", ""]
+    finally:
+        own_worker.redis.execute_command("ACL", "DELUSER", "reader")
+
+
+async def test_the_connection_of_a_given_client(redis_url: str, own_worker: HandWorker) -> None:
+    """It goes back to its pool, fit for commands, though it had been subscribed."""
+    async with redis.asyncio.Redis.from_url(redis_url, max_connections=2) as own:
+        client = AsyncClient(own)
+        for _ in range(5):
+            [claim] = await enqueue(client, own_worker, 1)
+            own_worker.finish(claim, "a")
+            assert (await client.result(claim.request_id)).text == "a"
+        pings = await asyncio.gather(own.ping(), own.ping())
+        assert pings == [True, True]
+        assert num_subscribers(own_worker) == 0
