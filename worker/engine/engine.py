@@ -118,7 +118,7 @@ class LLMEngine:
         if not self.has_work:
             return StepOutput([], self.stats)
         started_at = time.perf_counter()
-        batch = self._scheduler.schedule(self._pacing.chunk)
+        batch = self._scheduler.schedule(self._pacing.chunk, self._pacing.prompt_tokens)
         launched = self._runner.launch(batch)
         sampled = self._runner.collect(launched)
         outputs = self._commit(batch, sampled)

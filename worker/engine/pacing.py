@@ -1,4 +1,4 @@
-"""How much of a long prompt goes into a step, so that those who decode beside it hardly notice."""
+"""How much of the prompts goes into a step, so that those who decode beside them go on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ STRETCH = 2.0
 """What a step with a chunk of a long prompt may take, in steps that only decode."""
 MIN_CHUNK = 8
 """Tokens of a chunk at least: less would not be worth a step's fixed cost."""
+PROMPTS_STRETCH = 5.0
+"""What a step with prompts of any length may take, likewise: of several that come at once, the first
+need not wait for the last."""
+MIN_PROMPT_TOKENS = 256
+"""Of all prompts in a step at least."""
 _WEIGHT = 0.2
 """Of the newest measurement in the averages."""
 
@@ -24,10 +29,17 @@ class Pacing:
     @property
     def chunk(self) -> int:
         """Tokens of a long prompt in a step beside decodes."""
+        return max(MIN_CHUNK, self._tokens_within(STRETCH))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts in a step beside decodes."""
+        return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))
+
+    def _tokens_within(self, stretch: float) -> int:
         if self._decode_seconds is None or self._token_seconds is None:
-            return MIN_CHUNK
-        allowed = (STRETCH - 1.0) * self._decode_seconds / self._token_seconds
-        return max(MIN_CHUNK, int(allowed))
+            return 0
+        return int((stretch - 1.0) * self._decode_seconds / self._token_seconds)
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that took `seconds`."""

@@ -54,10 +54,13 @@ class Scheduler:
         self._withdraw(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def schedule(self, long_prompt_chunk: int | None = None) -> Batch:
+    def schedule(
+        self, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
+    ) -> Batch:
         """Plan a step, decodes first. If it is then not computed, it can just be planned anew.
 
-        Beside decodes, a long prompt gets `long_prompt_chunk` tokens at most.
+        Beside decodes, a long prompt gets `long_prompt_chunk` tokens at most, and all prompts
+        together `prompt_tokens`.
         """
         plan = _Plan(
             self.max_num_batched_tokens,
@@ -65,7 +68,7 @@ class Scheduler:
             long_prompt_chunk or self.prefill_chunk,
             self.block_manager.block_size,
         )
-        self._continue_running(plan)
+        self._continue_running(plan, prompt_tokens)
         self._admit_urgent(plan)
         self._admit_in_order(plan)
         self._draft(plan)
@@ -87,7 +90,7 @@ class Scheduler:
         if {*map(id, self.waiting)} != {*map(id, self._waiting_by_urgency)}:
             raise RuntimeError("waiting by order and waiting by urgency are not the same sequences")
 
-    def _continue_running(self, plan: _Plan) -> None:
+    def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
         prefilling = []
         for sequence in self.running:  # preemption shortens it only at its end, not yet reached
             if sequence.num_uncomputed_tokens > 1:
@@ -100,6 +103,8 @@ class Scheduler:
                     break
             else:
                 plan.give(sequence)
+        if plan.shares and prompt_tokens is not None:
+            plan.num_tokens_left = min(plan.num_tokens_left, prompt_tokens)
         for sequence in prefilling:
             plan.give(sequence)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from shared.schemas import SamplingParams
 from worker.engine.block_manager import BlockManager
 from worker.engine.interface import EngineRequest
-from worker.engine.pacing import LONG_PROMPT, MIN_CHUNK, STRETCH, Pacing
+from worker.engine.pacing import (
+    LONG_PROMPT,
+    MIN_CHUNK,
+    MIN_PROMPT_TOKENS,
+    PROMPTS_STRETCH,
+    STRETCH,
+    Pacing,
+)
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 
@@ -75,3 +82,31 @@ def test_only_a_long_prompt_beside_decodes_is_paced() -> None:
 
     assert scheduled() == [LONG_PROMPT, LONG_PROMPT + 100]
     assert scheduled(sequence(1, 20)) == [1, 40, LONG_PROMPT]
+
+
+def test_of_prompts_that_come_at_once_the_first_do_not_wait_for_the_last() -> None:
+    """Beside decodes they share what a step has for prompts, in order; alone they take it all."""
+
+    def scheduled(*sequences: Sequence) -> dict[int, int]:
+        scheduler = Scheduler(8, 4000, 4000, BlockManager(400, 16))
+        for one in sequences:
+            scheduler.add(one)
+        for share in scheduler.schedule().scheduled:
+            share.sequence.num_computed_tokens += share.num_tokens
+            share.sequence.token_ids.append(5)
+        for sequence_id in (7, 8, 9):
+            scheduler.add(sequence(sequence_id, 100))
+        batch = scheduler.schedule(None, 150)
+        return {share.sequence.sequence_id: share.num_tokens for share in batch.scheduled}
+
+    assert scheduled() == {7: 100, 8: 100, 9: 100}
+    assert scheduled(sequence(1, 20)) == {1: 1, 7: 100, 8: 50}
+
+
+def test_prompts_get_more_where_a_token_costs_little() -> None:
+    pacing = Pacing()
+    assert pacing.prompt_tokens == MIN_PROMPT_TOKENS
+    for _ in range(50):
+        pacing.note(batch(1, 1), 0.010)
+        pacing.note(batch(1, 1, 1000), 0.030)
+    assert abs(pacing.prompt_tokens - (PROMPTS_STRETCH - 1) * 500) <= 5
