@@ -62,13 +62,13 @@ class Publisher:
         finally:
             self._num_sending -= 1
         for row, status in zip(rows, published.rows, strict=True):
-            if status is RowStatus.OK and not row.event.is_last:
+            if status is RowStatus.OK and not row.finish_reason:
                 continue
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
             self._settle(held, status)
-            if row.event.is_last and not status.is_lost:
+            if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
                 self._on_finished(held)
         for held, status in zip(untold, published.held, strict=True):
@@ -77,8 +77,8 @@ class Publisher:
 
     def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
         """Those of the rows' requests whose exact prompt length is not in Redis yet."""
-        found = (self._leases.by_request(row.request_id) for row in rows)
-        untold = (it for it in found if it is not None and not it.prompt_tokens_told)
+        found = [self._leases.by_request(row.request_id) for row in rows]
+        untold = [it for it in found if it is not None and not it.prompt_tokens_told]
         return list(dict.fromkeys(untold))
 
     async def renew(self, held: Sequence[HeldRequest]) -> None:

@@ -30,12 +30,16 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is incomplete."""
-        self._tokens.append(token_id)
-        whole = self._decode(self._tokens)
+        tokens = self._tokens
+        tokens.append(token_id)
+        whole = self._decode(tokens)
         text = whole[len(self._done) :]
-        if not text or text.endswith(REPLACEMENT):
+        if not text or text[-1] == REPLACEMENT:
             return ""
-        self._settle(whole)
+        if len(tokens) <= _MOST_TOKENS:  # the common case of `_settle`, once a token
+            self._done, self._num_done = whole, len(tokens)
+        else:
+            self._settle(whole)
         return text
 
     def flush(self) -> str:
@@ -82,7 +86,8 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take the next output token and give the text that is certain."""
         self._num_tokens += 1
-        return self._release(self._decoder.push(token_id))
+        text = self._decoder.push(token_id)
+        return self._release(text) if self._stop else text
 
     def flush(self) -> str:
         """The end: give all that was held back, unless a stop string is in it."""

@@ -89,7 +89,7 @@ def event(index: int, text: str = "x", reason: FinishReason | None = None) -> To
 
 
 def row(claim: Claim, index: int, text: str = "x", reason: FinishReason | None = None) -> Row:
-    return Row(claim.request_id, claim.fence, event(index, text, reason))
+    return Row.of(claim.request_id, claim.fence, event(index, text, reason))
 
 
 def held(claim: Claim) -> Held:
@@ -191,7 +191,7 @@ def test_expects_the_measured_p90_of_output_where_max_tokens_is_loose(queue: Req
         finished = TokenEvent(
             index=0, token_ids=[1] * length, text="", finish_reason=FinishReason.STOP
         )
-        queue.publish([Row(claim.request_id, claim.fence, finished)])
+        queue.publish([Row.of(claim.request_id, claim.fence, finished)])
     put(queue, prompt="abcd" * 3, max_tokens=4000)
     (claim,) = queue.take_batch(ROOM)
     assert claim.cost == -(-len(claim.payload) // 4) + 5
@@ -377,7 +377,7 @@ def test_publishes_to_log_and_channel_and_finishes(client: Any, queue: RequestQu
         assert queue.publish(rows).rows == [RowStatus.OK, RowStatus.OK]
         live = [channel.get_message(timeout=5)["data"].decode() for _ in rows]
     assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
-    assert live == [entry.event.to_json() for entry in rows]
+    assert live == [entry.event_json for entry in rows]
     assert queue.state("a") is RequestState.COMPLETED
     record = queue.run(scripts.record(queue.keys, "a"))
     result = json.loads(record["result"])
@@ -429,7 +429,7 @@ def test_a_large_step_tells_the_same_as_a_small_one(client: Any, queue: RequestQ
     queue.release([held(fenced)])
     client.delete(queue.keys.tokens("r6"))
     # What a step that was cut short would leave: its rows in the log, and nobody who knows.
-    client.xadd(queue.keys.tokens("r7"), {"event": row(mended, 1).event.to_json()}, id="2-0")
+    client.xadd(queue.keys.tokens("r7"), {"event": row(mended, 1).event_json}, id="2-0")
     stop = FinishReason.STOP
     sent = [row(on, 1), row(on, 2, reason=stop), row(again, 0), row(again, 1), row(gap, 2)]
     sent += [row(behind, 1), row(cancelled, 1), row(fenced, 1), row(gone, 1)]
@@ -532,7 +532,7 @@ def test_large_numbers_stay_exact(client: Any, queue: RequestQueue) -> None:
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
     first = TokenEvent(index=0, token_ids=[2**31 - 1], text='"\\/\n\x7f', attempt=1)
-    queue.publish([Row("a", claim.fence, first)])
+    queue.publish([Row.of("a", claim.fence, first)])
     queue.cancel("a")
     queue.publish([], [held(claim)])
     result = json.loads(queue.run(scripts.record(queue.keys, "a"))["result"])
@@ -775,7 +775,7 @@ def test_a_row_that_cannot_be_written_does_not_stop_the_others(
 def test_a_result_that_the_worker_gives_is_kept_as_it_is(queue: RequestQueue) -> None:
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
-    queue.publish([Row("a", claim.fence, event(0, reason=FinishReason.STOP), '{"given":true}')])
+    queue.publish([Row.of("a", claim.fence, event(0, reason=FinishReason.STOP), '{"given":true}')])
     assert queue.run(scripts.record(queue.keys, "a"))["result"] == '{"given":true}'
 
 
@@ -789,7 +789,7 @@ def test_a_result_that_the_server_folds_lacks_nothing(queue: RequestQueue) -> No
         usage=Usage(prompt_tokens=3, completion_tokens=1), stats=Stats(attempts=1),
         error=ErrorInfo(type="internal_error", message='"quoted"'),
     )  # fmt: skip
-    queue.publish([Row("a", claim.fence, first), Row("a", claim.fence, last)])
+    queue.publish([Row.of("a", claim.fence, first), Row.of("a", claim.fence, last)])
     folded = Result.model_validate_json(queue.run(scripts.record(queue.keys, "a"))["result"])
     assert folded == Result.fold([first, last])
 
