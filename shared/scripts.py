@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib import resources
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -116,9 +116,11 @@ class Held:
     prompt_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Row:
-    """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event."""
+class Row(NamedTuple):
+    """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
+
+    The fields are the script's arguments, in their order.
+    """
 
     request_id: str
     fence: str
@@ -254,15 +256,7 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     """Send a step's events and renew the leases of `held`."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
-        args += (
-            row.request_id,
-            row.fence,
-            row.index,
-            row.end,
-            row.event_json,
-            row.finish_reason,
-            row.result_json,
-        )
+        args += row
     for item in held:
         prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
         args += [item.request_id, item.fence, prompt_tokens]

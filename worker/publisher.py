@@ -129,17 +129,17 @@ class Publisher:
                 [], held.text.flush(), finish_reason=output.finish_reason, error=error
             )
 
-        text, token_ids, reason = "", [], output.finish_reason
+        text, token_ids, reason, stream = "", [], output.finish_reason, held.text
         for token_id in output.token_ids:
             token_ids.append(token_id)
             is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
             if not (is_last and token_id in held.engine_request.end_token_ids):  # that is no text
-                text += held.text.push(token_id)
-            if held.text.stopped:
+                text += stream.push(token_id)
+            if stream.stopped:
                 break
-        if reason is not None and not held.text.stopped:
-            text += held.text.flush()
-        if held.text.stopped:
+        if reason is not None and not stream.stopped:
+            text += stream.flush()
+        if stream.stopped:
             reason = FinishReason.STOP
             self.abort(held)
         logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None

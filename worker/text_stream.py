@@ -30,16 +30,12 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is incomplete."""
-        tokens = self._tokens
-        tokens.append(token_id)
-        whole = self._decode(tokens)
+        self._tokens.append(token_id)
+        whole = self._decode(self._tokens)
         text = whole[len(self._done) :]
-        if not text or text[-1] == REPLACEMENT:
+        if not text or text.endswith(REPLACEMENT):
             return ""
-        if len(tokens) <= _MOST_TOKENS:  # the common case of `_settle`, once a token
-            self._done, self._num_done = whole, len(tokens)
-        else:
-            self._settle(whole)
+        self._settle(whole)
         return text
 
     def flush(self) -> str:
