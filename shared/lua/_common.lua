@@ -8,7 +8,7 @@ local pending = KEYS[1]
 local prefix = string.sub(pending, 1, -8)
 local leases, deadlines = prefix .. 'leases', prefix .. 'deadlines'
 local delayed, control, outputs = prefix .. 'delayed', prefix .. 'control', prefix .. 'outputs'
-local tops = prefix .. 'tops' -- id -> 'fence count' of logs that grow, see publish; only a cache
+local tops = prefix .. 'tops' -- id -> tokens in its log; a cache of publish
 
 local STATE_AFTER = {
   stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',

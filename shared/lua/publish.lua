@@ -22,9 +22,10 @@ local num_held = (#ARGV - held_from + 1) / HELD
 local expired = past_deadline()
 local known = {} -- id -> what the server says of it, and how far its log will be
 
--- Where the logs ended after the last publish, as 'fence count': one read and one write for all
--- rows instead of a look at each log. Only a cache: whoever ends a request drops it, and where it is
--- outdated XADD refuses the row, as the log is further or gone. For a few rows it does not pay.
+-- Where the logs ended after the last publish: one read and one write for all rows instead of a
+-- look at each log. Only a cache, of which anything may be missing: whoever ends a request drops
+-- it, and so does a step of few rows, for which it does not pay. Should it be outdated after all,
+-- XADD refuses the row, as the log is further or gone.
 local FEW_ROWS, TOPS_TTL_MS = 4, 60000
 local cached_top, new_tops = {}, {}
 for from = 1, num_rows > FEW_ROWS and num_rows or 0, 1000 do
@@ -38,13 +39,11 @@ local function look_up(id, index)
   local request = known[id]
   if request then return request end
   local fields = redis.pcall('HMGET', request_key(id), 'fence', 'state', 'cancelled')
-  local fence, count, ended = fields[1] or nil, index, false
-  if not (fence and index and cached_top[id] == fence .. ' ' .. index) then
-    count, ended = log_top(id)
-  end
+  local count, ended = index, false
+  if not index or cached_top[id] ~= index then count, ended = log_top(id) end
   local finished = ended or is_final(fields[2])
   request = {
-    fence = fence, cancelled = fields[3] == '1', count = tonumber(count),
+    fence = fields[1] or nil, cancelled = fields[3] == '1', count = tonumber(count),
     was_finished = finished, finished = finished,
   }
   known[id] = request
@@ -127,7 +126,7 @@ for n, status in ipairs(row_status) do
     if status == 'ok' then
       publish_event(id, event)
       new_tops[#new_tops + 1] = id
-      new_tops[#new_tops + 1] = ARGV[at + 1] .. ' ' .. count
+      new_tops[#new_tops + 1] = count
     else
       request.has_gap = status == 'gap'
     end
@@ -151,6 +150,8 @@ call_for_all('ZADD', leases, renewed)
 if #new_tops > 2 * FEW_ROWS then
   call_for_all('HSET', tops, new_tops)
   redis.call('PEXPIRE', tops, TOPS_TTL_MS)
+else
+  for n = 1, #new_tops, 2 do remove_later(tops, new_tops[n]) end
 end
 carry_out()
 return {row_status, held_status}
