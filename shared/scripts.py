@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from importlib import resources
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -63,7 +63,7 @@ _ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
 
 
 def _row_status(reply: bytes) -> RowStatus:
-    return _ROW_STATUSES.get(reply) or RowStatus(_text(reply).split(" ", 1)[0])
+    return RowStatus(_text(reply).split(" ", 1)[0])
 
 
 class CancelStatus(StrEnum):
@@ -116,14 +116,25 @@ class Held:
     prompt_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Row:
-    """One event to publish; `result_json` goes with a last event."""
+class Row(NamedTuple):
+    """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
+
+    The fields are the script's arguments, in their order.
+    """
 
     request_id: str
     fence: str
-    event: TokenEvent
+    index: int
+    end: int
+    event_json: str
+    finish_reason: str = ""
     result_json: str = ""
+
+    @classmethod
+    def of(cls, request_id: str, fence: str, event: TokenEvent, result_json: str = "") -> Row:
+        """The row that sends `event`."""
+        reason = event.finish_reason or ""
+        return cls(request_id, fence, event.index, event.end, event.to_json(), reason, result_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +256,7 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     """Send a step's events and renew the leases of `held`."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
-        event = row.event
-        args += [row.request_id, row.fence, event.index, event.end, event.to_json()]
-        args += [event.finish_reason or "", row.result_json]
+        args += row
     for item in held:
         prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
         args += [item.request_id, item.fence, prompt_tokens]
@@ -255,7 +264,7 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     def parse(reply: list[Any]) -> Published:
         row_statuses, held_statuses = reply
         return Published(
-            rows=[_row_status(status) for status in row_statuses],
+            rows=[_ROW_STATUSES.get(status) or _row_status(status) for status in row_statuses],
             held=[_row_status(status) for status in held_statuses],
         )
 

@@ -16,6 +16,7 @@ from shared.schemas import (
     TokenEvent,
     TokenLogprob,
     Usage,
+    token_event_json,
 )
 from shared.scripts import Claim, Held, ModelIdentity, Row
 from worker.engine.grammar import Grammar, GrammarError
@@ -106,39 +107,44 @@ class HeldRequest:
         error: ErrorInfo | None = None,
     ) -> Row:
         """The row that sends these tokens, and ends the request if there is a finish reason."""
-        event = TokenEvent(
-            index=self.num_emitted,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            attempt=self.claim.attempt,
-            error=error,
-        )
+        index = len(self.token_ids)
         self.token_ids += token_ids
         if text:
             self.texts.append(text)
         if logprobs:
             self.logprobs += logprobs
+        claim = self.claim
         if finish_reason is None:
-            return Row(self.claim.request_id, self.claim.fence, event)
+            event_json = token_event_json(index, token_ids, text, logprobs, claim.attempt)
+            return Row(claim.request_id, claim.fence, index, len(self.token_ids), event_json)
         self.ended = True
-        event.usage = Usage(
+        usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_emitted,
             cached_tokens=self.timing.cached_tokens if self.timing else 0,
         )
-        event.stats = self.stats = self._stats()
+        self.stats = self._stats()
+        event = TokenEvent(
+            index=index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            attempt=claim.attempt,
+            usage=usage,
+            stats=self.stats,
+            error=error,
+        )
         result = Result(
             text="".join(self.texts),
             token_ids=self.token_ids,
             logprobs=self.logprobs or None,
             finish_reason=finish_reason,
-            usage=event.usage,
-            stats=event.stats,
+            usage=usage,
+            stats=self.stats,
             error=error,
         )
-        return Row(self.request_id, self.claim.fence, event, result.to_json())
+        return Row.of(claim.request_id, claim.fence, event, result.to_json())
 
     def _stats(self) -> Stats:
         now = time.monotonic()

@@ -62,13 +62,13 @@ class Publisher:
         finally:
             self._num_sending -= 1
         for row, status in zip(rows, published.rows, strict=True):
-            if status is RowStatus.OK and not row.event.is_last:
+            if status is RowStatus.OK and not row.finish_reason:
                 continue
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
             self._settle(held, status)
-            if row.event.is_last and not status.is_lost:
+            if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
                 self._on_finished(held)
         for held, status in zip(untold, published.held, strict=True):
@@ -77,8 +77,8 @@ class Publisher:
 
     def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
         """Those of the rows' requests whose exact prompt length is not in Redis yet."""
-        found = (self._leases.by_request(row.request_id) for row in rows)
-        untold = (it for it in found if it is not None and not it.prompt_tokens_told)
+        found = [self._leases.by_request(row.request_id) for row in rows]
+        untold = [it for it in found if it is not None and not it.prompt_tokens_told]
         return list(dict.fromkeys(untold))
 
     async def renew(self, held: Sequence[HeldRequest]) -> None:
@@ -129,17 +129,17 @@ class Publisher:
                 [], held.text.flush(), finish_reason=output.finish_reason, error=error
             )
 
-        text, token_ids, reason = "", [], output.finish_reason
+        text, token_ids, reason, stream = "", [], output.finish_reason, held.text
         for token_id in output.token_ids:
             token_ids.append(token_id)
             is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
             if not (is_last and token_id in held.engine_request.end_token_ids):  # that is no text
-                text += held.text.push(token_id)
-            if held.text.stopped:
+                text += stream.push(token_id)
+            if stream.stopped:
                 break
-        if reason is not None and not held.text.stopped:
-            text += held.text.flush()
-        if held.text.stopped:
+        if reason is not None and not stream.stopped:
+            text += stream.flush()
+        if stream.stopped:
             reason = FinishReason.STOP
             self.abort(held)
         logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None

@@ -239,7 +239,7 @@ class Worker:
             error=ErrorInfo(type=error.error_type, message=str(error)),
         )
         result = Result.fold([*claim.events, event]).to_json()
-        await self._publisher.send([Row(claim.request_id, claim.fence, event, result)])
+        await self._publisher.send([Row.of(claim.request_id, claim.fence, event, result)])
 
     async def _complete(self, held: HeldRequest) -> None:
         """End a request whose earlier attempts emitted all it may have."""

@@ -82,7 +82,8 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take the next output token and give the text that is certain."""
         self._num_tokens += 1
-        return self._release(self._decoder.push(token_id))
+        text = self._decoder.push(token_id)
+        return self._release(text) if self._stop else text
 
     def flush(self) -> str:
         """The end: give all that was held back, unless a stop string is in it."""

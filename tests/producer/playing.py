@@ -54,7 +54,7 @@ class HandWorker:
     ) -> Published:
         """Publish the next event the proper way."""
         event = self.event(claim, text, last, **fields)
-        return self.queue.publish([Row(claim.request_id, claim.fence, event)])
+        return self.queue.publish([Row.of(claim.request_id, claim.fence, event)])
 
     def finish(self, claim: Claim, text: str = "") -> Published:
         return self.send(claim, text, FinishReason.STOP)

@@ -89,7 +89,7 @@ def event(index: int, text: str = "x", reason: FinishReason | None = None) -> To
 
 
 def row(claim: Claim, index: int, text: str = "x", reason: FinishReason | None = None) -> Row:
-    return Row(claim.request_id, claim.fence, event(index, text, reason))
+    return Row.of(claim.request_id, claim.fence, event(index, text, reason))
 
 
 def held(claim: Claim) -> Held:
@@ -191,7 +191,7 @@ def test_expects_the_measured_p90_of_output_where_max_tokens_is_loose(queue: Req
         finished = TokenEvent(
             index=0, token_ids=[1] * length, text="", finish_reason=FinishReason.STOP
         )
-        queue.publish([Row(claim.request_id, claim.fence, finished)])
+        queue.publish([Row.of(claim.request_id, claim.fence, finished)])
     put(queue, prompt="abcd" * 3, max_tokens=4000)
     (claim,) = queue.take_batch(ROOM)
     assert claim.cost == -(-len(claim.payload) // 4) + 5
@@ -377,7 +377,7 @@ def test_publishes_to_log_and_channel_and_finishes(client: Any, queue: RequestQu
         assert queue.publish(rows).rows == [RowStatus.OK, RowStatus.OK]
         live = [channel.get_message(timeout=5)["data"].decode() for _ in rows]
     assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
-    assert live == [entry.event.to_json() for entry in rows]
+    assert live == [entry.event_json for entry in rows]
     assert queue.state("a") is RequestState.COMPLETED
     record = queue.run(scripts.record(queue.keys, "a"))
     result = json.loads(record["result"])
@@ -415,6 +415,55 @@ def test_a_row_that_is_refused_does_not_stop_the_others(client: Any, queue: Requ
     assert statuses == ["ok", "duplicate", "gap", "cancelled", "fenced", "ok"]
     assert len(log_of(client, queue, "a")) == 1
     assert len(log_of(client, queue, "b")) == 2
+
+
+def test_a_large_step_tells_the_same_as_a_small_one(client: Any, queue: RequestQueue) -> None:
+    """Large steps know from the one before where the logs end, and look at none of them."""
+    for n in range(8):
+        put(queue, f"r{n}")
+    claims = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0) for claim in claims])
+    assert client.hget(queue.keys.prefix + "tops", "r0") == b"1"
+    on, again, gap, behind, cancelled, fenced, gone, mended = claims
+    queue.cancel("r4")
+    queue.release([held(fenced)])
+    client.delete(queue.keys.tokens("r6"))
+    # What a step that was cut short would leave: its rows in the log, and nobody who knows.
+    client.xadd(queue.keys.tokens("r7"), {"event": row(mended, 1).event_json}, id="2-0")
+    stop = FinishReason.STOP
+    sent = [row(on, 1), row(on, 2, reason=stop), row(again, 0), row(again, 1), row(gap, 2)]
+    sent += [row(behind, 1), row(cancelled, 1), row(fenced, 1), row(gone, 1)]
+    sent += [row(gone, 2, reason=stop), row(mended, 1), row(mended, 2)]
+    assert queue.publish(sent).rows == [
+        *("ok", "ok", "duplicate", "ok", "gap", "ok", "cancelled", "fenced", "gap", "gap"),
+        *("duplicate", "ok"),
+    ]
+    lengths = [len(log_of(client, queue, f"r{n}")) for n in range(8)]
+    assert lengths == [3, 2, 1, 2, 2, 1, 0, 3]
+    assert [at for at, _ in log_of(client, queue, "r7")] == ["1-0", "2-0", "3-0"]
+    assert not client.hexists(queue.keys.prefix + "tops", "r0")
+
+
+def test_a_later_attempt_does_not_go_by_what_an_earlier_one_left(
+    client: Any, queue: RequestQueue
+) -> None:
+    for n in range(8):
+        put(queue, f"r{n}")
+    first = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0) for claim in first])
+    queue.release([held(claim) for claim in first])
+    second = queue.take_batch(ROOM)
+    assert set(queue.publish([row(claim, 1) for claim in first]).rows) == {"fenced"}
+    assert set(queue.publish([row(claim, 1) for claim in second]).rows) == {"ok"}
+    assert set(queue.publish([row(claim, 1) for claim in second]).rows) == {"duplicate"}
+    queue.publish([row(second[0], 2)])
+    longer = TokenEvent(index=2, token_ids=[7, 7], text="xx", attempt=2)
+    sent = [Row.of(claim.request_id, claim.fence, longer) for claim in second]
+    assert queue.publish(sent).rows == ["duplicate", *["ok"] * 7], "a small step moved the first"
+    last = [row(claim, 4, reason=FinishReason.STOP) for claim in second]
+    last[0] = row(second[0], 3, reason=FinishReason.STOP)
+    assert set(queue.publish(last).rows) == {"ok"}
+    assert not client.exists(queue.keys.prefix + "tops")
 
 
 def test_an_earlier_attempt_is_fenced_off(client: Any) -> None:
@@ -488,7 +537,7 @@ def test_large_numbers_stay_exact(client: Any, queue: RequestQueue) -> None:
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
     first = TokenEvent(index=0, token_ids=[2**31 - 1], text='"\\/\n\x7f', attempt=1)
-    queue.publish([Row("a", claim.fence, first)])
+    queue.publish([Row.of("a", claim.fence, first)])
     queue.cancel("a")
     queue.publish([], [held(claim)])
     result = json.loads(queue.run(scripts.record(queue.keys, "a"))["result"])
@@ -731,7 +780,7 @@ def test_a_row_that_cannot_be_written_does_not_stop_the_others(
 def test_a_result_that_the_worker_gives_is_kept_as_it_is(queue: RequestQueue) -> None:
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
-    queue.publish([Row("a", claim.fence, event(0, reason=FinishReason.STOP), '{"given":true}')])
+    queue.publish([Row.of("a", claim.fence, event(0, reason=FinishReason.STOP), '{"given":true}')])
     assert queue.run(scripts.record(queue.keys, "a"))["result"] == '{"given":true}'
 
 
@@ -745,7 +794,7 @@ def test_a_result_that_the_server_folds_lacks_nothing(queue: RequestQueue) -> No
         usage=Usage(prompt_tokens=3, completion_tokens=1), stats=Stats(attempts=1),
         error=ErrorInfo(type="internal_error", message='"quoted"'),
     )  # fmt: skip
-    queue.publish([Row("a", claim.fence, first), Row("a", claim.fence, last)])
+    queue.publish([Row.of("a", claim.fence, first), Row.of("a", claim.fence, last)])
     folded = Result.model_validate_json(queue.run(scripts.record(queue.keys, "a"))["result"])
     assert folded == Result.fold([first, last])
 

@@ -95,7 +95,8 @@ def test_a_later_attempt_goes_on_behind_what_was_emitted() -> None:
     assert held.engine_request.max_tokens == 5, "over all attempts"
     assert not held.is_at_end
     row = held.next_row([99], "c")
-    assert (row.event.index, row.event.attempt, row.fence) == (2, 2, "2-x")
+    event = TokenEvent.model_validate_json(row.event_json)
+    assert (event.index, event.attempt, row.index, row.fence) == (2, 2, 2, "2-x")
 
 
 def test_knows_when_nothing_is_left_to_generate() -> None:
@@ -134,7 +135,8 @@ def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
     assert not held.ended
     row = held.next_row([100], "d", finish_reason=FinishReason.STOP)
     assert held.ended
-    usage, stats = row.event.usage, row.event.stats
+    event = TokenEvent.model_validate_json(row.event_json)
+    usage, stats = event.usage, event.stats
     assert usage is not None
     assert stats is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 4, 3)

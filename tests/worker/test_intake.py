@@ -295,7 +295,7 @@ async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> N
     request_id = await house.put(max_tokens=1)
     (claim,) = await house.queue.take_batch(Room(1, 10**6))
     event = TokenEvent(index=0, token_ids=[97], text="a", attempt=1)
-    await house.queue.publish([Row(request_id, claim.fence, event)])
+    await house.queue.publish([Row.of(request_id, claim.fence, event)])
     await house.queue.release([Held(request_id, claim.fence)])
     house.intake.start()
     while not house.complete:
@@ -354,7 +354,7 @@ async def test_an_answer_in_the_log_counts_for_the_next_attempt(client: Any) -> 
     request_id = await house.put(max_tokens=5)
     (claim,) = await house.queue.take_batch(Room(1, 10**6))
     events = [TokenEvent(index=n, token_ids=[97 + n], text=chr(97 + n)) for n in range(2)]
-    await house.queue.publish([Row(request_id, claim.fence, event) for event in events])
+    await house.queue.publish([Row.of(request_id, claim.fence, event) for event in events])
     await house.queue.release([Held(request_id, claim.fence)])
     house.intake.start()
     await house.until_available(1)
@@ -362,6 +362,6 @@ async def test_an_answer_in_the_log_counts_for_the_next_attempt(client: Any) -> 
     assert held is not None
     assert held.engine_request.output_token_ids == [97, 98]
     last = held.next_row([99], "c", finish_reason=FinishReason.STOP)
-    assert last.event.index == 2
+    assert last.index == 2
     assert '"text":"abc"' in last.result_json
     await house.intake.stop()
