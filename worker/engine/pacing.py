@@ -11,8 +11,8 @@ STRETCH = 2.0
 MIN_CHUNK = 8
 """Tokens of a chunk at least: less would not be worth a step's fixed cost."""
 PROMPTS_STRETCH = 5.0
-"""What a step with prompts of any length may take, likewise: of several that come at once, the first
-need not wait for the last."""
+"""What a step with prompts of any length may take, likewise: of several that come at once, the
+first need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
 """Of all prompts in a step at least."""
 _WEIGHT = 0.2
