@@ -119,7 +119,7 @@ class Held:
 class Row(NamedTuple):
     """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
 
-    It brings the tokens from `start` to `end`. The fields are the arguments of the script, in order.
+    It brings the tokens from `start` to `end`. The fields are the script's arguments, in order.
     """
 
     request_id: str
