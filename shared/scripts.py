@@ -119,12 +119,12 @@ class Held:
 class Row(NamedTuple):
     """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
 
-    The fields are the script's arguments, in their order.
+    It brings the tokens from `start` to `end`. The fields are the script's arguments, in order.
     """
 
     request_id: str
     fence: str
-    index: int
+    start: int
     end: int
     event_json: str
     finish_reason: str = ""

@@ -96,7 +96,7 @@ def test_a_later_attempt_goes_on_behind_what_was_emitted() -> None:
     assert not held.is_at_end
     row = held.next_row([99], "c")
     event = TokenEvent.model_validate_json(row.event_json)
-    assert (event.index, event.attempt, row.index, row.fence) == (2, 2, 2, "2-x")
+    assert (event.index, event.attempt, row.start, row.fence) == (2, 2, 2, "2-x")
 
 
 def test_knows_when_nothing_is_left_to_generate() -> None:

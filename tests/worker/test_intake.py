@@ -362,6 +362,6 @@ async def test_an_answer_in_the_log_counts_for_the_next_attempt(client: Any) -> 
     assert held is not None
     assert held.engine_request.output_token_ids == [97, 98]
     last = held.next_row([99], "c", finish_reason=FinishReason.STOP)
-    assert last.index == 2
+    assert last.start == 2
     assert '"text":"abc"' in last.result_json
     await house.intake.stop()
