@@ -8,7 +8,6 @@ local pending = KEYS[1]
 local prefix = string.sub(pending, 1, -8)
 local leases, deadlines = prefix .. 'leases', prefix .. 'deadlines'
 local delayed, control, outputs = prefix .. 'delayed', prefix .. 'control', prefix .. 'outputs'
-local tops = prefix .. 'tops' -- id -> tokens in its log; a cache of publish
 
 local STATE_AFTER = {
   stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',
@@ -17,9 +16,8 @@ local STATE_AFTER = {
 local IS_FINAL = {completed = true, failed = true, cancelled = true, expired = true, dead = true}
 local MAX_OUTPUTS = 128 -- how many finished requests the measured p90 of output looks back on
 
-local request_prefix, tokens_prefix = prefix .. 'request:', prefix .. 'tokens:'
-local function request_key(id) return request_prefix .. id end
-local function tokens_key(id) return tokens_prefix .. id end
+local function request_key(id) return prefix .. 'request:' .. id end
+local function tokens_key(id) return prefix .. 'tokens:' .. id end
 
 -- Lua would print large numbers as 1.2e+15; keys and scores need every digit.
 local function exact(number) return string.format('%.0f', number) end
@@ -36,7 +34,7 @@ local function config(name, default)
 end
 
 -- What a script does once for all its requests instead of once for each: members to be removed, by
--- their key, and output lengths, newest last. Every script that ends requests carries it out.
+-- their sorted set, and output lengths, newest last. Every script that ends requests carries it out.
 local removals, finished_outputs = {}, {}
 
 -- One command for many values. In pieces: Lua's stack takes some thousands at once.
@@ -52,7 +50,7 @@ local function remove_later(key, id)
 end
 
 local function carry_out()
-  for key, ids in pairs(removals) do call_for_all(key == tops and 'HDEL' or 'ZREM', key, ids) end
+  for key, ids in pairs(removals) do call_for_all('ZREM', key, ids) end
   if #finished_outputs > 0 then
     call_for_all('LPUSH', outputs, finished_outputs)
     redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
@@ -74,18 +72,17 @@ local function number_in(payload, name)
 end
 
 local publish_command = config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
-local events_prefix = prefix .. 'events:'
 
 local function publish_event(id, event)
-  redis.call(publish_command, events_prefix .. id, event)
+  redis.call(publish_command, prefix .. 'events:' .. id, event)
 end
 
 -- Fields of a request's hash as a table; nil if the key is of another type.
 local function read_request(id, ...)
   local values = redis.pcall('HMGET', request_key(id), ...)
   if values.err then return nil end
-  local names, fields = {...}, {}
-  for i = 1, #values do fields[names[i]] = values[i] or nil end
+  local fields = {}
+  for i = 1, #values do fields[select(i, ...)] = values[i] or nil end
   return fields
 end
 
@@ -150,7 +147,7 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
   return event .. '}'
 end
 
-local HOLDS = {pending, leases, deadlines, delayed, tops}
+local HOLDS = {pending, leases, deadlines, delayed}
 local function drop_holds(id)
   for i = 1, #HOLDS do remove_later(HOLDS[i], id) end
 end

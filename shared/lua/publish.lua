@@ -22,36 +22,22 @@ local num_held = (#ARGV - held_from + 1) / HELD
 local expired = past_deadline()
 local known = {} -- id -> what the server says of it, and how far its log will be
 
--- Where the logs ended after the last publish: one read and one write for all rows instead of a
--- look at each log. Only a cache, of which anything may be missing: whoever ends a request drops
--- it, and so does a step of few rows, for which it does not pay. Should it be outdated after all,
--- XADD refuses the row, as the log is further or gone.
-local FEW_ROWS, TOPS_TTL_MS = 4, 60000
-local cached_top, new_tops = {}, {}
-for from = 1, num_rows > FEW_ROWS and num_rows or 0, 1000 do
-  local ids = {}
-  for n = from, math.min(from + 999, num_rows) do ids[#ids + 1] = ARGV[3 + (n - 1) * ROW] end
-  for i, top in ipairs(redis.call('HMGET', tops, unpack(ids))) do cached_top[ids[i]] = top end
-end
-
--- `index` is given for a row that goes on, which alone may rely on the cache.
-local function look_up(id, index)
-  local request = known[id]
-  if request then return request end
-  local fields = redis.pcall('HMGET', request_key(id), 'fence', 'state', 'cancelled')
-  local count, ended = index, false
-  if not index or cached_top[id] ~= index then count, ended = log_top(id) end
-  local finished = ended or is_final(fields[2])
-  request = {
-    fence = fields[1] or nil, cancelled = fields[3] == '1', count = tonumber(count),
-    was_finished = finished, finished = finished,
-  }
-  known[id] = request
-  return request
+local function look_up(id)
+  if not known[id] then
+    local fields = read_request(id, 'fence', 'state', 'cancelled') or {}
+    local count, ended = log_top(id)
+    local finished = ended or is_final(fields.state)
+    known[id] = {
+      fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
+      was_finished = finished, finished = finished,
+    }
+  end
+  return known[id]
 end
 
 -- What stands in the way of a holder, whatever it wants to do.
-local function obstacle(request, id, fence)
+local function obstacle(id, fence)
+  local request = look_up(id)
   if request.finished then return 'finished' end
   if request.fence ~= fence then return 'fenced' end
   if request.cancelled then return 'cancelled' end
@@ -62,16 +48,15 @@ local row_status, held_status = {}, {}
 for n = 1, num_rows do
   local at = 3 + (n - 1) * ROW
   local id, index = ARGV[at], tonumber(ARGV[at + 2])
-  local goes_on = ARGV[at + 5] == ''
-  local request = look_up(id, goes_on and ARGV[at + 2])
-  local status = obstacle(request, id, ARGV[at + 1])
+  local request = look_up(id)
+  local status = obstacle(id, ARGV[at + 1])
   if not status then
     if index < request.count then status = 'duplicate'
     elseif index > request.count then status = 'gap'
     else
       status = 'ok'
       request.count = tonumber(ARGV[at + 3])
-      request.finished = not goes_on
+      request.finished = ARGV[at + 5] ~= ''
     end
   elseif status == 'cancelled' or status == 'expired' then
     request.finished = true
@@ -81,8 +66,8 @@ end
 for n = 1, num_held do
   local at = held_from + (n - 1) * HELD
   local id, fence, prompt_tokens = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  local request = look_up(id)
-  held_status[n] = obstacle(request, id, fence) or 'ok'
+  held_status[n] = obstacle(id, fence) or 'ok'
+  local request = known[id]
   if held_status[n] == 'cancelled' or held_status[n] == 'expired' then request.finished = true end
   if prompt_tokens ~= '' and not request.was_finished and request.fence == fence then
     request.untold = prompt_tokens
@@ -98,37 +83,19 @@ local function tell_prompt_tokens(id)
   end
 end
 
--- Append a row that goes on. Gives its status, which is not ok if the cache was wrong.
-local function append(id, index, count, event)
-  local added
-  if index == '0' then added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
-  else added = redis.pcall('XADD', tokens_key(id), 'NOMKSTREAM', count .. '-0', 'event', event) end
-  if not added then return 'gap' end
-  if type(added) ~= 'table' or not added.err then return 'ok' end
-  local top, ended = log_top(id)
-  if ended then return 'finished' end
-  return top > tonumber(index) and 'duplicate' or 'error ' .. tostring(added.err)
-end
-
 for n, status in ipairs(row_status) do
   local at = 3 + (n - 1) * ROW
   local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
-  local request = known[id]
-  if status == 'ok' and request.has_gap then
-    row_status[n] = 'gap'
-  elseif status == 'ok' and reason ~= '' then
-    local result = ARGV[at + 6]
+  if status == 'ok' and reason ~= '' then
+    local result, request = ARGV[at + 6], known[id]
     finish(id, reason, count, event, result ~= '' and result or nil, request.untold)
     request.untold = nil
   elseif status == 'ok' then
-    status = append(id, ARGV[at + 2], count, event)
-    row_status[n] = status
-    if status == 'ok' then
-      publish_event(id, event)
-      new_tops[#new_tops + 1] = id
-      new_tops[#new_tops + 1] = count
+    local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
+    if type(added) == 'table' and added.err then
+      row_status[n] = 'error ' .. tostring(added.err)
     else
-      request.has_gap = status == 'gap'
+      publish_event(id, event)
     end
   elseif status == 'cancelled' or status == 'expired' then
     tell_prompt_tokens(id)
@@ -147,11 +114,5 @@ for n, status in ipairs(held_status) do
   end
 end
 call_for_all('ZADD', leases, renewed)
-if #new_tops > 2 * FEW_ROWS then
-  call_for_all('HSET', tops, new_tops)
-  redis.call('PEXPIRE', tops, TOPS_TTL_MS)
-else
-  for n = 1, #new_tops, 2 do remove_later(tops, new_tops[n]) end
-end
 carry_out()
 return {row_status, held_status}

@@ -417,55 +417,6 @@ def test_a_row_that_is_refused_does_not_stop_the_others(client: Any, queue: Requ
     assert len(log_of(client, queue, "b")) == 2
 
 
-def test_a_large_step_tells_the_same_as_a_small_one(client: Any, queue: RequestQueue) -> None:
-    """Large steps know from the one before where the logs end, and look at none of them."""
-    for n in range(8):
-        put(queue, f"r{n}")
-    claims = queue.take_batch(ROOM)
-    queue.publish([row(claim, 0) for claim in claims])
-    assert client.hget(queue.keys.prefix + "tops", "r0") == b"1"
-    on, again, gap, behind, cancelled, fenced, gone, mended = claims
-    queue.cancel("r4")
-    queue.release([held(fenced)])
-    client.delete(queue.keys.tokens("r6"))
-    # What a step that was cut short would leave: its rows in the log, and nobody who knows.
-    client.xadd(queue.keys.tokens("r7"), {"event": row(mended, 1).event_json}, id="2-0")
-    stop = FinishReason.STOP
-    sent = [row(on, 1), row(on, 2, reason=stop), row(again, 0), row(again, 1), row(gap, 2)]
-    sent += [row(behind, 1), row(cancelled, 1), row(fenced, 1), row(gone, 1)]
-    sent += [row(gone, 2, reason=stop), row(mended, 1), row(mended, 2)]
-    assert queue.publish(sent).rows == [
-        *("ok", "ok", "duplicate", "ok", "gap", "ok", "cancelled", "fenced", "gap", "gap"),
-        *("duplicate", "ok"),
-    ]
-    lengths = [len(log_of(client, queue, f"r{n}")) for n in range(8)]
-    assert lengths == [3, 2, 1, 2, 2, 1, 0, 3]
-    assert [at for at, _ in log_of(client, queue, "r7")] == ["1-0", "2-0", "3-0"]
-    assert not client.hexists(queue.keys.prefix + "tops", "r0")
-
-
-def test_a_later_attempt_does_not_go_by_what_an_earlier_one_left(
-    client: Any, queue: RequestQueue
-) -> None:
-    for n in range(8):
-        put(queue, f"r{n}")
-    first = queue.take_batch(ROOM)
-    queue.publish([row(claim, 0) for claim in first])
-    queue.release([held(claim) for claim in first])
-    second = queue.take_batch(ROOM)
-    assert set(queue.publish([row(claim, 1) for claim in first]).rows) == {"fenced"}
-    assert set(queue.publish([row(claim, 1) for claim in second]).rows) == {"ok"}
-    assert set(queue.publish([row(claim, 1) for claim in second]).rows) == {"duplicate"}
-    queue.publish([row(second[0], 2)])
-    longer = TokenEvent(index=2, token_ids=[7, 7], text="xx", attempt=2)
-    sent = [Row.of(claim.request_id, claim.fence, longer) for claim in second]
-    assert queue.publish(sent).rows == ["duplicate", *["ok"] * 7], "a small step moved the first"
-    last = [row(claim, 4, reason=FinishReason.STOP) for claim in second]
-    last[0] = row(second[0], 3, reason=FinishReason.STOP)
-    assert set(queue.publish(last).rows) == {"ok"}
-    assert not client.exists(queue.keys.prefix + "tops")
-
-
 def test_an_earlier_attempt_is_fenced_off(client: Any) -> None:
     """A zombie's writes are refused and change nothing."""
     quick = RequestQueue(client, worker_id="zombie", lease_ms=100)
