@@ -6,9 +6,9 @@ from worker.engine.sequence import Batch
 
 LONG_PROMPT = 512
 """Tokens beyond which a prompt is computed in paced chunks while others decode."""
-STRETCH = 2.0
+STRETCH = 1.6
 """What a step with a chunk of a long prompt may take, in steps that only decode."""
-MIN_CHUNK = 8
+MIN_CHUNK = 4
 """Tokens of a chunk at least: less would not be worth a step's fixed cost."""
 PROMPTS_STRETCH = 5.0
 """What a step with prompts of any length may take, likewise: of several that come at once, the
