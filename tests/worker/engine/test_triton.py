@@ -208,7 +208,10 @@ def test_padded_decodes_give_the_same_logits(family: str, seed: int) -> None:
         rows = torch.arange(num_sequences, device=DEVICE).flip(0)
         expected = tiny.model.logits(step, rows)
         assert expected.isfinite().all()
-        torch.testing.assert_close(graphed.logits(step, rows), expected)
+        # Four rows are multiplied another way than three, and experts pass the rounding on.
+        off = (graphed.logits(step, rows) - expected).norm(dim=1)
+        spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
+        assert (off < 1e-3 * spread).all()
     if DEVICE.type == "cpu":  # where replays run the model
         assert recording.num_rows == [4, 2, 1, 4]
 
