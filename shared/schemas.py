@@ -242,7 +242,7 @@ def token_event_json(
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (
         f'{{"index":{index},"token_ids":[{numbers}],"text":{_quoted(text)}'
-        f',"logprobs":{"null" if logprobs is None else _array(logprobs)}'
+        f',"logprobs":{_array(logprobs)}'
         f',"finish_reason":{finish_reason},"attempt":{attempt}}}'
     )
 

@@ -63,7 +63,7 @@ _ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
 
 
 def _row_status(reply: bytes) -> RowStatus:
-    return RowStatus(_text(reply).split(" ", 1)[0])
+    return _ROW_STATUSES.get(reply) or RowStatus(_text(reply).split(" ", 1)[0])
 
 
 class CancelStatus(StrEnum):
@@ -264,7 +264,7 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     def parse(reply: list[Any]) -> Published:
         row_statuses, held_statuses = reply
         return Published(
-            rows=[_ROW_STATUSES.get(status) or _row_status(status) for status in row_statuses],
+            rows=[_row_status(status) for status in row_statuses],
             held=[_row_status(status) for status in held_statuses],
         )
 

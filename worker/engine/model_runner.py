@@ -206,12 +206,10 @@ class ModelRunner:
         sequence.block_table = list(range(-(-num_tokens // self._cache.block_size)))
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
-            share = ScheduledSequence(sequence, num_tokens - count, count, samples=True)
-            self.collect(self.launch(Batch([share])))
-            step = self._packer.pack(Batch([share]))
-            last_rows.append(
-                self._model.logits(step, torch.tensor([count - 1], device=self.device))
-            )
+            batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])
+            row = torch.tensor([count - 1], device=self.device)
+            last_rows.append(self._model.logits(self._packer.pack(batch), row))
+        self.collect(self.launch(batch))
         self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
 
     def peak_memory_bytes(self) -> int:

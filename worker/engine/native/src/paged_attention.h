@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "elements.h"
-#include "team.h"
 #include "vectors.h"
 
 namespace promptq {
@@ -145,8 +144,23 @@ void in_groups(int64_t num_queries, const Work& work) {
   for (; query < num_queries; ++query) work(std::integral_constant<int, 1>(), query);
 }
 
-// Goes through the context block by block and through the heads within a block, as they lie in
-// memory: what the processor reads ahead is then what comes next. `scratch` is reused.
+// Calls work(group, query, i, rows, offset) for `Group` queries at a time, each kLanes positions from
+// `begin` + i on and each KV head, whose rows lie `offset` behind `rows`. Block by block and through
+// the heads within a block, as they lie in memory: what the processor reads ahead comes next.
+template <typename T, typename Work>
+void over_blocks(
+    const Tile<T>& tile, const T* cache, int64_t begin, int64_t length, const Work& work) {
+  const T* rows[kLanes];
+  for (int64_t i = 0; i < length; i += kLanes) {
+    tile.find_rows(cache, begin + i, rows);
+    for (int64_t head = 0; head < tile.num_kv_heads; ++head)
+      in_groups(tile.queries_each(), [&](auto group, int64_t query) {
+        work(group, head * tile.queries_each() + query, i, rows, head * tile.head_stride);
+      });
+  }
+}
+
+// `scratch` is reused.
 template <int NumSpans, typename T>
 void attend(const Tile<T>& tile, std::vector<float>& scratch) {
   const int64_t size = tile.size, padded_size = spans_of(size) * kSpan;
@@ -157,39 +171,28 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
   float* sums = scratch.data();                      // [num_queries, padded_size]
   float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
   T* queries = reinterpret_cast<T*>(scores + num_queries * length);  // [num_queries, padded_size]
-  const T* rows[kLanes];
 
   for (int64_t query = 0; query < num_queries; ++query)
     std::memcpy(
         queries + query * padded_size,
         tile.query + tile.offset_of(query / queries_each, query % queries_each), size * sizeof(T));
-  for (int64_t i = 0; i < length; i += kLanes) {
-    tile.find_rows(tile.keys, begin + i, rows);
-    for (int64_t head = 0; head < tile.num_kv_heads; ++head)
-      in_groups(queries_each, [&](auto group, int64_t query) {
-        query += head * queries_each;
-        score<group(), NumSpans>(
-            queries + query * padded_size, rows, head * tile.head_stride, size,
-            scores + query * length + i, length);
-      });
-  }
+  over_blocks(tile, tile.keys, begin, length, [&](auto group, int64_t query, int64_t i,
+                                                  const T* const* rows, int64_t offset) {
+    score<group(), NumSpans>(
+        queries + query * padded_size, rows, offset, size, scores + query * length + i, length);
+  });
   for (int64_t query = 0; query < num_queries; ++query) {
     const int64_t position = tile.position + query % queries_each / tile.group;
     softmax<Weight<T>>(
         scores + query * length, length, tile.pattern.first(position) - begin,
         position + 1 - begin, tile.scale);
   }
-  for (int64_t i = 0; i < length; i += kLanes) {
-    tile.find_rows(tile.values, begin + i, rows);
-    for (int64_t head = 0; head < tile.num_kv_heads; ++head)
-      in_groups(queries_each, [&](auto group, int64_t query) {
-        query += head * queries_each;
-        accumulate<group(), NumSpans>(
-            reinterpret_cast<const Weight<T>*>(scores + query * length) + i, rows,
-            head * tile.head_stride, size, sums + query * padded_size,
-            length * sizeof(float) / sizeof(Weight<T>));
-      });
-  }
+  over_blocks(tile, tile.values, begin, length, [&](auto group, int64_t query, int64_t i,
+                                                    const T* const* rows, int64_t offset) {
+    accumulate<group(), NumSpans>(
+        reinterpret_cast<const Weight<T>*>(scores + query * length) + i, rows, offset, size,
+        sums + query * padded_size, length * sizeof(float) / sizeof(Weight<T>));
+  });
   for (int64_t query = 0; query < num_queries; ++query) {
     T* out = tile.out + tile.offset_of(query / queries_each, query % queries_each);
     for (int64_t place = 0; place < padded_size; ++place)

@@ -16,7 +16,6 @@ namespace promptq {
 
 constexpr int kLanes = 16;
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Indices __attribute__((vector_size(4 * kLanes)));
 
 constexpr int64_t kSpan = 2 * kLanes;  // numbers of a head that are read at a time
