@@ -64,6 +64,11 @@ class Settings(BaseSettings):
         description="most tokens a step drafts for one sequence out of its own text, where that"
         " pays; default: 7 if no token's logits depend on what else a step computes, otherwise 0",
     )
+    async_scheduling: bool | None = Field(
+        None,
+        description="launch a step of decodes before the last one's tokens are collected; default:"
+        " on CUDA, where the host would keep the device waiting",
+    )
     seed: int | None = Field(
         None, description="makes the seeds of requests that bring none reproducible, by their id"
     )

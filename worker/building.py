@@ -98,7 +98,12 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     progress("tokenizer")
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
     return Served(
-        engine=_engine(runner, settings, _SPECULATIVE_TOKENS if runner.is_row_invariant else 0),
+        engine=_engine(
+            runner,
+            settings,
+            _SPECULATIVE_TOKENS if runner.is_row_invariant else 0,
+            async_scheduling=runner.device.type == "cuda",
+        ),
         tokenizer=tokenizer,
         identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
         end_token_ids=runner.end_token_ids,
@@ -111,10 +116,14 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     )
 
 
-def _engine(runner: Runner, settings: Settings, speculative_tokens: int) -> Engine:
-    """`speculative_tokens` are the default."""
+def _engine(
+    runner: Runner, settings: Settings, speculative_tokens: int, *, async_scheduling: bool = False
+) -> Engine:
+    """`speculative_tokens` and `async_scheduling` are the defaults."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
+    if settings.async_scheduling is not None:
+        async_scheduling = settings.async_scheduling
     return LLMEngine(
         runner,
         max_num_seqs=settings.max_num_seqs,
@@ -122,6 +131,7 @@ def _engine(runner: Runner, settings: Settings, speculative_tokens: int) -> Engi
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len,
         speculative_tokens=speculative_tokens,
+        async_scheduling=async_scheduling,
     )
 
 

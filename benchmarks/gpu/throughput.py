@@ -55,7 +55,10 @@ def engine_rate(loaded: LoadedModel, size: Size, device: torch.device) -> tuple[
     )
     loading = time.perf_counter() - started
     engine = LLMEngine(
-        runner, max_num_seqs=size.requests, max_num_batched_tokens=MAX_BATCHED_TOKENS
+        runner,
+        max_num_seqs=size.requests,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        async_scheduling=device.type == "cuda",
     )
     run(engine, prompts_of(size, SEED), size.request_output)  # compiles what is still to compile
     prompts = prompts_of(size, SEED + 1)

@@ -11,9 +11,8 @@ import pytest
 from shared.schemas import FinishReason, SamplingParams
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import EngineRequest, SequenceOutput
-from worker.engine.model_free import ModelFreeRunner, build_model_free_engine, tokens_of
+from worker.engine.model_free import Launched, ModelFreeRunner, build_model_free_engine, tokens_of
 from worker.engine.runner import SampledToken
-from worker.engine.sequence import Batch
 from worker.engine_thread import EngineThread
 
 PATIENCE = 60.0
@@ -37,7 +36,7 @@ class HookedRunner(ModelFreeRunner):
         self._hook = hook
         self._num_steps = 0
 
-    def collect(self, launched: Batch) -> list[list[SampledToken]]:
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
         self._hook(self._num_steps)
         self._num_steps += 1
         return super().collect(launched)

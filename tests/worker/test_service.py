@@ -19,7 +19,7 @@ from shared.settings import Settings
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import SequenceOutput, StepOutput
-from worker.engine.model_free import ModelFreeRunner
+from worker.engine.model_free import Launched, ModelFreeRunner
 from worker.engine.runner import SampledToken
 from worker.engine.sequence import Batch
 from worker.service import Worker
@@ -470,10 +470,10 @@ async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
 class FailingRunner(ModelFreeRunner):
     """Cannot stand the token `!`."""
 
-    def launch(self, batch: Batch) -> Batch:
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
             raise RuntimeError("device-side assert")
-        return super().launch(batch)
+        return super().launch(batch, after)
 
 
 async def test_what_makes_engines_fail_becomes_a_dead_letter(
@@ -543,12 +543,14 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
 class SpoilingRunner(ModelFreeRunner):
     """Cannot sample for a sequence that holds the token `?`, but for all others."""
 
-    def collect(self, launched: Batch) -> list[list[SampledToken]]:
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
         return [
             [replace(token, error="no finite logits") for token in tokens]
             if ord("?") in share.sequence.token_ids
             else tokens
-            for share, tokens in zip(launched.sampling, super().collect(launched), strict=True)
+            for share, tokens in zip(
+                launched.batch.sampling, super().collect(launched), strict=True
+            )
         ]
 
 

@@ -17,6 +17,7 @@ import torch
 from worker.engine.attention import StepLayout
 from worker.engine.attention.triton_paged import DECODE_CONTEXTS
 from worker.engine.packing import PackedStep
+from worker.engine.transfers import to_device
 
 MAX_GRAPH_SIZE = 256
 """Larger batches keep the device busy for longer than their launches take."""
@@ -74,7 +75,7 @@ class DecodeBuffers:
         num_rows, width = layout.block_tables.shape
         self.input_ids[:num_rows] = step.input_ids[0]
         self.positions[:num_rows] = step.positions[0]
-        self.context_lens[:num_rows] = torch.tensor(layout.context_lens, dtype=torch.int32)
+        self.context_lens[:num_rows] = to_device(layout.context_lens, self.context_lens.device)
         self.write_blocks[:num_rows] = layout.write_blocks
         self.write_offsets[:num_rows] = layout.write_offsets
         self.block_tables[:num_rows, :width] = layout.block_tables

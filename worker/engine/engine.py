@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shared.errors import ConfigurationError
 from shared.schemas import FinishReason
@@ -20,10 +21,17 @@ from worker.engine.interface import (
 from worker.engine.pacing import Pacing
 from worker.engine.runner import Runner, SampledToken
 from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from worker.engine.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 _AUDIT_INTERVAL_SECONDS = 1.0
 """An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: Batch
+    launched: Any
+    """What the runner gave for it."""
 
 
 class LLMEngine:
@@ -32,6 +40,8 @@ class LLMEngine:
     `max_model_len` is lowered to what the model and its KV cache can hold; `prefill_chunk` (tokens
     of one prompt computed in one step, at most) is by default the whole token budget of a step.
     `speculative_tokens` are drafted for a sequence and step at most, unless a request says its own.
+    With `async_scheduling` a step of decodes is launched before the tokens of the last one are
+    collected, for a runner that computes meanwhile; what a stop makes void of it is dropped.
 
     Raises ConfigurationError naming the option that cannot work.
     """
@@ -45,6 +55,7 @@ class LLMEngine:
         prefill_chunk: int | None = None,
         max_model_len: int | None = None,
         speculative_tokens: int = 0,
+        async_scheduling: bool = False,
     ) -> None:
         layout = runner.kv_layout
         kv_tokens = layout.num_blocks * layout.block_size
@@ -63,6 +74,8 @@ class LLMEngine:
         _check_settings(self.limits, prefill_chunk, max_model_len)
         self._runner = runner
         self._speculative_tokens = speculative_tokens
+        self._async_scheduling = async_scheduling
+        self._under_way: _Step | None = None
         self._block_manager = BlockManager(layout.num_blocks, layout.block_size)
         self._scheduler = Scheduler(
             max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
@@ -90,8 +103,8 @@ class LLMEngine:
 
     def add(self, request: EngineRequest) -> None:
         self._check_request(request)
-        sequence = Sequence.of(request)
-        sequence.drafter = self._drafter_for(request)
+        sequence = Sequence.of(request, self.limits.max_model_len)
+        sequence.drafter = self._drafter_for(sequence)
         self._sequences[request.sequence_id] = sequence
         self._scheduler.add(sequence)
 
@@ -118,14 +131,15 @@ class LLMEngine:
         if not self.has_work:
             return StepOutput([], self.stats)
         started_at = time.perf_counter()
-        batch = self._scheduler.schedule(self._pacing.chunk, self._pacing.prompt_tokens)
-        launched = self._runner.launch(batch)
-        sampled = self._runner.collect(launched)
-        outputs = self._commit(batch, sampled)
+        step, self._under_way = self._under_way or self._launch(), None
+        following = self._launch_after(step) if self._async_scheduling else None
+        sampled = self._runner.collect(step.launched)
+        outputs = self._commit(step.batch, sampled)
+        self._under_way = following
         self._totals.num_steps += 1
         self._totals.step_seconds = time.perf_counter() - started_at
         self._totals.busy_seconds += self._totals.step_seconds
-        self._pacing.note(batch, self._totals.step_seconds)
+        self._pacing.note(step.batch, self._totals.step_seconds)
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
 
@@ -140,25 +154,26 @@ class LLMEngine:
                 f"and its scheduler {scheduled}"
             )
 
-    def _drafter_for(self, request: EngineRequest) -> Drafter | None:
-        """None where nothing is to be drafted, or what may come next depends on what has come."""
-        params = request.params
-        limit = params.speculative_tokens
-        max_drafted = self._speculative_tokens if limit is None else limit
-        is_free = (
-            params.repetition_penalty == 1.0
-            and params.presence_penalty == params.frequency_penalty == 0.0
-            and request.grammar is None
-            and not request.bad_token_sequences
-        )
-        if max_drafted == 0 or not is_free:
+    def _launch(self) -> _Step:
+        batch = self._scheduler.schedule(self._pacing.chunk, self._pacing.prompt_tokens)
+        return _Step(batch, self._runner.launch(batch))
+
+    def _launch_after(self, step: _Step) -> _Step | None:
+        """Launch what follows a step that has not been collected, if that is known already."""
+        batch = self._scheduler.follow(step.batch)
+        if batch is None:
             return None
-        num_prompt_tokens = len(request.prompt_token_ids)
-        return Drafter(
-            max_drafted,
-            begin=num_prompt_tokens + params.min_tokens,
-            end=min(num_prompt_tokens + request.max_tokens, self.limits.max_model_len),
-        )
+        return _Step(batch, self._runner.launch(batch, after=step.launched))
+
+    def _drafter_for(self, sequence: Sequence) -> Drafter | None:
+        """None where nothing is to be drafted, or what may come next depends on what has come."""
+        request = sequence.request
+        limit = request.params.speculative_tokens
+        max_drafted = self._speculative_tokens if limit is None else limit
+        if max_drafted == 0 or request.looks_back:
+            return None
+        begin = sequence.num_prompt_tokens + request.params.min_tokens
+        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
 
     def _commit(self, batch: Batch, sampled: list[list[SampledToken]]) -> list[SequenceOutput]:
         counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
@@ -170,7 +185,10 @@ class LLMEngine:
             if not share.samples:
                 self._advance(share, share.num_tokens)
                 continue
-            output = self._append(share, _accepted(share, next(tokens)))
+            rows = next(tokens)
+            if share.sequence.status is SequenceStatus.FINISHED:
+                continue  # since this was launched
+            output = self._append(share, _accepted(share, rows))
             self._settle_draft(share, output, batch)
             if output.finish_reason is not None:
                 output.timing = share.sequence.timing
@@ -231,16 +249,9 @@ class LLMEngine:
             share.sequence.drafter.settle(num_drafted, num_accepted, len(batch.scheduled))
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        request = sequence.request
-        num_output_tokens = sequence.num_output_tokens
-        may_end = num_output_tokens >= request.params.min_tokens
-        if may_end and sequence.token_ids[-1] in request.end_token_ids:
+        if sequence.may_end and sequence.token_ids[-1] in sequence.request.end_token_ids:
             return FinishReason.STOP
-        if num_output_tokens >= request.max_tokens:
-            return FinishReason.LENGTH
-        if sequence.num_tokens >= self.limits.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_num_tokens else None
 
     def _release(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)

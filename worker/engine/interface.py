@@ -51,6 +51,18 @@ class EngineRequest:
     """What the output must match, standing behind `output_token_ids`; the engine's alone from now
     on, so that this field is the one thing here that is no plain message."""
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether what may come next depends on which tokens have come, besides the logits."""
+        params = self.params
+        return bool(
+            params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or self.bad_token_sequences
+            or self.grammar is not None
+        )
+
 
 @dataclass(slots=True)
 class SequenceOutput:

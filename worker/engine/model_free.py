@@ -9,6 +9,7 @@ shows up as an error, not as a subtly different text.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from shared.schemas import TokenLogprob, TopLogprob
 from worker.engine.engine import LLMEngine
@@ -39,6 +40,23 @@ def tokens_of(seed: int, num_tokens: int) -> list[int]:
     return [token_at(seed, position) for position in range(num_tokens)]
 
 
+_Pending = dict[int, int]
+"""The token of each sequence id in the step before, if that is not collected yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step and what it samples."""
+
+    batch: Batch
+    sampled: list[list[SampledToken]]
+
+    def tokens_of(self) -> _Pending:
+        """What it gave each sequence; for a step without drafts."""
+        shares = zip(self.batch.sampling, self.sampled, strict=True)
+        return {share.sequence.sequence_id: tokens[0].token_id for share, tokens in shares}
+
+
 class ModelFreeRunner:
     """A runner that computes nothing, and checks that it could have.
 
@@ -66,32 +84,34 @@ class ModelFreeRunner:
             [None] * (num_blocks * block_size) if verify else None
         )
 
-    def launch(self, batch: Batch) -> Batch:
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         if self._cache is not None:
-            _check_batch(batch)
-            self._write(batch, self._cache)
+            pending = after.tokens_of() if after is not None else {}
+            _check_batch(batch, pending)
+            self._write(batch, pending, self._cache)
             for share in batch.sampling:
-                self._read_back(share, self._cache)
-        return batch
+                self._read_back(share, pending, self._cache)
+        sampled = [
+            [_sample(share.sequence, share.num_ahead + row) for row in range(share.num_samples)]
+            for share in batch.sampling
+        ]
+        return Launched(batch, sampled)
 
-    def collect(self, launched: Batch) -> list[list[SampledToken]]:
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        return [
-            [_sample(share.sequence, ahead) for ahead in range(share.num_samples)]
-            for share in launched.sampling
-        ]
+        return launched.sampled
 
     def peak_memory_bytes(self) -> int:
         return 0
 
-    def _write(self, batch: Batch, cache: list[int | None]) -> None:
+    def _write(self, batch: Batch, pending: _Pending, cache: list[int | None]) -> None:
         # All reads come before all writes: what another sequence computes in the same step is not
         # there yet.
         before = [self._fingerprint_before(share, cache) for share in batch.scheduled]
         written: set[int] = set()
         for share, fingerprint in zip(batch.scheduled, before, strict=True):
-            for position, token_id in enumerate(share.token_ids, start=share.start):
+            for position, token_id in enumerate(_token_ids(share, pending), start=share.start):
                 fingerprint = hash((fingerprint, token_id))
                 cell = self._cell(share.sequence, position)
                 if cell in written:
@@ -110,10 +130,13 @@ class ModelFreeRunner:
             )
         return fingerprint
 
-    def _read_back(self, share: ScheduledSequence, cache: list[int | None]) -> None:
+    def _read_back(
+        self, share: ScheduledSequence, pending: _Pending, cache: list[int | None]
+    ) -> None:
         sequence = share.sequence
         fingerprint = hash(sequence.request.cache_salt)
-        for position, token_id in enumerate([*sequence.token_ids, *share.draft]):
+        before = sequence.token_ids[: share.start]
+        for position, token_id in enumerate([*before, *_token_ids(share, pending)]):
             fingerprint = hash((fingerprint, token_id))
             if cache[self._cell(sequence, position)] != fingerprint:
                 raise RuntimeError(
@@ -126,15 +149,22 @@ class ModelFreeRunner:
         return sequence.block_table[position // size] * size + position % size
 
 
-def _check_batch(batch: Batch) -> None:
+def _token_ids(share: ScheduledSequence, pending: _Pending) -> list[int]:
+    """Of its rows; of one planned ahead, the token that the step before gives it."""
+    return share.token_ids or [pending[share.sequence.sequence_id]]
+
+
+def _check_batch(batch: Batch, pending: _Pending) -> None:
     slots = [share.sequence.slot for share in batch.scheduled]
     if None in slots or len(set(slots)) != len(slots):
         raise RuntimeError(f"slots {slots} are not one for each sequence")
     for share in batch.scheduled:
         sequence, end = share.sequence, share.start + share.num_tokens
-        if share.start != sequence.num_computed_tokens or share.num_tokens < 1:
+        num_pending = sequence.sequence_id in pending
+        if share.start != sequence.num_computed_tokens + num_pending or share.num_tokens < 1:
             raise RuntimeError(f"sequence {sequence.sequence_id} has a share that does not follow")
-        if end > sequence.num_tokens or share.samples != (end == sequence.num_tokens):
+        num_tokens = sequence.num_tokens + num_pending
+        if end > num_tokens or share.samples != (end == num_tokens):
             raise RuntimeError(f"sequence {sequence.sequence_id} samples at {end} tokens")
         if share.draft and not share.samples:
             raise RuntimeError(f"sequence {sequence.sequence_id} drafts before its last token")
@@ -157,6 +187,7 @@ def build_model_free_engine(
     prefill_chunk: int | None = None,
     max_model_len: int | None = None,
     speculative_tokens: int = 0,
+    async_scheduling: bool = False,
     num_blocks: int = 256,
     block_size: int = 16,
     step_seconds: float = 0.0,
@@ -171,4 +202,5 @@ def build_model_free_engine(
         prefill_chunk=prefill_chunk,
         max_model_len=max_model_len,
         speculative_tokens=speculative_tokens,
+        async_scheduling=async_scheduling,
     )

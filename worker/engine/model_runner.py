@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from worker.engine.loading import DType, LoadedModel, load_model
 from worker.engine.memory import give_back
 from worker.engine.native.build import NativeCodeError, load_native
 from worker.engine.native.decoder import DTYPES, NativeDecoder, release_weights
-from worker.engine.packing import Packer
+from worker.engine.packing import PackedStep, Packer
 from worker.engine.progress import Progress, unheard
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
@@ -28,6 +28,7 @@ from worker.engine.sampling.masks import Masks
 from worker.engine.seam import PackedModel
 from worker.engine.seam_check import CheckedModel, check_model, model_length
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from worker.engine.transfers import to_device
 
 if TYPE_CHECKING:
     from worker.engine.cuda_graphs import GraphedModel
@@ -45,6 +46,16 @@ class Launched:
     sampled: SamplerOutput | None
     counts: list[int]
     """Of the rows sampled for each sequence."""
+    sequences: list[Sequence]
+    """Of each row."""
+
+    def tokens_for(self, step: PackedStep) -> torch.Tensor:
+        """[1, T], on the device: what was sampled here for the sequence of each row of `step`."""
+        assert self.sampled is not None
+        row_of = {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
+        rows = [row_of[item.sequence.sequence_id] for item in step.items]
+        token_ids = self.sampled.token_ids
+        return token_ids.index_select(0, to_device(rows, token_ids.device)).unsqueeze(0)
 
 
 class ModelRunner:
@@ -175,20 +186,23 @@ class ModelRunner:
         return self._max_model_len
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Launched:
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
         sampling = batch.sampling
         counts = [item.num_samples for item in sampling]
         sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
         masks = self._masks.start(sequences)  # computed while the model runs
         step = self._packer.pack(batch)
+        if after is not None:
+            step = replace(step, input_ids=after.tokens_for(step))
         # A step without samples still needs a row: not every family's head takes none.
         rows = step.sampling_rows(sampling) or [0]
-        logits = self._model.logits(step, torch.tensor(rows, device=self.device))
+        logits = self._model.logits(step, to_device(rows, self.device))
         if not sampling:
-            return Launched(None, counts)
-        num_ahead = [ahead for count in counts for ahead in range(count)]
-        return Launched(self._sampler.sample(logits, sequences, masks, num_ahead), counts)
+            return Launched(None, counts, sequences)
+        num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
+        sampled = self._sampler.sample(logits, sequences, masks, num_ahead)
+        return Launched(sampled, counts, sequences)
 
     def collect(self, launched: Launched) -> list[list[SampledToken]]:
         tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])

@@ -11,6 +11,10 @@ import torch
 
 from worker.engine.attention import StepLayout
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from worker.engine.transfers import to_device
+
+UNKNOWN = 0
+"""In place of a token that the step before is still computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Packer:
         chunks.sort(key=lambda item: item.num_rows)
         items = decodes + chunks
 
-        input_ids = [item.sequence.token_ids[item.start] for item in decodes]
+        input_ids = [token_id for item in decodes for token_id in item.token_ids or (UNKNOWN,)]
         positions = [item.start for item in decodes]
         for item in chunks:
             input_ids += item.token_ids
@@ -78,7 +82,7 @@ class Packer:
         )
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
         """[len(sequences), longest table]; rewrites only the rows that changed."""

@@ -41,8 +41,12 @@ class Runner(Protocol):
         """Longest sequence the model can continue, prompt and output together."""
         ...
 
-    def launch(self, batch: Batch) -> Any:
-        """Start computing `batch`, writing K and V through the sequences' block tables."""
+    def launch(self, batch: Batch, after: Any = None) -> Any:
+        """Start computing `batch`, writing K and V through the sequences' block tables.
+
+        `after` is what `launch` gave for the step before, not collected yet, if this one begins
+        with the tokens of that one (see Scheduler.follow).
+        """
         ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:

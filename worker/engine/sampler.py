@@ -21,6 +21,7 @@ from worker.engine.sampling.penalties import Penalties
 from worker.engine.sampling.randomness import uniforms
 from worker.engine.sampling.scratch import Scratch
 from worker.engine.sequence import Sequence
+from worker.engine.transfers import HostCopies, to_device
 
 _COLDEST = 1e-30
 """Lower temperatures, of which fp32 has no inverse, are taken as this one."""
@@ -32,22 +33,21 @@ class SamplerOutput:
     """A step's choices, still on the device."""
 
     token_ids: torch.Tensor  # [R]
-    is_sound: torch.Tensor  # [R], bool
+    copies: HostCopies
+    """Of `token_ids`, whether each is sound, and of what `logprobs` report."""
     logprobs: RawLogprobs | None
     errors: dict[int, str] = field(default_factory=dict)
     """Rows for which no token can be chosen, and why."""
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the device and hand the tokens over, one for each row."""
-        token_ids: list[int] = self.token_ids.tolist()
-        reports = self.logprobs.by_row(token_ids) if self.logprobs is not None else {}
+        token_ids, is_sound, *reported = self.copies.lists()
+        reports = self.logprobs.by_row(token_ids, reported) if self.logprobs is not None else {}
         return [
             SampledToken(token_id, reports.get(row))
             if sound and row not in self.errors
             else SampledToken(-1, error=self.errors.get(row, _NO_CHOICE))
-            for row, (token_id, sound) in enumerate(
-                zip(token_ids, self.is_sound.tolist(), strict=True)
-            )
+            for row, (token_id, sound) in enumerate(zip(token_ids, is_sound, strict=True))
         ]
 
 
@@ -89,14 +89,16 @@ class Sampler:
         positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
         if num_ahead is not None:
             positions += np.array(num_ahead, dtype=np.uint64)
-        numbers = torch.from_numpy(uniforms(rows.seeds, positions)).to(self._device)
+        numbers = to_device(uniforms(rows.seeds, positions), self._device)
         token_ids, is_sound = self._kernels.choose(logits, rows.distributions, numbers)
-        report = None
+        reported: tuple[torch.Tensor, ...] = ()
+        logprobs = None
         if rows.reporting:
             most = min(max(1, *rows.num_top), self._vocab_size)
-            chosen = self._kernels.report(raw, rows.reporting, token_ids, most)
-            report = RawLogprobs(rows.reporting, rows.num_top, chosen)
-        return SamplerOutput(token_ids, is_sound, report, errors)
+            reported = self._kernels.report(raw, rows.reporting, token_ids, most)
+            logprobs = RawLogprobs(rows.reporting, rows.num_top)
+        copies = HostCopies([token_ids, is_sound, *reported])
+        return SamplerOutput(token_ids, copies, logprobs, errors)
 
     def _rows_of(self, sequences: list[Sequence]) -> _Rows:
         sequence_ids = [sequence.sequence_id for sequence in sequences]

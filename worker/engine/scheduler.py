@@ -74,6 +74,24 @@ class Scheduler:
         self._draft(plan)
         return Batch(list(plan.shares.values()))
 
+    def follow(self, batch: Batch) -> Batch | None:
+        """The step after `batch`, before the tokens of that are known: one more decode of each
+        sequence that its length does not end.
+
+        None if there may be more to do, or if a choice hangs on which tokens come.
+        """
+        shares = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
+        if len(shares) < len(self.running) or self._may_admit or not all(map(_is_free, shares)):
+            return None
+        following = []
+        for sequence in (share.sequence for share in shares):
+            if sequence.num_tokens + 1 >= sequence.max_num_tokens:
+                continue
+            if not self.block_manager.extend(sequence, 1):
+                return None
+            following.append(ScheduledSequence(sequence, sequence.num_tokens, 1, samples=True))
+        return Batch(following) if following else None
+
     def check_integrity(self) -> None:
         """Audit slots and queues; raises RuntimeError naming what does not add up."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
@@ -89,6 +107,14 @@ class Scheduler:
                 raise RuntimeError(f"sequence {sequence.sequence_id} waits and holds blocks")
         if {*map(id, self.waiting)} != {*map(id, self._waiting_by_urgency)}:
             raise RuntimeError("waiting by order and waiting by urgency are not the same sequences")
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether somebody who waits could get a slot, free or at another's expense."""
+        if not self.waiting or not self.running:
+            return bool(self.waiting)
+        most_urgent = self._waiting_by_urgency[0].request.priority
+        return bool(self._free_slots) or most_urgent < self.running[-1].request.priority
 
     def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
         prefilling = []
@@ -275,6 +301,18 @@ class _Plan:
             index < len(other.block_hashes) and other.block_hashes[index] == block_hash
             for other in self._prefilling
         )
+
+
+def _is_free(share: ScheduledSequence) -> bool:
+    """Whether it is a decode behind which another can be planned, whatever token it gives."""
+    sequence = share.sequence
+    return (
+        share.samples
+        and share.num_rows == 1
+        and sequence.may_end
+        and sequence.drafter is None
+        and not sequence.request.looks_back
+    )
 
 
 def _order(sequence: Sequence) -> tuple[Any, ...]:

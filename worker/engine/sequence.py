@@ -27,6 +27,7 @@ class Sequence:
 
     request: EngineRequest
     token_ids: list[int]  # prompt, then output; engine appends
+    max_num_tokens: int  # of prompt and output: it ends there
     timing: SequenceTiming
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # engine, after each step
@@ -37,10 +38,12 @@ class Sequence:
     drafter: Drafter | None = None  # engine, if tokens may be drafted
 
     @classmethod
-    def of(cls, request: EngineRequest) -> Sequence:
+    def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:
+        limit = len(request.prompt_token_ids) + request.max_tokens
         return cls(
             request=request,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            max_num_tokens=limit if max_model_len is None else min(limit, max_model_len),
             timing=SequenceTiming(added_at=time.monotonic()),
         )
 
@@ -66,6 +69,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def may_end(self) -> bool:
+        """Whether an end token would end it now."""
+        return self.num_output_tokens >= self.request.params.min_tokens
+
+    @property
     def urgency(self) -> tuple[int, float, str]:
         """Sorts the most urgent first; the last of those running is the first to be preempted."""
         return (self.request.priority, *self.request.order)
@@ -88,8 +96,13 @@ class ScheduledSequence:
         return self.num_tokens + len(self.draft)
 
     @property
+    def num_ahead(self) -> int:
+        """Tokens between the last known one and the first that it samples."""
+        return self.start + self.num_tokens - self.sequence.num_tokens
+
+    @property
     def token_ids(self) -> list[int]:
-        """Those of its rows."""
+        """Those of its rows that are known."""
         known = self.sequence.token_ids[self.start : self.start + self.num_tokens]
         return [*known, *self.draft]
 

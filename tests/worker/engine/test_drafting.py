@@ -12,7 +12,7 @@ from tests.worker.engine.test_scheduler import add, make_scheduler, make_sequenc
 from worker.engine.drafting import MAX_ROWS, Drafter, PromptLookup
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import EngineRequest
-from worker.engine.model_free import ModelFreeRunner, build_model_free_engine, tokens_of
+from worker.engine.model_free import Launched, ModelFreeRunner, build_model_free_engine, tokens_of
 from worker.engine.runner import SampledToken
 from worker.engine.sequence import Batch, Sequence
 
@@ -205,9 +205,9 @@ def test_nothing_is_drafted_where_a_choice_depends_on_what_was_chosen(
 class FailingBehindDrafts(ModelFreeRunner):
     """Cannot sample at one output index."""
 
-    def collect(self, launched: Batch) -> list[list[SampledToken]]:
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
         sampled = super().collect(launched)
-        for share, tokens in zip(launched.sampling, sampled, strict=True):
+        for share, tokens in zip(launched.batch.sampling, sampled, strict=True):
             for ahead in range(len(tokens)):
                 if share.sequence.num_output_tokens + ahead == 17:
                     tokens[ahead] = SampledToken(-1, error="logits are not finite")

@@ -15,6 +15,7 @@ from shared.schemas import FinishReason, SamplingParams
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import EngineRequest, SequenceOutput
 from worker.engine.model_free import (
+    Launched,
     ModelFreeRunner,
     build_model_free_engine,
     token_at,
@@ -57,6 +58,17 @@ def run_to_end(engine: LLMEngine) -> dict[int, tuple[list[int], SequenceOutput]]
     return {sequence_id: (tokens[sequence_id], last[sequence_id]) for sequence_id in last}
 
 
+def expected_tokens(request: EngineRequest, max_model_len: int) -> list[int]:
+    """All that is still to come of a request."""
+    num_tokens = min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
+    coming = []
+    for position in range(len(request.output_token_ids), num_tokens):
+        coming.append(token_at(request.seed, position))
+        if position + 1 >= request.params.min_tokens and coming[-1] in request.end_token_ids:
+            break
+    return coming
+
+
 class BrokenRunner(ModelFreeRunner):
     """Does to chosen steps or sequences what a real device may do."""
 
@@ -66,17 +78,17 @@ class BrokenRunner(ModelFreeRunner):
         self.failing_sequence: int | None = None
         self.drop_a_token = self.lose_a_block = False
 
-    def launch(self, batch: Batch) -> Batch:
-        launched = super().launch(batch)
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        launched = super().launch(batch, after)
         if self.fail_launch:
             raise OSError("the device is gone")
         return launched
 
-    def collect(self, launched: Batch) -> list[list[SampledToken]]:
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
         if self.fail_collect:
             raise OSError("the device is gone")
         sampled = super().collect(launched)
-        for index, share in enumerate(launched.sampling):
+        for index, share in enumerate(launched.batch.sampling):
             if self.lose_a_block:
                 share.sequence.block_table.pop()
             if share.sequence.sequence_id == self.failing_sequence:
@@ -397,7 +409,8 @@ def test_an_engine_that_becomes_idle_audits_itself() -> None:
     max_num_seqs=st.integers(1, 5),
     spare_budget=st.integers(0, 12),
     prefill_chunk=st.integers(1, 9),
-    speculative_tokens=st.sampled_from([0, 1, 3, 7]),
+    speculative_tokens=st.sampled_from([0, 0, 1, 3, 7]),
+    async_scheduling=st.booleans(),
 )
 def test_any_workload_ends_with_every_request_served_once(
     seed: int,
@@ -407,8 +420,9 @@ def test_any_workload_ends_with_every_request_served_once(
     spare_budget: int,
     prefill_chunk: int,
     speculative_tokens: int,
+    async_scheduling: bool,
 ) -> None:
-    """Random arrivals, aborts, priorities and shared prefixes in pools that are far too small.
+    """Random arrivals, aborts, stops, priorities and shared prefixes in pools far too small.
 
     Prompts often hold parts of what is to come, so that drafts of it are right and wrong.
 
@@ -420,6 +434,7 @@ def test_any_workload_ends_with_every_request_served_once(
         max_num_batched_tokens=max_num_seqs + spare_budget,
         prefill_chunk=prefill_chunk,
         speculative_tokens=speculative_tokens,
+        async_scheduling=async_scheduling,
         num_blocks=num_blocks,
         block_size=block_size,
     )
@@ -439,15 +454,14 @@ def test_any_workload_ends_with_every_request_served_once(
             prompt,
             max_tokens=num_emitted + chance.randint(1, longest),
             output_token_ids=tokens_of(sequence_id, num_emitted),
+            end_token_ids=frozenset(chance.choice([b"", b"", b"e", b"aeiou"])),
+            params=SamplingParams(min_tokens=chance.choice([0, 0, 3])),
             priority=chance.choice([0, 0, 0, -1, 1, 5]),
             order=(float(chance.randint(0, 5)), str(sequence_id)),
             cache_salt=chance.choice(["", "", "salt"]),
         )
     expected = {
-        sequence_id: tokens_of(
-            sequence_id, min(request.max_tokens, longest - len(request.prompt_token_ids))
-        )[len(request.output_token_ids) :]
-        for sequence_id, request in requests.items()
+        sequence_id: expected_tokens(request, longest) for sequence_id, request in requests.items()
     }
     to_come = list(requests)
     tokens: dict[int, list[int]] = {sequence_id: [] for sequence_id in requests}
@@ -467,7 +481,7 @@ def test_any_workload_ends_with_every_request_served_once(
             assert output.sequence_id not in ended | aborted
             tokens[output.sequence_id] += output.token_ids
             if output.finish_reason is not None:
-                assert output.finish_reason is FinishReason.LENGTH
+                assert output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
                 assert output.timing is not None
                 if not output.timing.preemptions:
                     assert output.timing.recomputed_tokens == 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from worker.engine.attention.triton_cache import write_cache
 from worker.engine.attention.triton_decode import decode
 from worker.engine.attention.triton_prefill import prefill
+from worker.engine.transfers import to_device
 
 if TYPE_CHECKING:
     from worker.engine.attention import LayerCache, Scoring, StepLayout
@@ -58,10 +60,7 @@ def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
 def _decode_contexts(layout: StepLayout) -> torch.Tensor:
     contexts: torch.Tensor | None = layout.plans.get(DECODE_CONTEXTS)
     if contexts is None:
-        contexts = torch.tensor(
-            layout.context_lens[: layout.num_decodes],
-            dtype=torch.int32,
-            device=layout.block_tables.device,
-        )
+        lengths = np.array(layout.context_lens[: layout.num_decodes], dtype=np.int32)
+        contexts = to_device(lengths, layout.block_tables.device)
         layout.plans[DECODE_CONTEXTS] = contexts
     return contexts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +26,7 @@ from worker.engine.attention.triton_common import (
     scores_of,
     shared_memory_bytes,
 )
+from worker.engine.transfers import to_device
 
 if TYPE_CHECKING:
     from worker.engine.attention import LayerCache, Scoring, StepLayout
@@ -110,7 +112,7 @@ def tiles_of(layout: StepLayout, queries_per_tile: int) -> torch.Tensor:
                 num_rows = min(queries_per_tile, end - row)
                 cut.append((sequence, row, num_rows, first_position + row - first_row))
         cut.sort(key=lambda tile: tile[3], reverse=True)
-        tiles = torch.tensor(cut, dtype=torch.int32, device=layout.block_tables.device)
+        tiles = to_device(np.array(cut, dtype=np.int32), layout.block_tables.device)
         layout.plans[tiles_of, queries_per_tile] = tiles
     return tiles
 

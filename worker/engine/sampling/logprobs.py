@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shared.schemas import TokenLogprob, TopLogprob
 from worker.engine.sampling.draw import totals
 from worker.engine.sampling.scratch import Scratch
+from worker.engine.transfers import to_device
 
 
 class ChosenLogprobs(NamedTuple):
@@ -25,7 +27,7 @@ def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
     """Of `rows` of the model's `logits` [R, vocab_size], for the token ids [R] chosen for all."""
-    index = torch.tensor(rows, device=logits.device)
+    index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):
         logits = logits.index_select(0, index)
@@ -46,18 +48,16 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """What a step's rows report, still on the device."""
+    """Which of a step's rows report, and how many of the likeliest tokens."""
 
     rows: list[int]
     num_top: list[int]
-    chosen: ChosenLogprobs
 
-    def by_row(self, token_ids: list[int]) -> dict[int, TokenLogprob]:
-        """What each row reports for its chosen token."""
+    def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
+        """What each row reports for its chosen token, from the columns of ChosenLogprobs."""
         result = {}
-        values = zip(*(column.tolist() for column in self.chosen), strict=True)
-        for row, num_top, (logprob, rank, ids, logprobs) in zip(
-            self.rows, self.num_top, values, strict=True
+        for row, num_top, logprob, rank, ids, logprobs in zip(
+            self.rows, self.num_top, *columns, strict=True
         ):
             top = [
                 TopLogprob(token_id=token_id, logprob=each)
