@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar clean
+.PHONY: demo test check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar bench-lock clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -55,6 +55,11 @@ bench-sampling: $(SET_UP)
 # What grammars (JSON schemas, calls of tools) cost a step.
 bench-grammar: $(SET_UP)
 	@$(BIN)/python -m benchmarks.grammar_masks
+
+# What sharing an interpreter with the publishing side costs the engine.
+bench-lock: $(SET_UP)
+	@OMP_WAIT_POLICY=passive OMP_PLACES=cores OMP_PROC_BIND=close \
+		$(BIN)/python -m benchmarks.interpreter_lock $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
