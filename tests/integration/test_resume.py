@@ -1,0 +1,174 @@
+"""A stream goes on in the middle: whatever becomes of a worker, the text is that of a quiet run.
+
+The shipped model in fp32, worker processes, and a subscriber that listens all the while.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis
+
+from producer import Client
+from shared.embedded import EmbeddedServer
+from shared.keys import Keys
+from shared.schemas import TokenEvent
+
+LEASE_MS = 1500
+NUM_TOKENS = 300
+STORY = "Once upon a time there was a fox who"
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy, logprobs": {"temperature": 0.0, "logprobs": 3},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "filtered": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "seed": 6},
+    "penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "seed": 7,
+        "logprobs": 0,
+    },
+    "stop string late": {"temperature": 1.0, "seed": 8, "stop": ["zebra", " and the and"]},
+    "min_tokens": {"temperature": 1.0, "seed": 9, "min_tokens": 250, "ignore_eos": False},
+    "bad words": {"temperature": 1.0, "seed": 10, "bad_words": ["the fox", "very"]},
+    "biased": {"temperature": 1.0, "seed": 11, "logit_bias": {"40": 2.0}, "logprobs": 1},
+    "drafted": {"temperature": 0.0, "prompt": f"{STORY} ran. " * 12, "speculative_tokens": 7},
+    "json": {
+        "prompt": "List some names.",
+        "seed": 12,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "names",
+                "schema": {
+                    "type": "array",
+                    "items": {"type": "string", "pattern": "^[a-z]{6,9}$"},
+                    "minItems": 30,
+                    "maxItems": 30,
+                },
+            },
+        },
+    },
+}
+
+
+def enqueue(client: Client, name: str) -> str:
+    fields = {"prompt": STORY, "max_tokens": NUM_TOKENS, "ignore_eos": True} | REQUESTS[name]
+    if "response_format" in fields:
+        del fields["ignore_eos"]
+    return client.enqueue(fields.pop("prompt"), **fields)
+
+
+@contextmanager
+def started(url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A worker of the shipped model that has said it is ready."""
+    command = [sys.executable, "-m", "worker", "--redis", url, "--dtype", "float32"]
+    process = subprocess.Popen(
+        [*command, "--lease-ms", str(LEASE_MS), *options], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline().startswith("ready after ")
+            yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with EmbeddedServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def expected(url: str) -> dict[str, list[Any]]:
+    """What each request gives in a quiet run."""
+    with started(url), Client(url) as client, ThreadPoolExecutor(len(REQUESTS)) as threads:
+        ids = {name: enqueue(client, name) for name in REQUESTS}
+        streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
+        return {name: told(stream.result()) for name, stream in streams.items()}
+
+
+def read(client: Client, request_id: str) -> list[TokenEvent]:
+    return list(client.stream(request_id))
+
+
+def told(events: list[TokenEvent]) -> list[Any]:
+    """What a subscriber learns of the text, however it was cut into events and attempts."""
+    return [
+        "".join(event.text for event in events),
+        [token_id for event in events for token_id in event.token_ids],
+        [item for event in events for item in event.logprobs or ()],
+        events[-1].finish_reason,
+    ]
+
+
+def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
+    """Until every request has some tokens, and none of them all."""
+    keys = Keys("default")
+    while not all(server.xlen(keys.tokens(request_id)) >= 5 for request_id in ids):
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "told twice"])
+def test_the_whole_text_is_that_of_a_quiet_run(
+    fault: str, url: str, expected: dict[str, list[Any]]
+) -> None:
+    with (
+        redis.Redis.from_url(url) as server,
+        Client(url) as client,
+        ThreadPoolExecutor(len(REQUESTS)) as threads,
+    ):
+        server.flushall()
+        with started(url, "--drain-seconds", "20" if fault == "told twice" else "0") as victim:
+            ids = {name: enqueue(client, name) for name in REQUESTS}
+            streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
+            wait_for_progress(server, list(ids.values()))
+            if fault == "killed":
+                victim.kill()
+            elif fault == "frozen":
+                victim.send_signal(signal.SIGSTOP)
+            else:
+                victim.send_signal(signal.SIGTERM)
+                if fault == "told twice":
+                    victim.send_signal(signal.SIGTERM)
+                assert victim.wait() == 0
+            with started(url) as other:
+                if fault == "frozen":
+                    wake = threading.Timer(
+                        2 * LEASE_MS / 1000, victim.send_signal, [signal.SIGCONT]
+                    )
+                    wake.start()
+                events = {name: stream.result() for name, stream in streams.items()}
+                if fault == "frozen":
+                    wake.join()
+                    victim.send_signal(signal.SIGTERM)  # once it found that it holds nothing
+                    assert victim.wait() == 0
+                other.send_signal(signal.SIGTERM)
+                assert other.wait() == 0
+        for name, found in events.items():
+            assert told(found) == expected[name], name
+            ends = [event.end for event in found]
+            assert [event.index for event in found] == [0, *ends[:-1]], name
+            attempts = [event.attempt for event in found]
+            assert attempts == sorted(attempts), name
+        carried_on = [
+            name for name, found in events.items() if found[0].attempt < found[-1].attempt
+        ]
+        assert len(carried_on) > len(REQUESTS) // 2, "the fault came too late"
+        for name, request_id in ids.items():
+            log = server.xrange(Keys("default").tokens(request_id))
+            assert log[-1][0].endswith(b"-1"), "nothing was written behind the last event"
+            assert len(log) == len(events[name])
