@@ -133,9 +133,11 @@ class PackedModel:
             further["logits_to_keep"] = rows
         if self._counts_rows:
             further["past_key_values"] = RowStarts(step.positions)
+        # As a view whose strides follow from its shape, which compiled graphs ask for.
+        positions = step.positions[0].unsqueeze(0)
         try:
             output = self._model(
-                input_ids=step.input_ids, position_ids=step.positions, use_cache=False, **further
+                input_ids=step.input_ids, position_ids=positions, use_cache=False, **further
             )
         finally:
             context.layout = None
