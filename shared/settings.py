@@ -46,6 +46,14 @@ class Settings(BaseSettings):
     native: bool = Field(
         True, description="on a CPU, compute models of the Llama kind in native code"
     )
+    compile: bool = Field(
+        False,
+        description="where there is no native code, so on a GPU, run the model's layers through"
+        " torch.compile: a faster step for a longer start",
+    )
+    cuda_graphs: bool = Field(
+        True, description="on a GPU, run decode steps as CUDA graphs; off, for debugging or memory"
+    )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in the batch (slots)")
     max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
     prefill_chunk: int | None = Field(

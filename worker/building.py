@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import ConfigurationError
 from shared.scripts import ModelIdentity
@@ -18,6 +18,9 @@ from worker.engine.runner import Runner
 from worker.grammars import Grammars
 from worker.shipped import MODEL_DIR, MODEL_NAME
 from worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from worker.engine.model_runner import ModelRunner
 
 MODEL_FREE = "model-free"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -93,6 +96,8 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         max_model_len=settings.max_model_len,
         trust_remote_code=settings.trust_remote_code,
         native=settings.native,
+        compile=settings.compile,
+        cuda_graphs=settings.cuda_graphs,
         progress=progress,
     )
     progress("tokenizer")
@@ -109,11 +114,16 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         end_token_ids=runner.end_token_ids,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
-        way=(
-            f"no native code ({runner.why_not_native})" if runner.why_not_native else "native code"
-        ),
+        way=_way(runner),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
     )
+
+
+def _way(runner: ModelRunner) -> str:
+    if not runner.why_not_native:
+        return "native code"
+    is_compiled = runner.compiled is not None and runner.compiled.is_compiled
+    return f"no native code ({runner.why_not_native}){', compiled' * is_compiled}"
 
 
 def _engine(

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
 from benchmarks.gpu.timing import Ceilings, seconds
 from worker.engine.attention import Scoring
 from worker.engine.attention.triton_paged import triton_paged_attention
-from worker.engine.seam import SEAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +30,24 @@ class Figure:
 
 
 @torch.inference_mode()
-def measure_decode(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[Figure]:
+def measure_decode(
+    bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
+) -> list[Figure]:
     """A decode step as it is, and padded as a graph, over the memory floor."""
     size = bench.size
     floor = decode_floor(bench, ceilings)
     step = bench.step(size.batch, size.context, 1)
     rows = torch.arange(size.batch, device=bench.device)
-    name = f"decode, {size.batch} of length {size.context}"
-    eager = seconds(lambda: bench.model.logits(step, rows), bench.device, repeats=repeats)
-    figures = [Figure(f"{name}, eager", eager * 1e3, floor * 1e3)]
-    graphed = bench.graphed(bench.model)
-    replayed = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
-    figures.append(Figure(f"{name}, graph", replayed * 1e3, floor * 1e3))
-    return figures
-
-
-@torch.inference_mode()
-def measure_compiled(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[Figure]:
-    """The same graph of what torch.compile makes of the model around the attention.
-
-    The engine does not compile; this shows what fusing the small operations would gain.
-    """
-    size = bench.size
-    plain = AttentionInterface._global_mapping[SEAM]
-    AttentionInterface.register(SEAM, torch.compiler.disable(plain))
-    try:
-        graphed = bench.graphed(bench.packed(_Compiled(bench.loaded.model)))  # type: ignore[arg-type]
-        step = bench.step(size.batch, size.context, 1)
-        rows = torch.arange(size.batch, device=bench.device)
-        took = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
-    finally:
-        AttentionInterface.register(SEAM, plain)
-        torch.compiler.reset()
-    return [Figure("decode, the same compiled", took * 1e3, decode_floor(bench, ceilings) * 1e3)]
-
-
-class _Compiled:
-    """A model that runs compiled, and otherwise is what it was."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._compiled = torch.compile(model, dynamic=False)
-        self.forward = model.forward
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self._compiled(**inputs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    name = f"decode, {size.batch} of length {size.context}{', compiled' * compiled}"
+    with bench.layers(compiled=compiled) as model:
+        eager = seconds(lambda: model.logits(step, rows), bench.device, repeats=repeats)
+        graphed = bench.graphed(model)
+        replayed = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
+    launched = "launched one by one" if compiled else "eager"
+    return [
+        Figure(f"{name}, {launched}", eager * 1e3, floor * 1e3),
+        Figure(f"{name}, graph", replayed * 1e3, floor * 1e3),
+    ]
 
 
 def decode_floor(bench: Bench, ceilings: Ceilings) -> float:
@@ -89,7 +57,9 @@ def decode_floor(bench: Bench, ceilings: Ceilings) -> float:
 
 
 @torch.inference_mode()
-def measure_prefill(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[Figure]:
+def measure_prefill(
+    bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
+) -> list[Figure]:
     """A step of whole prompts over what its products take at the matrix rate."""
     size = bench.size
     step = bench.step(size.prompts, size.prompt, size.prompt)
@@ -99,8 +69,9 @@ def measure_prefill(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[F
     pairs = size.prompts * size.prompt * (size.prompt + 1) // 2
     flops = 2 * in_layers * size.prompts * size.prompt + 2 * head * size.prompts
     flops += 4 * pairs * size.heads * size.head_size * size.layers
-    took = seconds(lambda: bench.model.logits(step, rows), bench.device, repeats=repeats)
-    name = f"prefill, {size.prompts} of length {size.prompt}"
+    with bench.layers(compiled=compiled) as model:
+        took = seconds(lambda: model.logits(step, rows), bench.device, repeats=repeats)
+    name = f"prefill, {size.prompts} of length {size.prompt}{', compiled' * compiled}"
     return [Figure(name, took * 1e3, flops / ceilings.flops * 1e3)]
 
 

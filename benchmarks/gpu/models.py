@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from worker.engine.attention.triton_paged import triton_paged_attention
+from worker.engine.compiled import CompiledModel
 from worker.engine.cuda_graphs import GraphedModel
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache
@@ -93,14 +96,29 @@ class Bench:
         for layer in self.cache.layers:
             layer.key.normal_()
             layer.value.normal_()
-        self.model = self.packed(loaded.model)
+        self.model: PackedModel = self.checked.on(
+            loaded.model, self.cache, triton_paged_attention, 4096
+        )
         self._packer = Packer(BLOCK_SIZE, device)
 
-    def packed(self, model: PreTrainedModel) -> PackedModel:
-        """The model, or what was made of it, on the cache."""
-        return self.checked.on(model, self.cache, triton_paged_attention, 4096)
+    @contextmanager
+    def layers(self, *, compiled: bool) -> Iterator[PackedModel | CompiledModel]:
+        """The model with its layers as they are, or compiled for this time. Raises RuntimeError if
+        they cannot be."""
+        if not compiled:
+            yield self.model
+            return
+        model = CompiledModel(self.model, self.cache, 4096)
+        try:
+            if not model.is_compiled:
+                raise RuntimeError("the layers cannot be compiled here")
+            yield model
+            if not model.is_compiled:
+                raise RuntimeError("the layers were measured uncompiled")
+        finally:
+            model.undo()
 
-    def graphed(self, model: PackedModel) -> GraphedModel:
+    def graphed(self, model: PackedModel | CompiledModel) -> GraphedModel:
         """For the batch that is measured."""
         return GraphedModel(
             model,

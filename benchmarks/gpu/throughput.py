@@ -40,7 +40,9 @@ def prompts_of(size: Size, seed: int) -> list[list[int]]:
     return prompts
 
 
-def engine_rate(loaded: LoadedModel, size: Size, device: torch.device) -> tuple[float, float]:
+def engine_rate(
+    loaded: LoadedModel, size: Size, device: torch.device, *, compiled: bool
+) -> tuple[float, float]:
     """Output tokens a second, and the seconds that loading took, graphs included."""
     tokens = size.requests * (size.request_prompt + size.request_output + BLOCK_SIZE)
     started = time.perf_counter()
@@ -52,8 +54,21 @@ def engine_rate(loaded: LoadedModel, size: Size, device: torch.device) -> tuple[
         max_num_seqs=size.requests,
         max_model_len=size.request_prompt + size.request_output,
         block_size=BLOCK_SIZE,
+        native=False,
+        compile=compiled,
     )
     loading = time.perf_counter() - started
+    try:
+        rate = _rate(runner, size, device)
+        if runner.compiled is not None and not runner.compiled.is_compiled:
+            raise RuntimeError("the layers cannot be compiled here")
+    finally:
+        if runner.compiled is not None:
+            runner.compiled.undo()
+    return rate, loading
+
+
+def _rate(runner: ModelRunner, size: Size, device: torch.device) -> float:
     engine = LLMEngine(
         runner,
         max_num_seqs=size.requests,
@@ -65,8 +80,7 @@ def engine_rate(loaded: LoadedModel, size: Size, device: torch.device) -> tuple[
     wait(device)
     started = time.perf_counter()
     outputs = run(engine, prompts, size.request_output)
-    took = time.perf_counter() - started
-    return sum(map(len, outputs)) / took, loading
+    return sum(map(len, outputs)) / (time.perf_counter() - started)
 
 
 def peer_rate(

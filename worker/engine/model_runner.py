@@ -14,6 +14,7 @@ from shared.errors import ConfigurationError
 from shared.schemas import SamplingParams
 from worker.engine.attention import AttentionBackend, backend_for
 from worker.engine.attention.torch_paged import torch_paged_attention
+from worker.engine.compiled import CompiledModel
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache, fitting_blocks
 from worker.engine.loading import DType, LoadedModel, load_model
@@ -70,6 +71,8 @@ class ModelRunner:
         max_num_seqs: int,
         *,
         native_sampling: bool,
+        compile: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.name = loaded.name
         self.family = loaded.family
@@ -81,11 +84,15 @@ class ModelRunner:
         self._max_model_len = max_model_len
         backend = backend_for(self.device)
         model = checked.on(loaded.model, cache, backend, max_model_len)
-        self._model: PackedModel | GraphedModel | NativeDecoder
+        self._model: PackedModel | CompiledModel | GraphedModel | NativeDecoder = model
+        self.compiled: CompiledModel | None = None
+        """If it was asked for, and the library's modules compute."""
         if isinstance(model, PackedModel):
-            self._model = graphed(model, backend, cache, max_num_seqs, max_model_len)
+            if compile:
+                self._model = self.compiled = CompiledModel(model, cache, max_model_len)
+            if cuda_graphs:
+                self._model = graphed(self._model, backend, cache, max_num_seqs, max_model_len)
         else:
-            self._model = model
             release_weights(loaded.model)
         self.why_not_native = checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
@@ -108,12 +115,15 @@ class ModelRunner:
         block_size: int = 16,
         trust_remote_code: bool = False,
         native: bool = True,
+        compile: bool = False,
+        cuda_graphs: bool = True,
         progress: Progress = unheard,
     ) -> ModelRunner:
         """Load a model, check that the seam serves it correctly, and allocate its cache.
 
         `kv_cache_memory` is in bytes; without `native`, or where the native decoder does not fit,
-        the library's own modules compute, and without `native` torch samples; `progress` hears of
+        the library's own modules compute, and without `native` torch samples. `compile` and
+        `cuda_graphs` are for those modules (see CompiledModel, GraphedModel). `progress` hears of
         each stage. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError, each
         with one sentence that says what is wrong.
         """
@@ -131,6 +141,8 @@ class ModelRunner:
             max_model_len=max_model_len,
             block_size=block_size,
             native=native,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
             progress=progress,
         )
 
@@ -144,6 +156,8 @@ class ModelRunner:
         max_model_len: int | None = None,
         block_size: int = 16,
         native: bool = True,
+        compile: bool = False,
+        cuda_graphs: bool = True,
         progress: Progress = unheard,
     ) -> ModelRunner:
         """The same for a model that is loaded already."""
@@ -164,9 +178,16 @@ class ModelRunner:
             device=device,
         )
         cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
-        progress("packing")
+        progress("compiling" if compile and checked.why_not_native else "packing")
         runner = cls(
-            loaded, checked, cache, length, max_num_seqs, native_sampling=not why_not_native
+            loaded,
+            checked,
+            cache,
+            length,
+            max_num_seqs,
+            native_sampling=not why_not_native,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
         )
         progress("warm-up")
         runner._warm_up()
@@ -249,12 +270,12 @@ def _why_no_native_code(loaded: LoadedModel) -> str:
 
 
 def graphed(
-    model: PackedModel,
+    model: PackedModel | CompiledModel,
     backend: AttentionBackend,
     cache: KVCache,
     max_num_seqs: int,
     max_model_len: int,
-) -> PackedModel | GraphedModel:
+) -> PackedModel | CompiledModel | GraphedModel:
     """The model with CUDA graphs for its decode steps, where there are any."""
     device = cache.layers[0].key.device
     if device.type != "cuda" or backend is torch_paged_attention:

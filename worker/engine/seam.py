@@ -8,7 +8,7 @@ function needs nothing but the module that calls it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from shared.errors import UnsupportedModelError
 from worker.engine.attention import AttentionBackend, LayerCache, Pattern, Scoring, StepLayout
 from worker.engine.packing import PackedStep
+from worker.engine.seam_operator import attend, number_of
 
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"
+_NUMBER = "promptq_number"
+"""Of the layer, for compiled graphs."""
 
 
 @dataclass(slots=True)
@@ -33,13 +36,38 @@ class SeamContext:
     calls: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SeamLayer:
     """What an attention module needs besides its own arguments."""
 
     context: SeamContext
     cache: LayerCache
     pattern: Pattern
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Within each sequence of the step: [1, T, num_heads, value_size] for tensors like those of
+        `paged_attention`."""
+        context = self.context
+        if context.layout is None:
+            raise UnsupportedModelError("attention outside of a packed step")
+        context.calls += 1
+        output = context.backend(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self.cache,
+            context.layout,
+            Scoring(scale, self.pattern, softcap, sinks),
+        )
+        return output.unsqueeze(0)
 
 
 class RowStarts:
@@ -88,10 +116,12 @@ class PackedModel:
         self._model = model
         self._context = SeamContext(backend)
         self._counts_rows = counts_rows
-        self._num_layers = len(modules)
+        self._modules = modules
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         for module, cache, pattern in zip(modules, caches, patterns, strict=True):
-            setattr(module, _ATTRIBUTE, SeamLayer(self._context, cache, pattern))
+            layer = SeamLayer(self._context, cache, pattern)
+            setattr(module, _ATTRIBUTE, layer)
+            setattr(module, _NUMBER, number_of(layer))
         set_attention(model, SEAM)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
@@ -103,19 +133,36 @@ class PackedModel:
             further["logits_to_keep"] = rows
         if self._counts_rows:
             further["past_key_values"] = RowStarts(step.positions)
+        # As a view whose strides follow from its shape, which compiled graphs ask for.
+        positions = step.positions[0].unsqueeze(0)
         try:
             output = self._model(
-                input_ids=step.input_ids, position_ids=step.positions, use_cache=False, **further
+                input_ids=step.input_ids, position_ids=positions, use_cache=False, **further
             )
         finally:
             context.layout = None
-        if context.calls != self._num_layers:
+        if context.calls != len(self._modules):
             raise UnsupportedModelError(
                 f"{self._model.config.model_type}: {context.calls} attention calls in a forward "
-                f"of {self._num_layers} layers"
+                f"of {len(self._modules)} layers"
             )
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """What stands in the model's lists of modules and attends, without what is inside of it."""
+        attending = set(self._modules)
+
+        def within(module: nn.Module) -> Iterator[nn.Module]:
+            for child in module.children():
+                if attending.isdisjoint(child.modules()):
+                    continue
+                if isinstance(module, nn.ModuleList):
+                    yield child
+                else:
+                    yield from within(child)
+
+        return list(within(self._model))
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -151,25 +198,15 @@ def paged_attention(
     [1, T, num_heads, value_size]. The check at load has judged which `others` the family passes.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
-    if layer is None or layer.context.layout is None:
+    if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__}: was not seen by the check at load")
     if attention_mask is not None:
         raise UnsupportedModelError(f"{type(module).__name__}: makes a mask or bias of its own")
-    layer.context.calls += 1
-    output = layer.context.backend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        layer.cache,
-        layer.context.layout,
-        Scoring(
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            pattern=layer.pattern,
-            softcap=softcap,
-            sinks=s_aux,
-        ),
-    )
-    return output.unsqueeze(0), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        number = getattr(module, _NUMBER)
+        return attend(number, query, key, value, scale, softcap, s_aux), None
+    return layer.attend(query, key, value, scale, softcap, s_aux), None
 
 
 AttentionInterface.register(SEAM, paged_attention)

@@ -281,9 +281,14 @@ def _compare(
         if checked.counts_rows:  # not every family can be told of rows
             return _Difference(math.nan, math.nan, tolerance)
         raise
-    spread = (alone - alone.mean(dim=1, keepdim=True)).norm(dim=1)
-    off = (packed - alone).norm(dim=1) / spread.clamp_min(1e-20)
+    off = off_by(packed, alone)
     return _Difference(float(off.median()), float(off.max()), tolerance)
+
+
+def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[rows]: how far each row of logits is off, relative to the spread of the expected."""
+    spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
+    return (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
 
 
 @dataclass(frozen=True, slots=True)

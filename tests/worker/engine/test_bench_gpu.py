@@ -30,11 +30,15 @@ def test_checks_and_measures(tmp_path: Path) -> None:
     figures = json.loads(written.read_text())
     assert "as `generate`" in figures["whole models"]
     assert figures["engine"] > 0
+    assert figures["engine, compiled"] > 0
     assert {name for name in figures if name.startswith(("decode", "prefill", "attention"))} == {
         "attention, decode, Triton",
         "attention, prefill, Triton",
         "decode, 3 of length 40, eager",
         "decode, 3 of length 40, graph",
+        "decode, 3 of length 40, compiled, launched one by one",
+        "decode, 3 of length 40, compiled, graph",
         "prefill, 2 of length 20",
+        "prefill, 2 of length 20, compiled",
     }
     assert all(figures[name]["ms"] > 0 for name in figures if name.startswith("decode"))

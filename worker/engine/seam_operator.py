@@ -1,0 +1,68 @@
+"""The seam's attention as one operator, which torch.compile puts into its graphs as it is.
+
+A compiled graph serves all layers of a kind, so nothing of a layer may be a constant in it. What
+tells layers apart is a number in a tensor, which is an input of the graph like a weight.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+
+class Attending(Protocol):
+    """One layer's attention, see AttentionBackend for the shapes; with a batch of 1 in front."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[1, T, num_heads, value_size]; writes K and V into the layer's cache."""
+        ...
+
+
+_layers: WeakValueDictionary[int, Attending] = WeakValueDictionary()
+_numbers = count()
+
+
+def number_of(layer: Attending) -> torch.Tensor:
+    """A number, as a tensor on the CPU, by which the operator finds the layer while it lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+@torch.library.custom_op("promptq::attend", mutates_args=())
+def attend(
+    layer: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Of the layer with this number. That the cache is written to need not be declared: no graph
+    reads it otherwise, and as the output is used, the call is neither dropped nor moved."""
+    return _layers[int(layer)].attend(query, key, value, scale, softcap, sinks)
+
+
+@attend.register_fake
+def _(
+    layer: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
