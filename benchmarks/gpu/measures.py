@@ -57,7 +57,7 @@ def measure_compiled(bench: Bench, ceilings: Ceilings, *, repeats: int) -> list[
     plain = AttentionInterface._global_mapping[SEAM]
     AttentionInterface.register(SEAM, torch.compiler.disable(plain))
     try:
-        graphed = bench.graphed(bench.packed(_Compiled(bench.loaded.model)))  # type: ignore[arg-type]
+        graphed = bench.graphed(bench.packed(_Compiled(bench.loaded.model)))
         step = bench.step(size.batch, size.context, 1)
         rows = torch.arange(size.batch, device=bench.device)
         took = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shared.schemas import SamplingParams
 from worker.engine.attention.triton_paged import triton_paged_attention
 from worker.engine.cuda_graphs import GraphedModel
 from worker.engine.interface import EngineRequest
@@ -96,7 +98,7 @@ class Bench:
         self.model = self.packed(loaded.model)
         self._packer = Packer(BLOCK_SIZE, device)
 
-    def packed(self, model: PreTrainedModel) -> PackedModel:
+    def packed(self, model: Any) -> PackedModel:
         """The model, or what was made of it, on the cache."""
         return self.checked.on(model, self.cache, triton_paged_attention, 4096)
 
@@ -117,7 +119,7 @@ class Bench:
         shares = []
         for index in range(num_sequences):
             ids = torch.randint(self.size.vocab, (context,), generator=generator).tolist()
-            request = EngineRequest(index, ids, params=None, seed=0, max_tokens=1)  # type: ignore[arg-type]
+            request = EngineRequest(index, ids, SamplingParams(), seed=0, max_tokens=1)
             sequence = Sequence.of(request)
             sequence.slot = index
             sequence.block_table = [blocks.pop() for _ in range(-(-context // BLOCK_SIZE))]

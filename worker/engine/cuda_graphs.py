@@ -160,7 +160,7 @@ class GraphedModel:
 
     def _capture(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         # Kernels are compiled, and libraries set up, outside of the capture.
-        warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         warming.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warming):
             logits = self._model.logits(step, rows)
