@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shared.schemas import SamplingParams
 from worker.engine.attention.triton_paged import triton_paged_attention
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.cuda_graphs import GraphedModel
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache
@@ -88,7 +89,7 @@ class Bench:
         self.loaded, self.size, self.device = loaded, size, device
         self.checked: CheckedModel = check_model(loaded, triton_paged_attention, 4096)
         tokens = max(size.batch * (size.context + BLOCK_SIZE), size.prompts * (size.prompt + 16))
-        blocks = -(-tokens // BLOCK_SIZE) + max(size.batch, size.prompts)
+        blocks = num_blocks_for(tokens, BLOCK_SIZE) + max(size.batch, size.prompts)
         self.cache = KVCache(
             self.checked.specs, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
         )
@@ -122,7 +123,9 @@ class Bench:
             request = EngineRequest(index, ids, SamplingParams(), seed=0, max_tokens=1)
             sequence = Sequence.of(request)
             sequence.slot = index
-            sequence.block_table = [blocks.pop() for _ in range(-(-context // BLOCK_SIZE))]
+            sequence.block_table = [
+                blocks.pop() for _ in range(num_blocks_for(context, BLOCK_SIZE))
+            ]
             shares.append(
                 ScheduledSequence(sequence, context - num_tokens, num_tokens, samples=True)
             )

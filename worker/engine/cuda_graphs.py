@@ -16,6 +16,7 @@ import torch
 
 from worker.engine.attention import StepLayout
 from worker.engine.attention.triton_paged import DECODE_CONTEXTS
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.packing import PackedStep
 
 MAX_GRAPH_SIZE = 256
@@ -64,7 +65,7 @@ class DecodeBuffers:
             context_lens=zeros(max_num_seqs, dtype=torch.int32),
             write_blocks=zeros(max_num_seqs) - 1,
             write_offsets=zeros(max_num_seqs),
-            block_tables=zeros(max_num_seqs, -(-max_model_len // block_size)),
+            block_tables=zeros(max_num_seqs, num_blocks_for(max_model_len, block_size)),
             block_size=block_size,
         )
 
