@@ -65,12 +65,18 @@ def model_dir(shape: Shape, cache: Path) -> Path:
 
 
 def _make(shape: Shape, folder: Path) -> None:
+    random_model(shape, VOCAB_SIZE, _SEED).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def random_model(shape: Shape, vocab_size: int, seed: int) -> Any:
+    """A Qwen3ForCausalLM of this shape with random weights in bf16."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(_SEED)
+    torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
@@ -84,9 +90,7 @@ def _make(shape: Shape, folder: Path) -> None:
         pad_token_id=0,
         dtype="bfloat16",
     )
-    model = cast(Any, Qwen3ForCausalLM(config)).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    return cast(Any, Qwen3ForCausalLM(config)).to(torch.bfloat16)
 
 
 def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:

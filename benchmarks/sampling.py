@@ -14,14 +14,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.models import MODELS
+from benchmarks.models import MODELS, random_model
 from shared.schemas import SamplingParams
 from worker.engine import sampler
 from worker.engine.engine import LLMEngine
@@ -55,19 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_model() -> LoadedModel:
-    shape = MODELS["473m"]
-    torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        tie_word_embeddings=True,
-    )
-    model = cast(Any, Qwen3ForCausalLM(config)).to(torch.bfloat16)
+    model = random_model(MODELS["473m"], VOCAB_SIZE, SEED)
     model.requires_grad_(False).eval()
     return LoadedModel("473m with 150,000 tokens", model, frozenset())
 

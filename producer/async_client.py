@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -109,7 +109,7 @@ class AsyncClient:
 
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent, None]:
         """As `Client.stream`. Who leaves the loop early closes it with `contextlib.aclosing`."""
         return self._follow(request_id, from_index, timeout)
 
@@ -223,7 +223,7 @@ class AsyncClient:
 
     def _follow(
         self, request_id: str, from_index: int, timeout: float | None
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent, None]:
         steps = follow(
             self._keys,
             check_request_id(request_id),
@@ -233,7 +233,7 @@ class AsyncClient:
         )
         return self._carry_out(steps)
 
-    async def _carry_out(self, steps: Steps) -> AsyncIterator[TokenEvent]:
+    async def _carry_out(self, steps: Steps) -> AsyncGenerator[TokenEvent, None]:
         await self._connected()
         assert self._subscriptions is not None
         with explained(self.url):

@@ -98,14 +98,13 @@ def _packing_in_c(kind: Any) -> Any:
     A publish has seven arguments a token, which cost more than the rest of a call.
     """
 
-    class PackingConnection(kind):  # type: ignore[misc]  # whichever kind the URL asks for
-        def pack_command(self, *args: Any) -> list[bytes]:
-            if args[0] == "EVALSHA":
-                return [hiredis.pack_command(args)]
-            packed: list[bytes] = super().pack_command(*args)
-            return packed
+    def pack_command(connection: Any, *args: Any) -> list[bytes]:
+        if args[0] == "EVALSHA":
+            return [hiredis.pack_command(args)]
+        packed: list[bytes] = kind.pack_command(connection, *args)
+        return packed
 
-    return PackingConnection
+    return type("PackingConnection", (kind,), {"pack_command": pack_command})
 
 
 def _make(kind: Any, url: str) -> Any:

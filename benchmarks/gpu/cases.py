@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.engine.attention import AttentionBackend, LayerCache, Pattern, Scoring, StepLayout
+from worker.engine.block_manager import num_blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Case:
         block_size = shape.block_size
         num_tokens = sum(context for context, _ in step)
         num_rows = sum(rows for _, rows in step)
-        counts = [-(-context // block_size) for context, _ in step]
+        counts = [num_blocks_for(context, block_size) for context, _ in step]
         num_blocks = sum(counts) + 2
         order = torch.randperm(num_blocks, generator=generator)
         tables = torch.full((len(step), max(counts) + 1), int(order[-1]))

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shared.schemas import SamplingParams
 from worker.engine.attention.triton_paged import triton_paged_attention
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.compiled import CompiledModel
 from worker.engine.cuda_graphs import GraphedModel
 from worker.engine.interface import EngineRequest
@@ -89,7 +91,7 @@ class Bench:
         self.loaded, self.size, self.device = loaded, size, device
         self.checked: CheckedModel = check_model(loaded, triton_paged_attention, 4096)
         tokens = max(size.batch * (size.context + BLOCK_SIZE), size.prompts * (size.prompt + 16))
-        blocks = -(-tokens // BLOCK_SIZE) + max(size.batch, size.prompts)
+        blocks = num_blocks_for(tokens, BLOCK_SIZE) + max(size.batch, size.prompts)
         self.cache = KVCache(
             self.checked.specs, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
         )
@@ -135,10 +137,12 @@ class Bench:
         shares = []
         for index in range(num_sequences):
             ids = torch.randint(self.size.vocab, (context,), generator=generator).tolist()
-            request = EngineRequest(index, ids, params=None, seed=0, max_tokens=1)  # type: ignore[arg-type]
+            request = EngineRequest(index, ids, SamplingParams(), seed=0, max_tokens=1)
             sequence = Sequence.of(request)
             sequence.slot = index
-            sequence.block_table = [blocks.pop() for _ in range(-(-context // BLOCK_SIZE))]
+            sequence.block_table = [
+                blocks.pop() for _ in range(num_blocks_for(context, BLOCK_SIZE))
+            ]
             shares.append(
                 ScheduledSequence(sequence, context - num_tokens, num_tokens, samples=True)
             )

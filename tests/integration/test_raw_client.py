@@ -88,8 +88,8 @@ def converse(url: str, outcome: dict[str, Any]) -> None:
     while not read or read[-1]["finish_reason"] is None:
         command = ("XREAD", "BLOCK", "5000", "STREAMS", "promptq:{default}:tokens:read", last_id)
         for _, entries in client.call(*command) or []:
-            for last_id, fields in entries:  # noqa: B007 (the id is where the next read goes on)
-                read.append(json.loads(fields[1]))
+            read += [json.loads(fields[1]) for _, fields in entries]
+            last_id = entries[-1][0]
     outcome["read"] = read
     client.close()
     listener.close()

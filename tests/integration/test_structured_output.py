@@ -10,7 +10,7 @@ import jsonschema
 import redis.asyncio
 
 from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request
+from shared.schemas import Request, RequestState
 from shared.scripts import NewRequest
 from tests.helpers import finished, running_worker
 from tests.worker.structured import SCHEMAS, TOOLS, json_schema, served
@@ -63,7 +63,7 @@ async def test_another_worker_goes_on_in_the_middle(redis_url: str) -> None:
         async with running_worker(redis_url, served(), drain_seconds=0.0):
             while await client.xlen(queue.keys.tokens(interrupted)) < 10:
                 await asyncio.sleep(0.001)
-        assert not (await queue.state(interrupted)).is_final  # type: ignore[union-attr]
+        assert await queue.state(interrupted) is RequestState.WAITING
         async with running_worker(redis_url, served()):
             result = await finished(queue, interrupted)
     assert result["stats"]["attempts"] == 2

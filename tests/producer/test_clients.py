@@ -345,7 +345,7 @@ async def test_leaving_a_stream_early(redis_url: str, own_worker: Any) -> None:
         async for event in stream:
             assert event.text == "a"
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         own_worker.finish(claim, "b")
         assert (await client.result(request_id)).text == "ab"
 

@@ -71,10 +71,27 @@ def num_following(worker: HandWorker, request_id: str, sharded: bool = False) ->
 @asynccontextmanager
 async def connected(url: str, **options: Any) -> AsyncIterator[AsyncClient]:
     """A client that leaves neither a task nor a subscriber behind."""
-    before = asyncio.all_tasks()
+    before = other_tasks()
     async with AsyncClient(url, silence_seconds=_NO_SILENCE, **options) as client:
         yield client
-    assert asyncio.all_tasks() == before
+    assert other_tasks() == before
+
+
+def other_tasks() -> set[asyncio.Task[Any]]:
+    """Those beside the current one: a fixture begins in one task and ends in another."""
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
+    async with connected(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def readers(client: AsyncClient) -> Readers:
+    """The streams of `client`."""
+    return Readers(client)
 
 
 async def enqueue(client: AsyncClient, worker: HandWorker, num: int) -> list[Claim]:
@@ -84,172 +101,169 @@ async def enqueue(client: AsyncClient, worker: HandWorker, num: int) -> list[Cla
 
 @pytest.mark.parametrize("sharded", [False, True])
 async def test_many_streams_and_one_connection(
-    redis_url: str, own_worker: HandWorker, sharded: bool
+    client: AsyncClient, readers: Readers, own_worker: HandWorker, sharded: bool
 ) -> None:
     """The server has one subscriber for all of them, and none when the last stream ended."""
     if sharded:
         own_worker.redis.hset(KEYS.config, "pubsub", "sharded")
-    async with connected(redis_url) as client:
-        before = asyncio.all_tasks()
-        claims = await enqueue(client, own_worker, NUM_STREAMS)
-        readers = Readers(client)
-        for claim in claims:
-            readers.read(claim.request_id)
-        for claim in claims:
-            await until(lambda claim=claim: num_following(own_worker, claim.request_id, sharded))
-        assert num_subscribers(own_worker) == 1
-        for claim in claims:
-            own_worker.send(claim, claim.request_id)
-        await until(lambda: all(readers.texts))
-        for claim in claims:
-            own_worker.finish(claim, "!")
-        await asyncio.gather(*readers.tasks)
-        assert readers.texts == [f"{claim.request_id}!" for claim in claims]
-        await until(lambda: num_subscribers(own_worker) == 0)
-        assert asyncio.all_tasks() == before
+    before = asyncio.all_tasks()
+    claims = await enqueue(client, own_worker, NUM_STREAMS)
+    for claim in claims:
+        readers.read(claim.request_id)
+    for claim in claims:
+        await until(lambda claim=claim: num_following(own_worker, claim.request_id, sharded))
+    assert num_subscribers(own_worker) == 1
+    for claim in claims:
+        own_worker.send(claim, claim.request_id)
+    await until(lambda: all(readers.texts))
+    for claim in claims:
+        own_worker.finish(claim, "!")
+    await asyncio.gather(*readers.tasks)
+    assert readers.texts == [f"{claim.request_id}!" for claim in claims]
+    await until(lambda: num_subscribers(own_worker) == 0)
+    assert asyncio.all_tasks() == before
 
 
-async def test_two_streams_of_one_request(redis_url: str, own_worker: HandWorker) -> None:
+async def test_two_streams_of_one_request(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """Each gets all of it, also who joins late, and one's leaving is not the other's."""
-    async with connected(redis_url) as client:
-        [claim] = await enqueue(client, own_worker, 1)
-        readers = Readers(client)
-        readers.read(claim.request_id)
-        readers.read(claim.request_id)
-        own_worker.send(claim, "a")
-        await until(lambda: readers.texts == ["a", "a"])
-        readers.read(claim.request_id)
-        await until(lambda: readers.texts == ["a", "a", "a"])
-        readers.tasks[0].cancel()
-        await asyncio.wait(readers.tasks[:1])
-        assert num_following(own_worker, claim.request_id) == 1
-        own_worker.send(claim, "b")
-        await until(lambda: readers.texts == ["a", "ab", "ab"])
-        own_worker.finish(claim)
-        await asyncio.gather(*readers.tasks[1:])
+    [claim] = await enqueue(client, own_worker, 1)
+    readers.read(claim.request_id)
+    readers.read(claim.request_id)
+    own_worker.send(claim, "a")
+    await until(lambda: readers.texts == ["a", "a"])
+    readers.read(claim.request_id)
+    await until(lambda: readers.texts == ["a", "a", "a"])
+    readers.tasks[0].cancel()
+    await asyncio.wait(readers.tasks[:1])
+    assert num_following(own_worker, claim.request_id) == 1
+    own_worker.send(claim, "b")
+    await until(lambda: readers.texts == ["a", "ab", "ab"])
+    own_worker.finish(claim)
+    await asyncio.gather(*readers.tasks[1:])
 
 
-async def test_a_lost_connection_of_many_streams(redis_url: str, own_worker: HandWorker) -> None:
+async def test_a_lost_connection_of_many_streams(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """Cut off in mid-stream, again and again: nothing lost, nothing twice, one connection."""
     texts = "abcdef"
-    async with connected(redis_url) as client:
-        claims = await enqueue(client, own_worker, NUM_STREAMS)
-        readers = Readers(client)
-        for claim in claims:
-            readers.read(claim.request_id)
-        for n, text in enumerate(texts, start=1):
-            for claim in claims[: NUM_STREAMS // 2]:
-                own_worker.send(claim, text)
-            own_worker.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
-            for claim in claims[NUM_STREAMS // 2 :]:
-                own_worker.send(claim, text)
-            await until(lambda n=n: readers.texts == [texts[:n]] * NUM_STREAMS)
-            assert num_subscribers(own_worker) <= 1
-        for claim in claims:
-            own_worker.finish(claim)
-        await asyncio.gather(*readers.tasks)
+    claims = await enqueue(client, own_worker, NUM_STREAMS)
+    for claim in claims:
+        readers.read(claim.request_id)
+    for n, text in enumerate(texts, start=1):
+        for claim in claims[: NUM_STREAMS // 2]:
+            own_worker.send(claim, text)
+        own_worker.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        for claim in claims[NUM_STREAMS // 2 :]:
+            own_worker.send(claim, text)
+        await until(lambda n=n: readers.texts == [texts[:n]] * NUM_STREAMS)
+        assert num_subscribers(own_worker) <= 1
+    for claim in claims:
+        own_worker.finish(claim)
+    await asyncio.gather(*readers.tasks)
     for events in readers.events:
         assert [event.index for event in events] == [*range(len(texts)), len(texts)]
 
 
-async def test_one_reconnection_for_all(redis_url: str, own_worker: HandWorker) -> None:
+async def test_one_reconnection_for_all(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """The channels are subscribed again at once; the streams do not each begin anew."""
 
     def num_begun() -> int:
         """Each beginning stream asks for the queue's kind of pub/sub."""
         return int(own_worker.redis.info("commandstats")["cmdstat_hget"]["calls"])
 
-    async with connected(redis_url) as client:
-        claims = await enqueue(client, own_worker, 5)
-        readers = Readers(client)
-        for claim in claims:
-            readers.read(claim.request_id)
-            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
-        begun = num_begun()
-        [lost] = subscriber_ids(own_worker)
-        own_worker.redis.execute_command("CLIENT", "KILL", "ID", lost)
-        await until(lambda: lost not in subscriber_ids(own_worker))
-        for claim in claims:
-            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
-        assert num_subscribers(own_worker) == 1
-        assert num_begun() == begun
-        for claim in claims:
-            own_worker.finish(claim, "a")
-        await asyncio.gather(*readers.tasks)
+    claims = await enqueue(client, own_worker, 5)
+    for claim in claims:
+        readers.read(claim.request_id)
+        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+    begun = num_begun()
+    [lost] = subscriber_ids(own_worker)
+    own_worker.redis.execute_command("CLIENT", "KILL", "ID", lost)
+    await until(lambda: lost not in subscriber_ids(own_worker))
+    for claim in claims:
+        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+    assert num_subscribers(own_worker) == 1
+    assert num_begun() == begun
+    for claim in claims:
+        own_worker.finish(claim, "a")
+    await asyncio.gather(*readers.tasks)
 
 
-async def test_more_streams_than_connections(redis_url: str, own_worker: HandWorker) -> None:
+async def test_more_streams_than_connections(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """They all begin at once, and leave connections for the other calls of the client."""
-    async with connected(redis_url) as client:
-        claims = await enqueue(client, own_worker, 150)
-        readers = Readers(client)
-        for claim in claims:
-            readers.read(claim.request_id)
-        for claim in claims:
-            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
-        assert len(own_worker.redis.client_list(_type="normal")) < 50
-        for claim in claims:
-            own_worker.finish(claim, "a")
-        await asyncio.gather(*readers.tasks)
-        assert readers.texts == ["a"] * len(claims)
+    claims = await enqueue(client, own_worker, 150)
+    for claim in claims:
+        readers.read(claim.request_id)
+    for claim in claims:
+        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+    assert len(own_worker.redis.client_list(_type="normal")) < 50
+    for claim in claims:
+        own_worker.finish(claim, "a")
+    await asyncio.gather(*readers.tasks)
+    assert readers.texts == ["a"] * len(claims)
 
 
-async def test_leaving_early_unsubscribes(redis_url: str, own_worker: HandWorker) -> None:
+async def test_leaving_early_unsubscribes(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """The channel has no subscriber any more; those who stay hear on, and may come back."""
-    async with connected(redis_url) as client:
-        leaving, staying = await enqueue(client, own_worker, 2)
-        readers = Readers(client)
-        readers.read(staying.request_id)
-        own_worker.send(leaving, "a")
-        for _ in range(3):
-            async with aclosing(client.stream(leaving.request_id)) as stream:
-                async for event in stream:
-                    assert event.text == "a"
-                    break
-                await until(lambda: num_following(own_worker, leaving.request_id) == 1)
-            await until(lambda: num_following(own_worker, leaving.request_id) == 0)
-            assert num_following(own_worker, staying.request_id) == 1
-        own_worker.finish(staying, "b")
-        await asyncio.gather(*readers.tasks)
-        assert readers.texts == ["b"]
-        own_worker.finish(leaving, "c")
-        assert (await client.result(leaving.request_id)).text == "ac"
+    leaving, staying = await enqueue(client, own_worker, 2)
+    readers.read(staying.request_id)
+    own_worker.send(leaving, "a")
+    for _ in range(3):
+        async with aclosing(client.stream(leaving.request_id)) as stream:
+            async for event in stream:
+                assert event.text == "a"
+                break
+            await until(lambda: num_following(own_worker, leaving.request_id) == 1)
+        await until(lambda: num_following(own_worker, leaving.request_id) == 0)
+        assert num_following(own_worker, staying.request_id) == 1
+    own_worker.finish(staying, "b")
+    await asyncio.gather(*readers.tasks)
+    assert readers.texts == ["b"]
+    own_worker.finish(leaving, "c")
+    assert (await client.result(leaving.request_id)).text == "ac"
 
 
-async def test_a_cancelled_reader_leaves_alone(redis_url: str, own_worker: HandWorker) -> None:
+async def test_a_cancelled_reader_leaves_alone(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """A task that is cancelled in its wait takes no one with it, and its channel is left."""
-    async with connected(redis_url) as client:
-        gone, other = await enqueue(client, own_worker, 2)
-        readers = Readers(client)
-        readers.read(gone.request_id)
-        readers.read(other.request_id)
-        await until(lambda: num_following(own_worker, gone.request_id) == 1)
-        readers.tasks[0].cancel()
-        await until(lambda: num_following(own_worker, gone.request_id) == 0)
-        [connection] = own_worker.redis.client_list(_type="pubsub")
-        own_worker.finish(other, "a")
-        await asyncio.gather(*readers.tasks[1:])
-        assert readers.texts[1] == "a"
-        assert connection["sub"] in ("1", 1)
+    gone, other = await enqueue(client, own_worker, 2)
+    for claim in (gone, other):
+        readers.read(claim.request_id)
+        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+    await until(lambda: num_subscribers(own_worker) == 1)  # an earlier test's may still be closing
+    readers.tasks[0].cancel()
+    await until(lambda: num_following(own_worker, gone.request_id) == 0)
+    [connection] = own_worker.redis.client_list(_type="pubsub")
+    own_worker.finish(other, "a")
+    await asyncio.gather(*readers.tasks[1:])
+    assert readers.texts[1] == "a"
+    assert connection["sub"] in ("1", 1)
 
 
-async def test_a_slow_reader(redis_url: str, own_worker: HandWorker) -> None:
+async def test_a_slow_reader(client: AsyncClient, readers: Readers, own_worker: HandWorker) -> None:
     """Who does not take its events holds nobody up, and gets all of them when it goes on."""
     num = MAX_UNREAD + 10
-    async with connected(redis_url) as client:
-        slow, quick = await enqueue(client, own_worker, 2)
-        readers = Readers(client)
-        readers.read(quick.request_id)
-        async with aclosing(client.stream(slow.request_id)) as stream:
+    slow, quick = await enqueue(client, own_worker, 2)
+    readers.read(quick.request_id)
+    async with aclosing(client.stream(slow.request_id)) as stream:
+        own_worker.send(slow, "a")
+        events = [await anext(stream)]
+        for _ in range(num):
             own_worker.send(slow, "a")
-            events = [await anext(stream)]
-            for _ in range(num):
-                own_worker.send(slow, "a")
-                own_worker.send(quick, "b")
-            own_worker.finish(slow)
-            own_worker.finish(quick)
-            await asyncio.gather(*readers.tasks)
-            events += [event async for event in stream]
+            own_worker.send(quick, "b")
+        own_worker.finish(slow)
+        own_worker.finish(quick)
+        await asyncio.gather(*readers.tasks)
+        events += [event async for event in stream]
     assert readers.texts == ["b" * num]
     assert [event.index for event in events] == [*range(num + 1), num + 1]
     assert events[-1].is_last
@@ -268,18 +282,18 @@ async def test_a_mailbox_is_bounded() -> None:
     assert unread[-1] == b"%d" % (10 * MAX_UNREAD - 1)
 
 
-async def test_closing_ends_all_streams(redis_url: str, own_worker: HandWorker) -> None:
+async def test_closing_ends_all_streams(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
     """They say so at once, without waiting for a silence, and no connection stays."""
-    async with connected(redis_url) as client:
-        claims = await enqueue(client, own_worker, 5)
-        readers = Readers(client)
-        for claim in claims:
-            readers.read(claim.request_id)
-            await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
-        await client.close()
-        ends = await asyncio.gather(*readers.tasks, return_exceptions=True)
-        assert [type(end) for end in ends] == [QueueClosedError] * 5
-        await until(lambda: num_subscribers(own_worker) == 0)
+    claims = await enqueue(client, own_worker, 5)
+    for claim in claims:
+        readers.read(claim.request_id)
+        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+    await client.close()
+    ends = await asyncio.gather(*readers.tasks, return_exceptions=True)
+    assert [type(end) for end in ends] == [QueueClosedError] * 5
+    await until(lambda: num_subscribers(own_worker) == 0)
 
 
 async def test_a_server_that_goes_away_ends_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:

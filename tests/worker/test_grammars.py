@@ -71,7 +71,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:3]])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
 @pytest.mark.parametrize("seed", range(5))

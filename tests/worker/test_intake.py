@@ -342,8 +342,9 @@ async def test_a_lost_connection_is_not_its_end(redis_url: str, client: Any) -> 
     await house.until_available(1)
     async with redis.asyncio.Redis.from_url(redis_url) as other:
         await other.client_kill_filter(_type="normal", skipme=True)
-        house.queue = CountingQueue(other)
+        own, house.queue = house.queue, CountingQueue(other)
         await house.put()
+        house.queue = own
     await house.until_available(2)
     assert house.intake.is_running
     await house.intake.stop()

@@ -11,6 +11,11 @@ from itertools import chain, islice
 from worker.engine.sequence import Sequence
 
 
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens of one sequence; the last may be partly filled."""
+    return -(-num_tokens // block_size)
+
+
 class BlockManager:
     """Hands out blocks, counts their owners, and finds blocks by the prefix they hold.
 
@@ -62,7 +67,7 @@ class BlockManager:
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
         """How many of `num_free` it takes to hold the known tokens of a sequence without blocks."""
         owned = sum(1 for block in prefix if self._references[block])
-        return self._num_blocks_for(sequence.num_tokens) - owned
+        return num_blocks_for(sequence.num_tokens, self.block_size) - owned
 
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
@@ -101,7 +106,7 @@ class BlockManager:
         False, with nothing changed, if there are too few.
         """
         num_tokens = sequence.num_tokens + num_further
-        num_missing = self._num_blocks_for(num_tokens) - len(sequence.block_table)
+        num_missing = num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table)
         if num_missing <= 0:
             return True
         if num_missing > self.num_free:
@@ -169,9 +174,6 @@ class BlockManager:
         found = map(self._hashes.__getitem__, self._findable.values())
         if num_hashed != len(self._findable) or list(found) != list(self._findable):
             raise RuntimeError("the index of findable blocks differs from the blocks' hashes")
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _take(self) -> int:
         if self._free:

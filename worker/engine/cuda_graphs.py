@@ -16,6 +16,7 @@ import torch
 
 from worker.engine.attention import StepLayout
 from worker.engine.attention.triton_paged import DECODE_CONTEXTS
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.packing import PackedStep
 from worker.engine.transfers import to_device
 
@@ -65,7 +66,7 @@ class DecodeBuffers:
             context_lens=zeros(max_num_seqs, dtype=torch.int32),
             write_blocks=zeros(max_num_seqs) - 1,
             write_offsets=zeros(max_num_seqs),
-            block_tables=zeros(max_num_seqs, -(-max_model_len // block_size)),
+            block_tables=zeros(max_num_seqs, num_blocks_for(max_model_len, block_size)),
             block_size=block_size,
         )
 
@@ -161,7 +162,7 @@ class GraphedModel:
 
     def _capture(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         # Kernels are compiled, and libraries set up, outside of the capture.
-        warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         warming.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warming):
             logits = self._model.logits(step, rows)

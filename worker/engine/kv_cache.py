@@ -8,6 +8,7 @@ import torch
 
 from shared.errors import ConfigurationError
 from worker.engine.attention import LayerCache, LayerSpec
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.memory import free_bytes
 
 MIN_BLOCKS = 2
@@ -67,7 +68,7 @@ def fitting_blocks(
         num_blocks = memory_bytes // block_bytes
     else:
         memory_bytes = default_memory_bytes(device)
-        num_blocks = min(memory_bytes // block_bytes, -(-wanted_tokens // block_size))
+        num_blocks = min(memory_bytes // block_bytes, num_blocks_for(wanted_tokens, block_size))
         num_blocks = max(num_blocks, MIN_BLOCKS) if memory_bytes // block_bytes else 0
     if num_blocks < MIN_BLOCKS:
         raise ConfigurationError(

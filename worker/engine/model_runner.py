@@ -14,6 +14,7 @@ from shared.errors import ConfigurationError
 from shared.schemas import SamplingParams
 from worker.engine.attention import AttentionBackend, backend_for
 from worker.engine.attention.torch_paged import torch_paged_attention
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.compiled import CompiledModel
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache, fitting_blocks
@@ -238,7 +239,7 @@ class ModelRunner:
         params = SamplingParams.model_validate({})
         sequence = Sequence.of(EngineRequest(-1, token_ids, params, seed=0, max_tokens=1))
         sequence.slot = 0
-        sequence.block_table = list(range(-(-num_tokens // self._cache.block_size)))
+        sequence.block_table = list(range(num_blocks_for(num_tokens, self._cache.block_size)))
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
             batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])

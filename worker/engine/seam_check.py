@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from shared.errors import ConfigurationError, UnsupportedModelError
 from shared.schemas import SamplingParams
 from worker.engine.attention import AttentionBackend, LayerSpec
+from worker.engine.block_manager import num_blocks_for
 from worker.engine.interface import EngineRequest
 from worker.engine.kv_cache import KVCache
 from worker.engine.loading import LoadedModel
@@ -227,7 +228,7 @@ def _packed(
 ) -> list[torch.Tensor]:
     """The same from packed steps: a chunk of each, another of each, then a decode of each."""
     device = loaded.model.device
-    blocks_each = -(-max(len(probe.token_ids) for probe in probes) // BLOCK_SIZE)
+    blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
     num_blocks = len(probes) * blocks_each
     cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
     for layer in cache.layers:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ if find_spec("triton") is None:
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 from benchmarks.gpu.cases import Case, Shape, off_by
+from shared.schemas import SamplingParams
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 from worker.engine.attention import FULL, Pattern, Scoring
 from worker.engine.attention.triton_decode import splits_for
@@ -115,14 +117,15 @@ def test_strides_do_not_matter(seed: int) -> None:
     case = Case(STEPS["all at once"], SHAPES[1], dtype=torch.float32, device=DEVICE, seed=seed)
     expected = case.attend(triton_paged_attention, Scoring(0.3))
 
-    def awkward(*arguments: torch.Tensor) -> torch.Tensor:
-        query, key, value, *others = arguments
+    def awkward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
+    ) -> torch.Tensor:
         key = key.transpose(0, 1).contiguous().transpose(0, 1)
         value = value.transpose(1, 2).contiguous().transpose(1, 2)
         wide = torch.cat([query, torch.full_like(query, float("nan"))], dim=-1)
-        return triton_paged_attention(wide[..., : query.shape[-1]], key, value, *others)  # type: ignore[arg-type]
+        return triton_paged_attention(wide[..., : query.shape[-1]], key, value, *others, **named)
 
-    torch.testing.assert_close(case.attend(awkward, Scoring(0.3)), expected)  # type: ignore[arg-type]
+    torch.testing.assert_close(case.attend(awkward, Scoring(0.3)), expected)
 
 
 def test_work_is_cut_to_fill_the_device() -> None:
@@ -159,7 +162,7 @@ class TinyModel:
         self.sequences = []
         for index, length in enumerate((3, 17, 9)):
             ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
-            request = EngineRequest(index, ids, params=None, seed=0, max_tokens=9)  # type: ignore[arg-type]
+            request = EngineRequest(index, ids, SamplingParams(), seed=0, max_tokens=9)
             sequence = Sequence.of(request)
             sequence.slot, sequence.block_table = index, [blocks.pop() for _ in range(6)]
             self.sequences.append(sequence)
