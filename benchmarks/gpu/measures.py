@@ -43,7 +43,7 @@ def measure_decode(
         eager = seconds(lambda: model.logits(step, rows), bench.device, repeats=repeats)
         graphed = bench.graphed(model)
         replayed = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
-    launched = "launched one by one" if compiled else "eager"
+    launched = "without graph" if compiled else "eager"
     return [
         Figure(f"{name}, {launched}", eager * 1e3, floor * 1e3),
         Figure(f"{name}, graph", replayed * 1e3, floor * 1e3),

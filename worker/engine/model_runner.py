@@ -89,10 +89,12 @@ class ModelRunner:
         self.compiled: CompiledModel | None = None
         """If it was asked for, and the library's modules compute."""
         if isinstance(model, PackedModel):
+            modules: PackedModel | CompiledModel = model
             if compile:
-                self._model = self.compiled = CompiledModel(model, cache, max_model_len)
+                modules = self.compiled = CompiledModel(model, cache, max_model_len)
+            self._model = modules
             if cuda_graphs:
-                self._model = graphed(self._model, backend, cache, max_num_seqs, max_model_len)
+                self._model = graphed(modules, backend, cache, max_num_seqs, max_model_len)
         else:
             release_weights(loaded.model)
         self.why_not_native = checked.why_not_native

@@ -289,7 +289,8 @@ def _compare(
 def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """[rows]: how far each row of logits is off, relative to the spread of the expected."""
     spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
-    return (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
+    off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
+    return off
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def test_checks_and_measures(tmp_path: Path) -> None:
         "attention, prefill, Triton",
         "decode, 3 of length 40, eager",
         "decode, 3 of length 40, graph",
-        "decode, 3 of length 40, compiled, launched one by one",
+        "decode, 3 of length 40, compiled, without graph",
         "decode, 3 of length 40, compiled, graph",
         "prefill, 2 of length 20",
         "prefill, 2 of length 20, compiled",
