@@ -97,7 +97,7 @@ class Claim:
     is_spoilt: bool = False
     """Whether the log holds something that is no event, so that nobody can go on behind it."""
     turn: tuple[float, str] | None = None
-    """Where tenants share: the score whose turn it was, and when and in which order it was handed out."""
+    """Where tenants share: the score whose turn it was, then the time and order of the hand-out."""
 
     @property
     def order(self) -> tuple[float, str]:
