@@ -31,7 +31,8 @@ SCRIPT_NAMES = (
 def script_text(name: str) -> str:
     """The source of one script, with what all of them share in front."""
     folder = resources.files("shared") / "lua"
-    return (folder / "_common.lua").read_text() + (folder / f"{name}.lua").read_text()
+    parts = ["_common", "_sharing", name] if name == "claim" else ["_common", name]
+    return "".join((folder / f"{part}.lua").read_text() for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

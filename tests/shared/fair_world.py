@@ -65,12 +65,12 @@ class World:
             "priority": self.priority,
         }
         if plainly:
-            key = f"{keys.pending}:{tenant}" if tenant else keys.pending
+            key = keys.pending_of(tenant)
             with self.client.pipeline() as pipe:
                 pipe.hset(keys.request(request_id), "payload", json.dumps(fields))
                 pipe.zadd(key, {request_id: self._num})
                 if tenant:
-                    pipe.sadd(keys.prefix + "tenants:waiting", tenant)
+                    pipe.sadd(keys.tenants_waiting, tenant)
                 pipe.execute()
         else:
             request = Request.build({**fields, "tenant": tenant or None})
