@@ -32,7 +32,8 @@ def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
     """Yields calls, is sent what they give."""
     model, paused = yield Call("", ["HMGET", keys.config, "model", "paused"], list)
     counts = {}
-    for name in ("pending", "delayed", "leases", "dead"):
+    counts["pending"] = yield scripts.count(keys)
+    for name in ("delayed", "leases", "dead"):
         counts[name] = yield Call("", ["ZCARD", getattr(keys, name)], int)
     now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000)
     workers = []

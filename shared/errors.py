@@ -70,12 +70,14 @@ class QueueError(PromptqError):
 class QueueFullError(QueueError):
     """The queue takes no more for now.
 
-    `retry_after_ms` estimates when there will be room.
+    `retry_after_ms` estimates when there will be room; `limit` is the queue's setting that was
+    reached, such as `max_pending` or `max_pending_tokens:TENANT`.
     """
 
-    def __init__(self, message: str, retry_after_ms: int) -> None:
+    def __init__(self, message: str, retry_after_ms: int, limit: str = "") -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+        self.limit = limit
 
 
 class QueueClosedError(QueueError):

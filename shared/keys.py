@@ -79,6 +79,30 @@ class Keys:
     def workers(self) -> str:
         return self.prefix + "workers"
 
+    @property
+    def tenants_waiting(self) -> str:
+        return self.prefix + "tenants:waiting"
+
+    @property
+    def backlog(self) -> str:
+        return self.prefix + "backlog"
+
+    def pending_of(self, tenant: str) -> str:
+        """Where a tenant's ids wait; '' is the tenant without a name.
+
+        Raises InvalidRequestError for another name than 1 to 64 letters, digits and `_.-`.
+        """
+        if tenant and not _QUEUE_NAME.fullmatch(tenant):
+            raise InvalidRequestError(
+                f"tenant: {tenant[:80]!r} is not 1 to 64 letters, digits, '_', '.' or '-'",
+                field="tenant",
+            )
+        return f"{self.pending}:{tenant}" if tenant else self.pending
+
+    def tenants(self, priority: int = 0) -> str:
+        """The counters of what tenants received at a priority."""
+        return self.prefix + (f"tenants:{priority}" if priority else "tenants")
+
     def request(self, request_id: str) -> str:
         return f"{self.prefix}request:{request_id}"
 

@@ -22,14 +22,17 @@ from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, 
 
 T = TypeVar("T")
 
-SCRIPT_NAMES = ("enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "heartbeat")
+SCRIPT_NAMES = (
+    "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "heartbeat", "waiting",
+)  # fmt: skip
 
 
 @cache
 def script_text(name: str) -> str:
     """The source of one script, with what all of them share in front."""
     folder = resources.files("shared") / "lua"
-    return (folder / "_common.lua").read_text() + (folder / f"{name}.lua").read_text()
+    parts = ["_common", "_sharing", name] if name == "claim" else ["_common", name]
+    return "".join((folder / f"{part}.lua").read_text() for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +97,13 @@ class Claim:
     """What earlier attempts emitted."""
     is_spoilt: bool = False
     """Whether the log holds something that is no event, so that nobody can go on behind it."""
+    turn: tuple[float, str] | None = None
+    """Where tenants share: the score whose turn it was, then the time and order of the hand-out."""
 
     @property
     def order(self) -> tuple[float, str]:
-        """Place in the queue: lowest first."""
-        return (self.score, self.request_id)
+        """Place in the queue, or in what tenants share: lowest first."""
+        return self.turn or (self.score, self.request_id)
 
 
 class Claims(list[Claim]):
@@ -186,20 +191,24 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int) -> Call[list[str]]:
 
     Raises RequestExistsError, QueueFullError.
     """
-    args: list[str | bytes | int] = [idempotency_ms]
+    args: list[str | bytes | int] = [f"{idempotency_ms} 7"]
     for item in new:
         request = item.request
         args += [item.request_id, request.to_payload(), request.priority]
         args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
+        args.append(request.tenant or "")
 
     def parse(reply: list[Any]) -> list[str]:
         kind, *rest = _texts(reply)
         if kind == "exists":
             raise RequestExistsError(f"id: {rest[0]!r} is taken by an earlier request")
         if kind == "full":
-            retry_after_ms = int(rest[0])
+            retry_after_ms, setting, limit = int(rest[0]), rest[1], rest[2]
             raise QueueFullError(
-                f"the queue is full; there should be room in {retry_after_ms} ms", retry_after_ms
+                f"the queue is full: its limit {setting} is {limit}; there should be room in"
+                f" {retry_after_ms} ms",
+                retry_after_ms,
+                setting,
             )
         return rest
 
@@ -225,14 +234,14 @@ def claim(
         if kind == "paused":
             return Claims()
         now_ms, num_pending, *items = reply[1:]
-        claims = Claims(_parse_claim(item, claimed_at_ms=int(now_ms)) for item in items)
+        claims = Claims(_parse_claim(item, int(now_ms), nth) for nth, item in enumerate(items))
         claims.num_pending = int(num_pending)
         return claims
 
     return Call("claim", args, parse)
 
 
-def _parse_claim(item: list[Any], claimed_at_ms: int) -> Claim:
+def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
     events: list[TokenEvent] = []
     with suppress(ValidationError):
         events.extend(TokenEvent.model_validate_json(event) for event in item[9])
@@ -249,6 +258,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int) -> Claim:
         cost=int(item[8]),
         events=events,
         is_spoilt=len(events) < len(item[9]),
+        turn=(float(item[10]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 10 else None,
     )
 
 
@@ -338,8 +348,8 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
 
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids at the front of the queue."""
-    return Call("", ["ZRANGE", keys.pending, 0, limit - 1], _ids)
+    """Ids at the front of the queue, those of all tenants by their score."""
+    return Call("waiting", [limit, ""], lambda reply: _ids(reply[2:]))
 
 
 def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
@@ -348,13 +358,13 @@ def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def count(keys: Keys) -> Call[int]:
-    """How many requests wait, not counting delayed ones."""
-    return Call("", ["ZCARD", keys.pending], int)
+    """How many requests of all tenants wait, not counting delayed ones."""
+    return Call("waiting", [0, ""], lambda reply: int(reply[0]))
 
 
 def contains(keys: Keys, request_id: str) -> Call[bool]:
     """Whether the request waits in the queue."""
-    return Call("", ["ZSCORE", keys.pending, request_id], lambda reply: reply is not None)
+    return Call("waiting", [0, request_id], lambda reply: bool(reply[1]))
 
 
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:

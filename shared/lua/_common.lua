@@ -33,15 +33,80 @@ local function config(name, default)
   return settings[name] or default
 end
 
+-- Read several settings at once, for `config` to find.
+local function read_settings(names)
+  for i, value in ipairs(redis.call('HMGET', prefix .. 'config', unpack(names))) do
+    settings[names[i]] = value
+  end
+end
+
 -- What a script does once for all its requests instead of once for each: members to be removed, by
--- their sorted set, and output lengths, newest last. Every script that ends requests carries it out.
-local removals, finished_outputs = {}, {}
+-- their sorted set, output lengths, newest last, changes of the backlog, by their field, and service
+-- received, by its counters and the tenant. Every script that moves requests carries it out.
+local removals, finished_outputs, backlog_changes, charges = {}, {}, {}, {}
 
 -- One command for many values. In pieces: Lua's stack takes some thousands at once.
-local function call_for_all(command, key, values)
+local function call_for_all(command, key, values, call)
   for from = 1, #values, 1000 do
-    redis.call(command, key, unpack(values, from, math.min(from + 999, #values)))
+    (call or redis.call)(command, key, unpack(values, from, math.min(from + 999, #values)))
   end
+end
+
+-- A tenant's name; that of the tenant without a name for what no key should hold.
+local function tenant_name(value)
+  if value and #value <= 64 and string.find(value, '^[%w_.%-]+$') then return value end
+  return ''
+end
+
+-- The ids of a tenant that wait; plain `pending` is that of the tenant without a name.
+local function pending_of(tenant)
+  return tenant == '' and pending or pending .. ':' .. tenant
+end
+
+-- Tenants that have something waiting, for claims to look at.
+local tenants_waiting = prefix .. 'tenants:waiting'
+
+-- Service by tenant; each priority shares its tokens among those who wait at it. The member `*` is the
+-- clock: what the tenant that was served last had received, the least of all who waited. Who has no
+-- counter starts there, so that time spent idle is neither saved up nor held against anyone.
+local function counters_of(priority)
+  priority = math.max(-1000, math.min(1000, math.floor(priority)))
+  return prefix .. 'tenants' .. (priority == 0 and '' or string.format(':%d', priority))
+end
+
+local PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2 -- of a token's service, as in the paper (OSDI 2024)
+local COUNTERS_TTL_MS = 3600000           -- of a priority at which nobody was served so long
+
+local function weight_of(tenant)
+  local weight = tonumber(config('weight:' .. tenant) or nil)
+  return weight and weight >= 1e-6 and weight <= 1e6 and weight or 1
+end
+
+-- Service that was given meanwhile. Tenants share only what was claimed while there were any.
+local function charge_later(tenant, priority, service)
+  local key = counters_of(priority)
+  charges[key] = charges[key] or {}
+  charges[key][tenant] = (charges[key][tenant] or 0) + service
+end
+
+local function charge(key, services)
+  for tenant, service in pairs(services) do
+    service = service / weight_of(tenant)
+    if not redis.call('ZADD', key, 'XX', 'INCR', string.format('%.17g', service), tenant) then
+      local clock = tonumber(redis.call('ZSCORE', key, '*') or 0)
+      redis.call('ZADD', key, string.format('%.17g', clock + service), tenant)
+    end
+  end
+end
+
+-- What waits, for the limits of `enqueue`: a request counts from when a script makes its state
+-- `waiting` until a script makes it another one.
+local backlog = prefix .. 'backlog'
+
+local function count_later(kind, tenant, change)
+  if change == 0 then return end
+  local field = kind .. ':' .. tenant
+  backlog_changes[field] = (backlog_changes[field] or 0) + change
 end
 
 local function remove_later(key, id)
@@ -50,12 +115,18 @@ local function remove_later(key, id)
 end
 
 local function carry_out()
-  for key, ids in pairs(removals) do call_for_all('ZREM', key, ids) end
+  for key, ids in pairs(removals) do call_for_all('ZREM', key, ids, redis.pcall) end
   if #finished_outputs > 0 then
     call_for_all('LPUSH', outputs, finished_outputs)
     redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
   end
-  removals, finished_outputs = {}, {}
+  for field, change in pairs(backlog_changes) do
+    if change ~= 0 and redis.call('HINCRBY', backlog, field, exact(change)) <= 0 then
+      redis.call('HDEL', backlog, field)
+    end
+  end
+  for key, services in pairs(charges) do charge(key, services) end
+  removals, finished_outputs, backlog_changes, charges = {}, {}, {}, {}
 end
 
 -- A field as a whole number; the default where it is missing or a stranger wrote something else.
@@ -69,6 +140,17 @@ end
 -- is read this way is only an estimate.
 local function number_in(payload, name)
   return tonumber(string.match(payload, '"' .. name .. '"%s*:%s*(-?%d+)'))
+end
+
+local DEFAULT_OUTPUT = 256 -- expected output while no request has finished yet
+
+-- Length of a prompt by that of its payload, until a tokenizer has seen it.
+local function estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
+
+-- Tokens that a request counts as while it waits.
+local function estimated_tokens(payload)
+  local max_tokens = number_in(payload, 'max_tokens') or DEFAULT_OUTPUT
+  return estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
 end
 
 local publish_command = config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
@@ -147,15 +229,54 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
   return event .. '}'
 end
 
-local HOLDS = {pending, leases, deadlines, delayed}
-local function drop_holds(id)
+local HOLDS = {leases, deadlines, delayed}
+local function drop_holds(id, tenant)
+  remove_later(pending_of(tenant_name(tenant)), id)
   for i = 1, #HOLDS do remove_later(HOLDS[i], id) end
+end
+
+-- Put an id into its tenant's queue; into plain `pending` where a stranger spoilt that.
+local function put_waiting(id, score, tenant)
+  tenant = tenant_name(tenant)
+  local known = tenant ~= '' and redis.pcall('SADD', tenants_waiting, tenant)
+  if type(known) == 'number' and type(redis.pcall('ZADD', pending_of(tenant), score, id)) == 'number' then
+    return
+  end
+  redis.call('ZADD', pending, score, id)
+end
+
+-- The keys of all tenants' queues, plain `pending` first.
+local function waiting_queues()
+  local keys, tenants = {pending}, redis.pcall('SMEMBERS', tenants_waiting)
+  for _, tenant in ipairs(tenants.err and {} or tenants) do
+    local key = pending_of(tenant_name(tenant))
+    if key ~= pending and redis.call('TYPE', key).ok == 'zset' then keys[#keys + 1] = key end
+  end
+  return keys
+end
+
+-- A request stops waiting. `fields`: state, tenant and tokens as they were before.
+local function leave_backlog(id, fields)
+  if fields.state ~= 'waiting' then return end
+  local tenant = tenant_name(fields.tenant)
+  count_later('tokens', tenant, -whole(fields.tokens, 0))
+  if redis.call('ZSCORE', delayed, id) then count_later('delayed', tenant, -1) end
+end
+
+-- Write a prompt's exact length, and set right what was charged by an estimate. `tenant` is nil for
+-- those who are not charged.
+local function tell_prompt_tokens(id, prompt_tokens, tenant, priority)
+  local key = request_key(id)
+  if redis.call('HSET', key, 'prompt_tokens', prompt_tokens) == 1 and tenant then
+    local estimate = estimated_prompt(redis.call('HSTRLEN', key, 'payload'))
+    charge_later(tenant, whole(priority, 0), PROMPT_WEIGHT * (tonumber(prompt_tokens) - estimate))
+  end
 end
 
 -- Append and publish the last event (`count`, as text, tokens come before its end), fold the log into the result, let go of every hold. `result`
 -- is given by a worker that has it at hand; otherwise the log is read once more. So is the exact
 -- length of the prompt, where the hash does not say it yet.
-local function finish(id, reason, count, event, result, prompt_tokens)
+local function finish(id, reason, count, event, tenant, result, prompt_tokens)
   redis.pcall('XADD', tokens_key(id), count .. '-1', 'event', event)
   result = result or fold_log(id)
   redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))
@@ -169,7 +290,7 @@ local function finish(id, reason, count, event, result, prompt_tokens)
       'finished_at', now_text, 'last_event', event, 'result', result)
   end
   redis.pcall('PEXPIRE', key, whole(config('result_ttl_ms'), 3600000))
-  drop_holds(id)
+  drop_holds(id, tenant)
   if reason == 'stop' or reason == 'length' then
     finished_outputs[#finished_outputs + 1] = now_text .. ' ' .. count
   end
@@ -177,12 +298,13 @@ end
 
 -- End a request without a worker: cancelled, expired, or an error.
 local function finish_bare(id, reason, error_type, message)
-  local fields = read_request(id, 'attempt', 'prompt_tokens') or {}
+  local fields = read_request(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens') or {}
   local count, ended = log_top(id)
-  if ended then return drop_holds(id) end
+  leave_backlog(id, fields)
+  if ended then return drop_holds(id, fields.tenant) end
   local event = bare_last_event(count, whole(fields.attempt, 0),
     whole(fields.prompt_tokens, 0), reason, error_type, message)
-  finish(id, reason, exact(count), event)
+  finish(id, reason, exact(count), event, fields.tenant)
 end
 
 -- Ids whose deadline has passed, as a set.
@@ -204,8 +326,9 @@ end
 local function promote_delayed()
   local due = redis.call('ZRANGE', delayed, '-inf', now_text, 'BYSCORE', 'LIMIT', 0, 100)
   for _, id in ipairs(due) do
-    local fields = read_request(id, 'score') or {}
-    redis.call('ZADD', pending, place(fields.score), id)
+    local fields = read_request(id, 'score', 'state', 'tenant') or {}
+    if fields.state == 'waiting' then count_later('delayed', tenant_name(fields.tenant), -1) end
+    put_waiting(id, place(fields.score), fields.tenant)
     redis.call('ZREM', delayed, id)
   end
   return #due
@@ -221,10 +344,14 @@ end
 
 -- Put a request that is not held (any more) in its old place.
 local function back_to_waiting(id, score)
+  local fields = read_request(id, 'state', 'tenant', 'tokens') or {}
+  if fields.state ~= 'waiting' then
+    count_later('tokens', tenant_name(fields.tenant), whole(fields.tokens, 0))
+  end
   redis.call('HSET', request_key(id), 'state', 'waiting')
   redis.call('HDEL', request_key(id), 'fence', 'worker')
   redis.call('ZREM', leases, id)
-  redis.call('ZADD', pending, place(score), id)
+  put_waiting(id, place(score), fields.tenant)
 end
 
 local function wake_workers()

@@ -5,19 +5,31 @@
 -- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
 --       finished (was over before), unknown
 
+-- The queue in which an id waits: its tenant's, or wherever a stranger put it; nil for none.
+local function queue_of(id, tenant)
+  local home = pending_of(tenant_name(tenant))
+  local place_at_home = redis.pcall('ZSCORE', home, id)
+  if place_at_home and type(place_at_home) ~= 'table' then return home end
+  for _, key in ipairs(waiting_queues()) do
+    if redis.call('ZSCORE', key, id) then return key end
+  end
+end
+
 local mode = ARGV[1]
 local statuses = {}
 for n = 2, #ARGV do
   local id = ARGV[n]
-  local fields = read_request(id, 'state', 'payload', 'cancelled') or {}
+  local fields = read_request(id, 'state', 'payload', 'cancelled', 'tenant') or {}
+  local queue = queue_of(id, fields.tenant)
   local status
   if is_final(fields.state) then
-    drop_holds(id) -- a stranger may have put it into `pending` again
+    drop_holds(id, fields.tenant) -- a stranger may have put it into a queue again
+    if queue then remove_later(queue, id) end
     status = 'finished'
   elseif mode == 'flagged' and fields.cancelled ~= '1' then
     status = 'active'
   elseif redis.call('ZSCORE', leases, id) then
-    redis.call('ZREM', pending, id)
+    if queue then redis.call('ZREM', queue, id) end
     redis.call('ZREM', delayed, id)
     status = 'active'
     if mode == 'any' then
@@ -25,7 +37,8 @@ for n = 2, #ARGV do
       redis.call('HSET', request_key(id), 'cancelled', '1')
       redis.call('PUBLISH', control, 'cancel:' .. id)
     end
-  elseif redis.call('ZSCORE', pending, id) or redis.call('ZSCORE', delayed, id) or fields.payload then
+  elseif queue or redis.call('ZSCORE', delayed, id) or fields.payload then
+    if queue then remove_later(queue, id) end
     redis.pcall('HSET', request_key(id), 'cancelled', '1')
     finish_bare(id, 'cancelled')
     status = 'cancelled'

@@ -10,7 +10,9 @@
 --         count their slots and tokens as free, since it will preempt them
 --      11 seed base: requests without a seed get one made of this and their id
 -- Reply {'ok', now, still pending, claim, ...}, each claim {id, payload, fence, attempt, score, seed, enqueued_at,
---                                  prompt_tokens ('' if never tokenised), cost, {event JSON, ...}}
+--                                  prompt_tokens ('' if never tokenised), cost, {event JSON, ...},
+--                                  turn}, which is left out where there are no tenants: the score
+--                                  whose turn it was when this one was taken
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
@@ -21,8 +23,6 @@ local model, fingerprint, seed_base = ARGV[8], ARGV[9], ARGV[11]
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request is overtaken before room is kept for it
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
-local PAGE = 32
-local DEFAULT_OUTPUT = 256 -- expected output while no request has finished yet
 
 if config('paused') == '1' then return {'paused'} end
 if fingerprint ~= '' then
@@ -70,7 +70,7 @@ local function is_newer(payload)
 end
 
 local function cost_of(fields, output)
-  local prompt_tokens = whole(fields.prompt_tokens) or math.ceil(#fields.payload / 4)
+  local prompt_tokens = whole(fields.prompt_tokens) or estimated_prompt(#fields.payload)
   local max_tokens = number_in(fields.payload, 'max_tokens') or output
   return math.max(0, math.min(prompt_tokens + math.min(max_tokens, output), capacity))
 end
@@ -85,7 +85,10 @@ local seed_of_base = seed_of(seed_base, 0)
 
 local expiry, new_leases = exact(now + lease_ms), {}
 
-local function claim(id, fields, score, cost, has_log)
+local taken = {} -- a stranger may have put an id into the queues of two tenants
+
+local function claim(queue, fields, cost, has_log, turn)
+  local id, score = queue.id, queue.score
   local attempt = whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
   local seed = whole(fields.seed) and fields.seed or exact(seed_of(id, seed_of_base))
@@ -93,40 +96,49 @@ local function claim(id, fields, score, cost, has_log)
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
     'claimed_at', now_text)
+  if fields.state == 'waiting' then
+    count_later('tokens', tenant_name(fields.tenant), -whole(fields.tokens, 0))
+  end
+  if is_shared then
+    local level = priority_at(queue)
+    redis.call('HSET', request_key(id), 'tenant', queue.tenant, 'priority', exact(level))
+    if attempt == 1 then
+      charge_now(queue, level, whole(fields.prompt_tokens) or estimated_prompt(#fields.payload))
+    end
+    taken[id] = true
+  end
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
-  remove_later(pending, id)
   return {id, fields.payload, fence, attempt, score, seed, enqueued_at,
-    whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {}}
+    whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {},
+    is_shared and turn or nil}
 end
 
 promote_delayed()
 local output, expired = measured_output(), past_deadline()
 local claims, taken_tokens, passed_over = {}, 0, {}
-local examined, walking = 0, true -- nothing leaves `pending` before the walk is over
+local examined, walking = 0, true -- nothing leaves a queue before the walk is over
 
--- Take, end or pass over one request that waits.
-local function examine(id, score)
+-- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays there.
+local function examine(queue, turn)
+  local id = queue.id
   if #id > 200 or string.find(id, '[^\33-\126]') then
     finish_bare(id, 'error', 'invalid_request',
       'id: is not 1 to 200 printable ASCII characters without spaces')
     return
   end
   local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'enqueued_at', 'priority', 'passed', 'last_event')
+    'seed', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens')
   if not fields then
     finish_bare(id, 'error', 'invalid_request', 'request: the key promptq:{queue}:request:ID is not a hash')
     return
   end
   if is_final(fields.state) then
     if fields.last_event then publish_event(id, fields.last_event) end
-    drop_holds(id)
+    drop_holds(id, fields.tenant)
     return
   end
-  if fields.state == 'active' and redis.call('ZSCORE', leases, id) then
-    remove_later(pending, id)
-    return
-  end
+  if fields.state == 'active' and (taken[id] or redis.call('ZSCORE', leases, id)) then return end
   if not fields.payload then
     finish_bare(id, 'error', 'invalid_request', 'payload: the request has no hash, or its hash has no payload')
     return
@@ -143,20 +155,20 @@ local function examine(id, score)
   end
   if fields.cancelled == '1' then return finish_bare(id, 'cancelled') end
   if expired[id] then return finish_bare(id, 'expired') end
-  if is_newer(fields.payload) then return end
+  if is_newer(fields.payload) then return true end
 
   local priority = tonumber(fields.priority) or number_in(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
   local more_slots, more_tokens = preemptible_for(priority)
   if #claims >= max_count + more_slots then
     walking = false
-    return
+    return true
   end
   if taken_tokens + cost > budget + more_tokens then
     local passed = whole(fields.passed, 0)
     passed_over[#passed_over + 1] = {id, passed}
     if passed >= MAX_PASSES then walking = false end
-    return
+    return true
   end
   -- Those that were passed over count it once something behind them was taken.
   for _, overtaken in ipairs(passed_over) do
@@ -164,19 +176,18 @@ local function examine(id, score)
   end
   passed_over = {}
   taken_tokens = taken_tokens + cost
-  claims[#claims + 1] = claim(id, fields, score, cost, kind == 'stream')
+  claims[#claims + 1] = claim(queue, fields, cost, kind == 'stream', turn)
 end
 
+open_all()
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
-  local page = redis.call('ZRANGE', pending, examined, examined + PAGE - 1)
-  if #page == 0 then break end
-  local scores = redis.call('ZMSCORE', pending, unpack(page))
-  for i, id in ipairs(page) do
-    if not walking or #claims >= max_count + #preemptible then break end
-    examined = examined + 1
-    examine(id, scores[i])
-  end
+  local queue, turn = next_queue()
+  if not queue then break end
+  examined = examined + 1
+  if not examine(queue, turn) then remove_later(queue.key, queue.id) end
+  step(queue)
 end
 call_for_all('ZADD', leases, new_leases)
+for key, services in pairs(served) do settle(key, services) end
 carry_out()
-return {'ok', now_text, redis.call('ZCARD', pending), unpack(claims)}
+return {'ok', now_text, count_waiting(#claims), unpack(claims)}

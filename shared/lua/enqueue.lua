@@ -1,20 +1,22 @@
 -- Take requests in, all or none.
 -- KEYS  1 pending
--- ARGV  1 idempotency time (ms), then for each request: id, payload, priority, deadline_ms (0: none),
---       delay_ms, idempotency key ('' for none)
+-- ARGV  1 idempotency time (ms), and behind a space how many arguments each request has, 6 if left out
+--       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
+--       idempotency key ('' for none), tenant ('' for none)
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
 --       {'exists', id}            an id is taken; nothing was enqueued
---       {'full', retry_after_ms}  the queue's max_pending is reached; nothing was enqueued
+--       {'full', retry_after_ms, setting, limit}   a limit is reached, that of this setting;
+--                                 nothing was enqueued
 
-local idempotency_ms = ARGV[1]
-local FIELDS = 6
-local count = (#ARGV - 1) / FIELDS
+local idempotency_ms, num_fields = string.match(ARGV[1], '^(%d+) ?(%d*)$')
+num_fields = tonumber(num_fields) or 6
+local count = (#ARGV - 1) / num_fields
 
 local function idempotency_key(name) return prefix .. 'idempotency:' .. name end
 
 local ids, fresh, seen = {'ok'}, {}, {}
 for n = 0, count - 1 do
-  local at = 2 + n * FIELDS
+  local at = 2 + n * num_fields
   local id, key = ARGV[at], ARGV[at + 5]
   local known = key ~= '' and (seen[key] or redis.call('GET', idempotency_key(key)))
   if known then
@@ -26,39 +28,117 @@ for n = 0, count - 1 do
     seen['id ' .. id] = true
     if key ~= '' then seen[key] = id end
     ids[#ids + 1] = id
-    fresh[#fresh + 1] = at
+    fresh[#fresh + 1] = {
+      id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
+      deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
+      tenant = tenant_name(num_fields > 6 and ARGV[at + 6]), tokens = estimated_tokens(ARGV[at + 1]),
+    }
   end
 end
 
--- How long, at the rate of the last finishes, until there is room for all of them.
-local function retry_after(excess)
+-- What would wait with the new ones: {requests, tokens} of each tenant, and of the whole queue.
+local added, added_in_all = {}, {0, 0}
+for _, request in ipairs(fresh) do
+  local of_tenant = added[request.tenant] or {0, 0}
+  added[request.tenant] = {of_tenant[1] + 1, of_tenant[2] + request.tokens}
+  added_in_all = {added_in_all[1] + 1, added_in_all[2] + request.tokens}
+end
+
+local function counted(field)
+  return whole(redis.call('HGET', backlog, field), 0)
+end
+
+local function tokens_in_all()
+  local sum, fields = 0, redis.call('HGETALL', backlog)
+  for i = 1, #fields, 2 do
+    if string.find(fields[i], '^tokens:') then sum = sum + whole(fields[i + 1], 0) end
+  end
+  return sum
+end
+
+local function num_waiting_in_all()
+  local num = redis.call('ZCARD', delayed)
+  for _, key in ipairs(waiting_queues()) do num = num + redis.call('ZCARD', key) end
+  return num
+end
+
+-- How long, at the rate of the last finishes, until so many have left. Of that rate a tenant has its
+-- share beside the others that wait.
+local function retry_after(excess, tenant)
   local finished = redis.call('LRANGE', outputs, 0, -1)
   if #finished < 2 then return 1000 end
   local newest = tonumber(string.match(finished[1], '^%d+'))
   local oldest = tonumber(string.match(finished[#finished], '^%d+'))
-  return math.max(1, math.ceil(excess * (newest - oldest) / (#finished - 1)))
+  local shares = 1
+  if tenant then
+    local all = weight_of(tenant)
+    for _, key in ipairs(waiting_queues()) do
+      local other = string.sub(key, #pending + 2)
+      if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + weight_of(other) end
+    end
+    shares = all / weight_of(tenant)
+  end
+  return math.max(1, math.ceil(excess * shares * (newest - oldest) / (#finished - 1)))
 end
 
-local limit = whole(config('max_pending'), 0)
-local excess = redis.call('ZCARD', pending) + redis.call('ZCARD', delayed) + #fresh - limit
-if limit > 0 and #fresh > 0 and excess > 0 then return {'full', retry_after(excess)} end
+-- The answer if a limit keeps the new ones out. `waiting` gives how many requests wait, `tokens` their
+-- tokens; both are looked at only where there is a limit.
+local function refusal(name, default, new, waiting, tokens, tenant)
+  local max_requests = whole(config(name), default and whole(config(default), 0) or 0)
+  local tokens_name = string.gsub(name, '^max_pending', 'max_pending_tokens')
+  local max_tokens = whole(config(tokens_name), default and whole(config(default .. '_tokens'), 0) or 0)
+  if max_requests <= 0 and max_tokens <= 0 then return nil end
+  local num = waiting()
+  local excess = num + new[1] - max_requests
+  if max_requests > 0 and excess > 0 then
+    return {'full', retry_after(excess, tenant), name, exact(max_requests)}
+  end
+  if max_tokens <= 0 then return nil end
+  local sum = num > 0 and tokens() or 0 -- where nothing waits, nothing is left to be counted
+  excess = sum + new[2] - max_tokens
+  if excess > 0 then
+    local mean = (sum + new[2]) / (num + new[1])
+    return {'full', retry_after(math.ceil(excess / mean), tenant), tokens_name, exact(max_tokens)}
+  end
+end
+
+if #fresh > 0 then
+  local names = {'max_pending', 'max_pending_tokens', 'tenant_max_pending', 'tenant_max_pending_tokens'}
+  for tenant in pairs(added) do
+    names[#names + 1] = 'max_pending:' .. tenant
+    names[#names + 1] = 'max_pending_tokens:' .. tenant
+  end
+  read_settings(names)
+  local full = refusal('max_pending', nil, added_in_all, num_waiting_in_all, tokens_in_all)
+  for tenant, new in pairs(added) do
+    full = full or refusal('max_pending:' .. tenant, 'tenant_max_pending', new, function()
+      return redis.call('ZCARD', pending_of(tenant)) + counted('delayed:' .. tenant)
+    end, function() return counted('tokens:' .. tenant) end, tenant)
+  end
+  if full then return full end
+end
 
 local arrived = {}
-for _, at in ipairs(fresh) do
-  local id, payload, priority = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2])
-  local deadline_ms, delay_ms, key = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4]), ARGV[at + 5]
-  local score = exact(score_of(priority))
-  redis.call('HSET', request_key(id), 'payload', payload, 'state', 'waiting', 'score', score,
-    'priority', priority, 'enqueued_at', exact(now))
-  if deadline_ms > 0 then redis.call('ZADD', deadlines, exact(now + deadline_ms), id) end
-  if delay_ms > 0 then
-    redis.call('ZADD', delayed, exact(now + delay_ms), id)
-  else
+for _, request in ipairs(fresh) do
+  local id, tenant = request.id, request.tenant
+  local score = exact(score_of(request.priority))
+  redis.call('HSET', request_key(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
+    'priority', request.priority, 'enqueued_at', now_text, 'tokens', exact(request.tokens))
+  if tenant ~= '' then redis.call('HSET', request_key(id), 'tenant', tenant) end
+  count_later('tokens', tenant, request.tokens)
+  if request.deadline_ms > 0 then redis.call('ZADD', deadlines, exact(now + request.deadline_ms), id) end
+  if request.delay_ms > 0 then
+    redis.call('ZADD', delayed, exact(now + request.delay_ms), id)
+    count_later('delayed', tenant, 1)
+  elseif tenant == '' then
     arrived[#arrived + 1] = score
     arrived[#arrived + 1] = id
+  else
+    put_waiting(id, score, tenant)
   end
-  if key ~= '' then redis.call('SET', idempotency_key(key), id, 'PX', idempotency_ms) end
+  if request.key ~= '' then redis.call('SET', idempotency_key(request.key), id, 'PX', idempotency_ms) end
 end
 call_for_all('ZADD', pending, arrived)
+carry_out()
 if #fresh > 0 then wake_workers() end
 return ids

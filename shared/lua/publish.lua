@@ -24,12 +24,13 @@ local known = {} -- id -> what the server says of it, and how far its log will b
 
 local function look_up(id)
   if not known[id] then
-    local fields = read_request(id, 'fence', 'state', 'cancelled') or {}
+    local fields = read_request(id, 'fence', 'state', 'cancelled', 'tenant', 'priority') or {}
     local count, ended = log_top(id)
     local finished = ended or is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished,
+      tenant = fields.tenant, priority = fields.priority,
     }
   end
   return known[id]
@@ -75,11 +76,19 @@ for n = 1, num_held do
 end
 
 -- Write the exact length of the prompt, if it came with this call and is not written yet.
-local function tell_prompt_tokens(id)
+local function tell(id)
   local request = known[id]
   if request.untold then
-    redis.call('HSET', request_key(id), 'prompt_tokens', request.untold)
+    tell_prompt_tokens(id, request.untold, request.tenant, request.priority)
     request.untold = nil
+  end
+end
+
+-- Count a row's tokens as service that its tenant received.
+local function charge_row(request, index, count)
+  if request.tenant then
+    local tokens = tonumber(count) - tonumber(index)
+    charge_later(tenant_name(request.tenant), whole(request.priority, 0), OUTPUT_WEIGHT * tokens)
   end
 end
 
@@ -88,24 +97,27 @@ for n, status in ipairs(row_status) do
   local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
   if status == 'ok' and reason ~= '' then
     local result, request = ARGV[at + 6], known[id]
-    finish(id, reason, count, event, result ~= '' and result or nil, request.untold)
+    if request.tenant then tell(id) end
+    finish(id, reason, count, event, request.tenant, result ~= '' and result or nil, request.untold)
     request.untold = nil
+    charge_row(request, ARGV[at + 2], count)
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
       row_status[n] = 'error ' .. tostring(added.err)
     else
       publish_event(id, event)
+      charge_row(known[id], ARGV[at + 2], count)
     end
   elseif status == 'cancelled' or status == 'expired' then
-    tell_prompt_tokens(id)
+    tell(id)
     finish_bare(id, status)
   end
 end
 local expiry, renewed = exact(now + lease_ms), {}
 for n, status in ipairs(held_status) do
   local id = ARGV[held_from + (n - 1) * HELD]
-  tell_prompt_tokens(id)
+  tell(id)
   if status == 'ok' then
     renewed[#renewed + 1] = expiry
     renewed[#renewed + 1] = id

@@ -6,14 +6,14 @@
 local statuses = {}
 for at = 1, #ARGV, 3 do
   local id, fence, prompt_tokens = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  local fields = read_request(id, 'fence', 'state', 'cancelled', 'score') or {}
+  local fields = read_request(id, 'fence', 'state', 'cancelled', 'score', 'tenant', 'priority') or {}
   local status = 'waiting'
   if is_final(fields.state) then
     status = 'finished'
   elseif fields.fence ~= fence then
     status = 'fenced'
   else
-    if prompt_tokens ~= '' then redis.call('HSET', request_key(id), 'prompt_tokens', prompt_tokens) end
+    if prompt_tokens ~= '' then tell_prompt_tokens(id, prompt_tokens, fields.tenant, fields.priority) end
     if fields.cancelled == '1' then
       finish_bare(id, 'cancelled')
       status = 'cancelled'

@@ -4,15 +4,18 @@
 -- Reply {'ok'}, {'unknown'} (no such dead letter), {'exists'} (the new id is taken)
 
 local old, new = ARGV[1], ARGV[2]
-local fields = read_request(old, 'payload', 'priority')
+local fields = read_request(old, 'payload', 'priority', 'tenant')
 if not redis.call('ZSCORE', prefix .. 'dead', old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', request_key(new)) == 1 then return {'exists'} end
 local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0
-local score = exact(score_of(priority))
+local score, tokens = exact(score_of(priority)), estimated_tokens(fields.payload)
 redis.call('HSET', request_key(new), 'payload', fields.payload, 'state', 'waiting', 'score', score,
-  'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old)
-redis.call('ZADD', pending, score, new)
+  'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old, 'tokens', exact(tokens))
+if fields.tenant then redis.call('HSET', request_key(new), 'tenant', fields.tenant) end
+put_waiting(new, score, fields.tenant)
+count_later('tokens', tenant_name(fields.tenant), tokens)
 redis.call('ZREM', prefix .. 'dead', old)
 redis.call('PEXPIRE', request_key(old), whole(config('result_ttl_ms'), 3600000))
+carry_out()
 wake_workers()
 return {'ok'}

@@ -15,12 +15,22 @@ def test_names_are_the_public_ones() -> None:
     assert keys.tokens("r1") == "promptq:{jobs}:tokens:r1"
     assert keys.events("r1") == "promptq:{jobs}:events:r1"
     assert keys.worker("w1") == "promptq:{jobs}:worker:w1"
+    assert keys.pending_of("team.1") == "promptq:{jobs}:pending:team.1"
+    assert keys.pending_of("") == keys.pending
+    assert keys.tenants() == "promptq:{jobs}:tenants"
+    assert keys.tenants(-5) == "promptq:{jobs}:tenants:-5"
 
 
 @pytest.mark.parametrize("name", ["", "a}b", "a{b", "a b", "a:b", "é", "a" * 65, "a\n"])
 def test_a_queue_name_cannot_leave_its_braces(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^queue: "):
         Keys(name)
+
+
+@pytest.mark.parametrize("name", ["a:b", "a b", "*", "}{", "é", "a" * 65, "a\n"])
+def test_a_tenants_name_cannot_leave_its_key(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^tenant: "):
+        Keys("jobs").pending_of(name)
 
 
 @pytest.mark.parametrize("request_id", ["", " ", "a b", "a\r\nb", "é", "a" * 201, "\x00"])

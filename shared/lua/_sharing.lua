@@ -1,0 +1,155 @@
+-- Stands between `_common.lua` and `claim.lua`: how tenants share what is claimed.
+
+local MAX_TENANTS = 1000 -- as many of them does one call look at
+
+-- The tenants whose requests wait, each with a walk through its own queue. `id` is where the walk
+-- stands, nil at its end.
+local queues, is_shared = {}, false
+
+local function load_page(queue)
+  local page = redis.pcall('ZRANGE', queue.key, queue.seen, queue.seen + queue.page - 1)
+  if page.err or #page == 0 then page = {} end
+  queue.ids, queue.at, queue.seen = page, 1, queue.seen + #page
+  queue.scores = #page > 0 and redis.call('ZMSCORE', queue.key, unpack(page))
+end
+
+local function step(queue)
+  queue.at = queue.at + 1
+  if queue.at > #queue.ids then load_page(queue) end
+  queue.id, queue.priority = queue.ids[queue.at], nil
+  queue.score = queue.id and queue.scores[queue.at]
+  queue.place = queue.id and tonumber(queue.score) or 0
+end
+
+local function open(tenant, page)
+  local queue = {
+    tenant = tenant, key = pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, services = {},
+  }
+  step(queue)
+  queues[#queues + 1] = queue
+end
+
+local function open_all()
+  local tenants = redis.pcall('SRANDMEMBER', tenants_waiting, MAX_TENANTS)
+  is_shared = not tenants.err and #tenants > 0
+  open('', is_shared and 4 or 32)
+  for _, tenant in ipairs(is_shared and tenants or {}) do
+    if tenant == tenant_name(tenant) then
+      if tenant ~= '' then open(tenant, 4) end
+    else
+      redis.call('SREM', tenants_waiting, tenant) -- no key may have this name
+    end
+  end
+end
+
+local function is_before(one, other)
+  return one.place < other.place or one.place == other.place and one.id < other.id
+end
+
+-- The priority of the request where a walk stands.
+local function priority_at(queue)
+  if not queue.priority then
+    local fields = read_request(queue.id, 'priority') or {}
+    queue.priority = whole(fields.priority)
+    if not queue.priority then
+      fields = read_request(queue.id, 'payload') or {}
+      queue.priority = fields.payload and number_in(fields.payload, 'priority') or 0
+    end
+  end
+  return queue.priority
+end
+
+local clocks, served = {}, {} -- by counters; `served` has what is to be written
+
+local function clock_of(key)
+  clocks[key] = clocks[key] or tonumber(redis.call('ZSCORE', key, '*') or 0)
+  return clocks[key]
+end
+
+local function service_of(queue, key)
+  if not queue.services[key] then
+    queue.services[key] = tonumber(redis.call('ZSCORE', key, queue.tenant) or clock_of(key))
+  end
+  return queue.services[key]
+end
+
+-- Whose request is looked at next, and the score whose turn it is. The lowest score of all says which
+-- priority is served; of the tenants that wait with this priority, the one with the least service goes
+-- first.
+local function next_queue()
+  local first
+  for _, queue in ipairs(queues) do
+    if queue.id and (not first or is_before(queue, first)) then first = queue end
+  end
+  if not first or #queues == 1 then return first, first and first.score end
+  local level, best = priority_at(first), first
+  local key = counters_of(level)
+  for _, queue in ipairs(queues) do
+    if queue.id and queue ~= best then
+      local less = service_of(queue, key) - service_of(best, key)
+      if (less < 0 or less == 0 and is_before(queue, best)) and priority_at(queue) == level then
+        best = queue
+      end
+    end
+  end
+  return best, first.score
+end
+
+-- Count a prompt as service; the clock shows what its tenant had before.
+local function charge_now(queue, priority, prompt_tokens)
+  local key = counters_of(priority)
+  local before = service_of(queue, key)
+  served[key] = served[key] or {}
+  served[key][queue.tenant] = before + PROMPT_WEIGHT * prompt_tokens / weight_of(queue.tenant)
+  queue.services[key] = served[key][queue.tenant]
+  clocks[key] = math.max(clock_of(key), before)
+end
+
+local function waits_at(queue, key)
+  return queue and queue.id and counters_of(priority_at(queue)) == key
+end
+
+-- Write the counters and the clock of a priority, and forget the counters that the clock has passed,
+-- except of those who still wait there (they may have been given back what an estimate took).
+local function settle(key, services)
+  local changes, by_tenant, most, anyone = {}, {}, 0, false
+  for tenant, service in pairs(services) do
+    most = math.max(most, service)
+    changes[#changes + 1] = string.format('%.17g', service)
+    changes[#changes + 1] = tenant
+  end
+  for _, queue in ipairs(queues) do
+    by_tenant[queue.tenant] = queue
+    anyone = anyone or waits_at(queue, key)
+  end
+  if not anyone then clocks[key] = math.max(clocks[key], most) end -- nobody is behind
+  changes[#changes + 1] = string.format('%.17g', clocks[key])
+  changes[#changes + 1] = '*'
+  call_for_all('ZADD', key, changes)
+  local passed = redis.call('ZRANGE', key, '-inf', string.format('%.17g', clocks[key]), 'BYSCORE',
+    'LIMIT', 0, 1000)
+  for _, tenant in ipairs(passed) do
+    if tenant ~= '*' and not waits_at(by_tenant[tenant], key) then remove_later(key, tenant) end
+  end
+  redis.call('PEXPIRE', key, COUNTERS_TTL_MS)
+end
+
+-- How many wait now. Forgets tenants that have nothing left, and what was counted of them once nothing
+-- waits at all.
+local function count_waiting(num_claims)
+  local sum, gone = 0, {}
+  for _, queue in ipairs(queues) do
+    local count = redis.pcall('ZCARD', queue.key)
+    if type(count) == 'number' then sum = sum + count end
+    if count == 0 and queue.tenant ~= '' then gone[#gone + 1] = queue.tenant end
+  end
+  call_for_all('SREM', tenants_waiting, gone)
+  if sum == 0 and num_claims == 0 and #queues <= MAX_TENANTS and redis.call('ZCARD', delayed) == 0 then
+    redis.call('DEL', backlog)
+    if is_shared and redis.call('ZCARD', leases) == 0 then redis.call('DEL', tenants_waiting) end
+  elseif is_shared then
+    redis.call('SADD', tenants_waiting, '') -- from now on the tenant without a name pays too
+  end
+  return sum
+end
+
