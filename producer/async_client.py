@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 
 from producer.cancelling import heeding_cancels
-from producer.composing import Composed, Messages, Prompt, call_fields, compose, compose_samples
+from producer.composing import Messages, Prompt, call_fields, compose, compose_samples
 from producer.connecting import (
     address_of,
     check_replies_are_bytes,
@@ -36,11 +36,11 @@ from producer.stream import (
 )
 from producer.subscriptions import Mailbox, Subscriptions
 from shared.connection import open_async_redis
-from shared.errors import RedisUnavailableError, RequestExistsError
+from shared.errors import RedisUnavailableError
 from shared.keys import Keys, check_request_id
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus
+from shared.scripts import Call, CancelStatus, NewRequest
 
 T = TypeVar("T")
 
@@ -197,17 +197,12 @@ class AsyncClient:
         self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
 
-    async def _enqueue(self, composed: Composed) -> list[str]:
-        if not composed.new:
+    async def _enqueue(self, new: list[NewRequest]) -> list[str]:
+        if not new:
             return []
         queue = await self._connected()
         with explained(self.url):
-            try:
-                return await heeding_cancels(queue.enqueue(composed.new))
-            except RequestExistsError:  # redis-py tries again when it loses a reply
-                if not composed.is_safe_to_repeat:
-                    raise
-                return [item.request_id for item in composed.new]
+            return await heeding_cancels(queue.enqueue(new))
 
     async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

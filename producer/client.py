@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 
-from producer.composing import Composed, Messages, Prompt, call_fields, compose, compose_samples
+from producer.composing import Messages, Prompt, call_fields, compose, compose_samples
 from producer.connecting import (
     address_of,
     check_replies_are_bytes,
@@ -33,11 +33,11 @@ from producer.stream import (
     heard,
 )
 from shared.connection import open_redis
-from shared.errors import RedisUnavailableError, RequestExistsError
+from shared.errors import RedisUnavailableError
 from shared.keys import check_request_id
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus
+from shared.scripts import Call, CancelStatus, NewRequest
 
 T = TypeVar("T")
 
@@ -89,9 +89,9 @@ class Client:
         are those of `shared.schemas.Request` (`max_tokens`, `temperature`, `priority`, ...). With
         `delay_ms` it waits at least so long.
 
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. With an id of your own,
-        RequestExistsError may also mean that the connection dropped after this call got through;
-        an `idempotency_key` makes repeating safe.
+        Raises InvalidRequestError, RequestExistsError, QueueFullError. When the reply gets lost,
+        it is sent again and known by the server. If the server stays away, nobody can say whether
+        it got through; an `idempotency_key` makes repeating safe.
         """
         return self.enqueue_many([call_fields(prompt, messages, request_id, delay_ms, fields)])[0]
 
@@ -199,16 +199,11 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enqueue(self, composed: Composed) -> list[str]:
-        if not composed.new:
+    def _enqueue(self, new: list[NewRequest]) -> list[str]:
+        if not new:
             return []
         with explained(self.url):
-            try:
-                return self._queue.enqueue(composed.new)
-            except RequestExistsError:  # redis-py tries again when it loses a reply
-                if not composed.is_safe_to_repeat:
-                    raise
-                return [item.request_id for item in composed.new]
+            return self._queue.enqueue(new)
 
     def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

@@ -37,10 +37,24 @@ end
 -- their sorted set, and output lengths, newest last. Every script that ends requests carries it out.
 local removals, finished_outputs = {}, {}
 
+-- Redis refuses a write for want of memory, as a replica or with a full disk only as long as its
+-- script has not written; once a first write was let through, all are. So each script begins with one
+-- that changes nothing, and is refused whole or not at all. Those that only keep order, and do not
+-- add to what is stored, are not refused for want of memory.
+local function write_needs_memory() redis.call('ZADD', leases, 'XX', 0, '') end
+local function write_needs_no_memory() redis.call('ZREM', leases, '') end
+
 -- One command for many values. In pieces: Lua's stack takes some thousands at once.
 local function call_for_all(command, key, values)
   for from = 1, #values, 1000 do
     redis.call(command, key, unpack(values, from, math.min(from + 999, #values)))
+  end
+end
+
+-- The same in the midst of writing, where a key of another type must not stop what comes after.
+local function try_for_all(command, key, values)
+  for from = 1, #values, 1000 do
+    redis.pcall(command, key, unpack(values, from, math.min(from + 999, #values)))
   end
 end
 
@@ -50,12 +64,22 @@ local function remove_later(key, id)
 end
 
 local function carry_out()
-  for key, ids in pairs(removals) do call_for_all('ZREM', key, ids) end
+  for key, ids in pairs(removals) do try_for_all('ZREM', key, ids) end
   if #finished_outputs > 0 then
-    call_for_all('LPUSH', outputs, finished_outputs)
-    redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
+    try_for_all('LPUSH', outputs, finished_outputs)
+    redis.pcall('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
   end
   removals, finished_outputs = {}, {}
+end
+
+-- When requests finished and with how many tokens, newest first: {{ms, count}, ...}.
+local function read_outputs()
+  local entries, found = redis.pcall('LRANGE', outputs, 0, -1), {}
+  for _, entry in ipairs(entries.err and {} or entries) do
+    local at, count = string.match(entry, '^(%d+) (%d+)$')
+    if at then found[#found + 1] = {tonumber(at), tonumber(count)} end
+  end
+  return found
 end
 
 -- A field as a whole number; the default where it is missing or a stranger wrote something else.
@@ -219,12 +243,70 @@ local function score_of(priority)
   return now + priority * level
 end
 
--- Put a request that is not held (any more) in its old place.
-local function back_to_waiting(id, score)
+local MAX_HISTORY = 16
+
+-- Note in the request's `history` how its current attempt ended.
+local function note_end_of_attempt(id, how)
+  local fields = read_request(id, 'history', 'attempt', 'worker', 'claimed_at') or {}
+  local parsed, history = pcall(cjson.decode, fields.history or '[]')
+  if not parsed or type(history) ~= 'table' or history[1] == nil then history = {} end
+  while #history >= MAX_HISTORY do table.remove(history, 1) end
+  history[#history + 1] = {
+    attempt = whole(fields.attempt, 0), worker = fields.worker or '',
+    claimed_at = whole(fields.claimed_at, 0), ended_at = now, how = how,
+  }
+  local encoded, text = pcall(cjson.encode, history)
+  if encoded then redis.call('HSET', request_key(id), 'history', text) end
+end
+
+-- Put a request that is not held (any more) in its old place, after `delay_ms` if that is given.
+-- `how` says how the attempt at it ended.
+local function back_to_waiting(id, score, how, delay_ms)
+  note_end_of_attempt(id, how)
   redis.call('HSET', request_key(id), 'state', 'waiting')
-  redis.call('HDEL', request_key(id), 'fence', 'worker')
+  redis.call('HDEL', request_key(id), 'fence', 'worker', 'alone')
   redis.call('ZREM', leases, id)
-  redis.call('ZADD', pending, place(score), id)
+  if delay_ms and delay_ms > 0 then
+    redis.call('ZADD', delayed, exact(now + delay_ms), id)
+  else
+    redis.call('ZADD', pending, place(score), id)
+  end
+end
+
+local SHARED_CRASHES = 2    -- then it is a suspect and runs alone
+local MAX_BACKOFF_MS = 60000
+
+-- How long a request waits after so many crashes: not at all after the first.
+local function backoff(crashes)
+  if crashes < 2 then return 0 end
+  return math.min(whole(config('crash_backoff_ms'), 1000) * 2 ^ math.min(crashes - 2, 20), MAX_BACKOFF_MS)
+end
+
+local function bury(id, crashes)
+  finish_bare(id, 'error', 'dead_letter', string.format(
+    'the request was aboard at %d crashes of workers, the last time alone, and is not tried again',
+    crashes))
+  redis.call('HSET', request_key(id), 'state', 'dead')
+  redis.call('PERSIST', request_key(id))
+  redis.call('ZADD', prefix .. 'dead', now_text, id)
+end
+
+-- The worker that held the request crashed. Who was aboard twice is a suspect, to be run alone; only
+-- one that was alone with its worker at a crash is known to have caused it. Returns the new state.
+local function count_crash(id, score, max_crashes)
+  local fields = read_request(id, 'crashes', 'alone') or {}
+  local crashes, key = whole(fields.crashes, 0) + 1, request_key(id)
+  redis.call('HSET', key, 'crashes', crashes)
+  if fields.alone and crashes >= max_crashes then
+    note_end_of_attempt(id, 'crashed alone')
+    bury(id, crashes)
+    return 'dead'
+  end
+  if crashes >= math.max(1, math.min(SHARED_CRASHES, max_crashes - 1)) then
+    redis.call('HSET', key, 'suspect', 1)
+  end
+  back_to_waiting(id, score, fields.alone and 'crashed alone' or 'crashed', backoff(crashes))
+  return 'waiting'
 end
 
 local function wake_workers()

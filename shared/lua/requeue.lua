@@ -1,4 +1,4 @@
--- Run a dead letter again, as a new request.
+-- Run a dead letter again, as a new request. It stays a suspect, so that it harms nobody else.
 -- KEYS  1 pending
 -- ARGV  1 id of the dead letter   2 id of the new request
 -- Reply {'ok'}, {'unknown'} (no such dead letter), {'exists'} (the new id is taken)
@@ -7,10 +7,11 @@ local old, new = ARGV[1], ARGV[2]
 local fields = read_request(old, 'payload', 'priority')
 if not redis.call('ZSCORE', prefix .. 'dead', old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', request_key(new)) == 1 then return {'exists'} end
+write_needs_memory()
 local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0
 local score = exact(score_of(priority))
 redis.call('HSET', request_key(new), 'payload', fields.payload, 'state', 'waiting', 'score', score,
-  'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old)
+  'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old, 'suspect', 1)
 redis.call('ZADD', pending, score, new)
 redis.call('ZREM', prefix .. 'dead', old)
 redis.call('PEXPIRE', request_key(old), whole(config('result_ttl_ms'), 3600000))
