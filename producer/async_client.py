@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Iterable, Mapping
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -20,8 +20,10 @@ from producer.connecting import (
     server_url,
     without_server,
 )
+from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
 from producer.queue_stats import QueueStats, read_stats
+from producer.steering import drain_workers, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -35,6 +37,7 @@ from producer.stream import (
     follow,
 )
 from producer.subscriptions import Mailbox, Subscriptions
+from shared import scripts
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError
 from shared.keys import Keys, check_request_id
@@ -165,6 +168,44 @@ class AsyncClient:
     async def stats(self) -> QueueStats:
         """As `Client.stats`."""
         return await self._converse(read_stats(self._keys))
+
+    async def pause(self) -> None:
+        """As `Client.pause`."""
+        await self._converse(set_paused(self._keys, True))
+
+    async def resume(self) -> None:
+        """As `Client.resume`."""
+        await self._converse(set_paused(self._keys, False))
+
+    async def drain(self, worker_id: str | None = None) -> list[str]:
+        """As `Client.drain`."""
+        return await self._converse(drain_workers(self._keys, worker_id))
+
+    async def dead_ids(self, limit: int = 100) -> list[str]:
+        """As `Client.dead_ids`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.run(scripts.dead_ids(self._keys, limit)))
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """As `Client.dead_letters`."""
+        return await self._converse(read_dead_letters(self._keys, limit))
+
+    async def dead_letter(self, request_id: str) -> DeadLetter:
+        """As `Client.dead_letter`."""
+        return await self._converse(read_dead_letter(self._keys, check_request_id(request_id)))
+
+    async def requeue(self, request_id: str) -> str:
+        """As `Client.requeue`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.requeue(request_id))
+
+    async def purge(self, request_ids: Sequence[str]) -> int:
+        """As `Client.purge`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.purge(request_ids))
 
     async def close(self) -> None:
         """As `Client.close`."""

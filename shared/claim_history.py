@@ -19,6 +19,8 @@ class ClaimHistory:
     """What one queue object knows of its claims. Thread-safe."""
 
     def __init__(self) -> None:
+        self.is_unanswered = False
+        """Whether the last call failed, so that the server may have given what nobody knows of."""
         self._session = secrets.token_hex(8)
         self._answered = ""
         self._skip = 0
@@ -30,11 +32,13 @@ class ClaimHistory:
         """Around one claim; hand its reply to the turn."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
+        self.is_unanswered = True
         turn = ClaimTurn(
             ClaimContext(self._session, self._answered, self._skip) if is_alone else ClaimContext()
         )
         try:
             yield turn
+            self.is_unanswered = False
             self._skip = turn.claims.next_skip
             if turn.claims and is_alone:
                 self._answered = turn.nonce

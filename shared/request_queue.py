@@ -97,6 +97,11 @@ class _Queue:
     def _release(self, held: Sequence[Held], crashed: bool) -> Call[list[str]]:
         return scripts.release(held, self._max_crashes if crashed else None)
 
+    @property
+    def has_unanswered_claim(self) -> bool:
+        """Whether the last claim failed: the next one gives back what it may have been given."""
+        return self._claim_history.is_unanswered
+
     def _check_open(self) -> None:
         if self._closed:
             raise QueueClosedError(f"the queue {self.keys.queue!r} was closed")
@@ -154,6 +159,8 @@ class RequestQueue(_Queue):
             while True:
                 if claims := self.take_batch(one):
                     return claims[0]
+                if claims.next_skip:
+                    continue
                 poll = time.monotonic() + POLL_SECONDS
                 while time.monotonic() < poll:
                     if abort is not None and abort.is_set():
@@ -277,6 +284,8 @@ class AsyncRequestQueue(_Queue):
             while True:
                 if claims := await self.take_batch(one):
                     return claims[0]
+                if claims.next_skip:
+                    continue
                 poll = time.monotonic() + POLL_SECONDS
                 while time.monotonic() < poll:
                     if abort is not None and abort.is_set():
