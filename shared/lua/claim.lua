@@ -13,7 +13,7 @@
 --      13 session: random, the same for all calls of a worker that makes one at a time; '' or left out
 --         for one that makes several at once
 --      14 nonce of the last call of the session that gave something, as far as the worker knows
---      15 how many at the front to skip: 0 at first, then what the last reply said
+--      15 how many to skip behind the first few: 0 at first, then what the last reply said
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the log}
@@ -147,7 +147,8 @@ end
 promote_delayed()
 local output, expired = measured_output(), past_deadline()
 local claims, taken_tokens, passed_over = {}, 0, {}
-local examined, walking = skip, true -- nothing leaves `pending` before the walk is over
+local walking, looked_at = true, 0
+local position = 0 -- nothing leaves `pending` before the walk is over
 
 -- Take, end or pass over one request that waits.
 local function examine(id, score)
@@ -213,22 +214,23 @@ local function examine(id, score)
   claims[#claims + 1] = claim(id, fields, score, cost, kind == 'stream')
 end
 
-while walking and examined - skip < MAX_EXAMINED and #claims < max_count + #preemptible do
-  local page = redis.call('ZRANGE', pending, examined, examined + PAGE - 1)
+while walking and looked_at < MAX_EXAMINED and #claims < max_count + #preemptible do
+  local page = redis.call('ZRANGE', pending, position, position + PAGE - 1)
   if #page == 0 then break end
   local scores = redis.call('ZMSCORE', pending, unpack(page))
   for i, id in ipairs(page) do
     if not walking or #claims >= max_count + #preemptible then break end
-    examined = examined + 1
+    position, looked_at = position + 1, looked_at + 1
     examine(id, scores[i])
   end
+  position = math.max(position, skip)
 end
 call_for_all('ZADD', leases, new_leases)
 
 -- Where the next call goes on: behind what only newer workers take, so that it hides nothing.
 local next_skip = 0
-if examined - skip >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
-  next_skip = examined - #(removals[pending] or {})
+if looked_at >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
+  next_skip = position - #(removals[pending] or {})
 end
 carry_out()
 if session ~= '' and #claims > 0 then
