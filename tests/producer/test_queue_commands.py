@@ -16,14 +16,7 @@ from shared.keys import Keys
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState
 from tests.helpers import text_of
-from tests.producer.playing import HandWorker
-from tests.producer.test_command import (  # noqa: F401  fixtures
-    Run,
-    Start,
-    environment,
-    run,
-    start,
-)
+from tests.producer.playing import HandWorker, Run, Start
 
 KEYS = Keys("default")
 
@@ -44,7 +37,7 @@ def bury(redis_url: str, *request_ids: str) -> None:
             queue.reap()
 
 
-def test_dead_list_and_show(run: Run, redis_url: str) -> None:  # noqa: F811
+def test_dead_list_and_show(run: Run, redis_url: str) -> None:
     assert "no dead letters" in run("dead", "list").stdout
     bury(redis_url, "one", "two")
     listed = run("dead", "list").stdout
@@ -64,7 +57,7 @@ def test_dead_list_and_show(run: Run, redis_url: str) -> None:  # noqa: F811
     assert (gone.returncode, gone.stderr) == (1, "promptq: id: 'three' is not a dead letter\n")
 
 
-def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:  # noqa: F811
+def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
     bury(redis_url, "one", "two", "three")
     new_id = json.loads(run("dead", "requeue", "one", "--json").stdout)["requeued"]["one"]
     with Client(redis_url) as client:
@@ -78,7 +71,7 @@ def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:  # noqa: F811
     assert json.loads(run("dead", "requeue", "--all", "--json").stdout) == {"requeued": {}}
 
 
-def test_pause_and_resume(run: Run, own_worker: HandWorker, redis_url: str) -> None:  # noqa: F811
+def test_pause_and_resume(run: Run, own_worker: HandWorker, redis_url: str) -> None:
     with Client(redis_url) as client:
         assert json.loads(run("pause", "--json").stdout) == {"paused": True}
         request_id = client.enqueue("Hi")
@@ -99,7 +92,7 @@ def test_resuming_wakes_workers_at_once(own_worker: HandWorker, redis_url: str) 
         assert message["data"] == b"pending"
 
 
-def ready_worker(start: Start) -> subprocess.Popen[str]:  # noqa: F811
+def ready_worker(start: Start) -> subprocess.Popen[str]:
     process = start("worker", "--model", "model-free")
     assert process.stdout is not None
     assert "ready" in process.stdout.readline()
@@ -109,7 +102,7 @@ def ready_worker(start: Start) -> subprocess.Popen[str]:  # noqa: F811
 def test_drain_ends_real_workers_after_what_they_run(
     run: Run,
     start: Start,
-    redis_url: str,  # noqa: F811
+    redis_url: str,
 ) -> None:
     with Client(redis_url) as client:
         assert "no worker is alive" in run("drain").stdout
@@ -125,7 +118,7 @@ def test_drain_ends_real_workers_after_what_they_run(
         assert client.stats().workers == []
 
 
-def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:  # noqa: F811
+def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:
     workers = [ready_worker(start), ready_worker(start)]
     with Client(redis_url) as client:
         by_pid = {it.pid: it.worker_id for it in client.stats().workers}
@@ -140,7 +133,7 @@ def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:  # no
     "command",
     ["pause", "resume", "drain", "dead list", "dead show", "dead requeue", "dead purge"],
 )
-def test_help_shows_examples(run: Run, command: str) -> None:  # noqa: F811
+def test_help_shows_examples(run: Run, command: str) -> None:
     assert re.search(rf"Examples:\s+promptq {command}", run(*command.split(), "--help").stdout)
 
 
