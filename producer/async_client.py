@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 
 from producer.cancelling import heeding_cancels
-from producer.composing import Composed, Messages, Prompt, call_fields, compose, compose_samples
+from producer.composing import Messages, Prompt, call_fields, compose, compose_samples
 from producer.connecting import (
     address_of,
     check_replies_are_bytes,
@@ -20,8 +20,10 @@ from producer.connecting import (
     server_url,
     without_server,
 )
+from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
 from producer.queue_stats import QueueStats, read_stats
+from producer.steering import drain_workers, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -35,12 +37,13 @@ from producer.stream import (
     follow,
 )
 from producer.subscriptions import Mailbox, Subscriptions
+from shared import scripts
 from shared.connection import open_async_redis
-from shared.errors import RedisUnavailableError, RequestExistsError
+from shared.errors import RedisUnavailableError
 from shared.keys import Keys, check_request_id
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus
+from shared.scripts import Call, CancelStatus, NewRequest
 
 T = TypeVar("T")
 
@@ -166,6 +169,44 @@ class AsyncClient:
         """As `Client.stats`."""
         return await self._converse(read_stats(self._keys))
 
+    async def pause(self) -> None:
+        """As `Client.pause`."""
+        await self._converse(set_paused(self._keys, True))
+
+    async def resume(self) -> None:
+        """As `Client.resume`."""
+        await self._converse(set_paused(self._keys, False))
+
+    async def drain(self, worker_id: str | None = None) -> list[str]:
+        """As `Client.drain`."""
+        return await self._converse(drain_workers(self._keys, worker_id))
+
+    async def dead_ids(self, limit: int = 100) -> list[str]:
+        """As `Client.dead_ids`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.run(scripts.dead_ids(self._keys, limit)))
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """As `Client.dead_letters`."""
+        return await self._converse(read_dead_letters(self._keys, limit))
+
+    async def dead_letter(self, request_id: str) -> DeadLetter:
+        """As `Client.dead_letter`."""
+        return await self._converse(read_dead_letter(self._keys, check_request_id(request_id)))
+
+    async def requeue(self, request_id: str) -> str:
+        """As `Client.requeue`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.requeue(request_id))
+
+    async def purge(self, request_ids: Sequence[str]) -> int:
+        """As `Client.purge`."""
+        with explained(self.url):
+            queue = await self._connected()
+            return await heeding_cancels(queue.purge(request_ids))
+
     async def close(self) -> None:
         """As `Client.close`."""
         if self._queue is not None:
@@ -197,17 +238,12 @@ class AsyncClient:
         self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
 
-    async def _enqueue(self, composed: Composed) -> list[str]:
-        if not composed.new:
+    async def _enqueue(self, new: list[NewRequest]) -> list[str]:
+        if not new:
             return []
         queue = await self._connected()
         with explained(self.url):
-            try:
-                return await heeding_cancels(queue.enqueue(composed.new))
-            except RequestExistsError:  # redis-py tries again when it loses a reply
-                if not composed.is_safe_to_repeat:
-                    raise
-                return [item.request_id for item in composed.new]
+            return await heeding_cancels(queue.enqueue(new))
 
     async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

@@ -6,13 +6,14 @@ import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from producer.client import Client
+from producer.options import AsJson, DataDir, Queue, Redis, RequestId
+from producer.options import open_client as _client
 from producer.printing import StreamPrinter
+from producer.queue_commands import dead, drain, pause, resume
 from shared.connection import without_password
 from shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from shared.request_queue import new_request_id
@@ -28,36 +29,6 @@ app = typer.Typer(
 )
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-Redis = Annotated[
-    str | None,
-    typer.Option(
-        "--redis",
-        metavar="URL",
-        help="Server to talk to; default: PROMPTQ_REDIS_URL, or the running `promptq up`.",
-        show_default=False,
-    ),
-]
-Queue = Annotated[
-    str | None,
-    typer.Option(
-        "--queue",
-        metavar="NAME",
-        help="Queue; default: PROMPTQ_QUEUE, or `default`.",
-        show_default=False,
-    ),
-]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data",
-        metavar="DIR",
-        help="Keep the embedded server's data here; default: nothing is kept.",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of the request.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -363,6 +334,11 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
+for _command in (pause, resume, drain):
+    app.command()(_command)
+app.add_typer(dead, name="dead")
+
+
 def _settings_rows(current: Settings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, field in Settings.model_fields.items():
@@ -379,10 +355,6 @@ def _settings_rows(current: Settings) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _client(redis: str | None, queue: str | None) -> Client:
-    return Client(redis, queue or read_settings().queue)
 
 
 def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Self, TypeVar
 
 import redis
 
-from producer.composing import Composed, Messages, Prompt, call_fields, compose, compose_samples
+from producer.composing import Messages, Prompt, call_fields, compose, compose_samples
 from producer.connecting import (
     address_of,
     check_replies_are_bytes,
@@ -17,8 +17,10 @@ from producer.connecting import (
     server_url,
     without_server,
 )
+from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
 from producer.queue_stats import QueueStats, read_stats
+from producer.steering import drain_workers, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -32,12 +34,13 @@ from producer.stream import (
     follow,
     heard,
 )
+from shared import scripts
 from shared.connection import open_redis
-from shared.errors import RedisUnavailableError, RequestExistsError
+from shared.errors import RedisUnavailableError
 from shared.keys import check_request_id
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus
+from shared.scripts import Call, CancelStatus, NewRequest
 
 T = TypeVar("T")
 
@@ -89,9 +92,9 @@ class Client:
         are those of `shared.schemas.Request` (`max_tokens`, `temperature`, `priority`, ...). With
         `delay_ms` it waits at least so long.
 
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. With an id of your own,
-        RequestExistsError may also mean that the connection dropped after this call got through;
-        an `idempotency_key` makes repeating safe.
+        Raises InvalidRequestError, RequestExistsError, QueueFullError. When the reply gets lost,
+        it is sent again and known by the server. If the server stays away, nobody can say whether
+        it got through; an `idempotency_key` makes repeating safe.
         """
         return self.enqueue_many([call_fields(prompt, messages, request_id, delay_ms, fields)])[0]
 
@@ -187,6 +190,41 @@ class Client:
         """What the queue holds and how its workers fare."""
         return self._converse(read_stats(self._queue.keys))
 
+    def pause(self) -> None:
+        """Hand out no more requests: they are taken in and wait. What runs goes on."""
+        self._converse(set_paused(self._queue.keys, True))
+
+    def resume(self) -> None:
+        """Hand out requests again after `pause`."""
+        self._converse(set_paused(self._queue.keys, False))
+
+    def drain(self, worker_id: str | None = None) -> list[str]:
+        """Tell workers to claim no more, finish what runs and exit, all or one. Gives their ids."""
+        return self._converse(drain_workers(self._queue.keys, worker_id))
+
+    def dead_ids(self, limit: int = 100) -> list[str]:
+        """Ids of dead letters, the latest first."""
+        with explained(self.url):
+            return self._queue.run(scripts.dead_ids(self._queue.keys, limit))
+
+    def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """Requests that were given up because they crash their workers, the latest first."""
+        return self._converse(read_dead_letters(self._queue.keys, limit))
+
+    def dead_letter(self, request_id: str) -> DeadLetter:
+        """One dead letter. Raises RequestNotFoundError."""
+        return self._converse(read_dead_letter(self._queue.keys, check_request_id(request_id)))
+
+    def requeue(self, request_id: str) -> str:
+        """Run a dead letter again; gives the new request's id. Raises RequestNotFoundError."""
+        with explained(self.url):
+            return self._queue.requeue(request_id)
+
+    def purge(self, request_ids: Sequence[str]) -> int:
+        """Delete dead letters; gives how many there were."""
+        with explained(self.url):
+            return self._queue.purge(request_ids)
+
     def close(self) -> None:
         """End every wait and close the connections, unless the redis-py client was given."""
         self._queue.close()
@@ -199,16 +237,11 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enqueue(self, composed: Composed) -> list[str]:
-        if not composed.new:
+    def _enqueue(self, new: list[NewRequest]) -> list[str]:
+        if not new:
             return []
         with explained(self.url):
-            try:
-                return self._queue.enqueue(composed.new)
-            except RequestExistsError:  # redis-py tries again when it loses a reply
-                if not composed.is_safe_to_repeat:
-                    raise
-                return [item.request_id for item in composed.new]
+            return self._queue.enqueue(new)
 
     def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

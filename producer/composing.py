@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import InvalidRequestError
@@ -15,39 +14,24 @@ Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """Requests ready to be enqueued. `are_ids_new`: all ids were made here, so nobody has them."""
-
-    new: list[NewRequest]
-    are_ids_new: bool
-
-    @property
-    def is_safe_to_repeat(self) -> bool:
-        """Whether an id that is taken can only mean that this very call got through before."""
-        return self.are_ids_new and all(item.request.idempotency_key is None for item in self.new)
-
-
-def compose(requests: Iterable[Mapping[str, Any]]) -> Composed:
+def compose(requests: Iterable[Mapping[str, Any]]) -> list[NewRequest]:
     """Requests of their payloads' fields and, beside those, `request_id` and `delay_ms`.
 
     Raises InvalidRequestError naming the first field that is wrong.
     """
-    given = [dict(fields) for fields in requests]
-    are_ids_new = all(fields.get("request_id") is None for fields in given)
-    return Composed([_compose_one(fields) for fields in given], are_ids_new)
+    return [_compose_one(dict(fields)) for fields in requests]
 
 
-def compose_samples(n: int, fields: Mapping[str, Any]) -> Composed:
+def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
     """`n` requests of one prompt: ids `ID:0` ... `ID:n-1`, seeds `seed + i` where one is given.
 
     Raises InvalidRequestError.
     """
     if n < 1:
         raise InvalidRequestError(f"n: {n} is not a number of samples, 1 or more", field="n")
-    is_id_new = fields.get("request_id") is None
-    named = {**fields, "request_id": new_request_id() if is_id_new else fields["request_id"]}
-    return Composed([_compose_one(_sample(i, named)) for i in range(n)], is_id_new)
+    given_id = fields.get("request_id")
+    named = {**fields, "request_id": new_request_id() if given_id is None else given_id}
+    return [_compose_one(_sample(i, named)) for i in range(n)]
 
 
 def _compose_one(fields: dict[str, Any]) -> NewRequest:

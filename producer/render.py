@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
+from producer.dead_letters import DeadLetter
 from producer.queue_stats import QueueStats
 from shared.schemas import WorkerStats
 
@@ -52,6 +55,16 @@ def queue_table(stats: QueueStats) -> Table:
     table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
     counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
     table.add_row(*(f"{count:,}" for count in counts))
+    return table
+
+
+def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
+    """One row for each."""
+    table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
+    for letter in letters:
+        buried = f"{datetime.fromtimestamp(letter.buried_at / 1000):%Y-%m-%d %H:%M:%S}"
+        counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
+        table.add_row(letter.request_id, buried, *counts, escape(letter.payload[:80]))
     return table
 
 

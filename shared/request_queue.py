@@ -18,6 +18,7 @@ import redis
 import redis.asyncio
 
 from shared import scripts
+from shared.claim_history import ClaimHistory, ClaimTurn
 from shared.errors import QueueClosedError, RequestExistsError, RequestNotFoundError
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
@@ -80,16 +81,26 @@ class _Queue:
         self._max_crashes = max_crashes
         self._seed = seed
         self._closed = False
+        self._claim_history = ClaimHistory()
 
     def _enqueue(self, new: Sequence[NewRequest]) -> Call[list[str]]:
         for item in new:
             check_request_id(item.request_id)
-        return scripts.enqueue(new, self._idempotency_ms)
+        return scripts.enqueue(new, self._idempotency_ms, nonce=secrets.token_hex(8))
 
-    def _claim(self, room: Room) -> Call[Claims]:
-        nonce = secrets.token_hex(8)
-        seed_base = nonce if self._seed is None else f"seed {self._seed} "
-        return scripts.claim(self.worker_id, self.lease_ms, room, nonce, seed_base, self.model)
+    def _claim(self, room: Room, turn: ClaimTurn) -> Call[Claims]:
+        seed_base = turn.nonce if self._seed is None else f"seed {self._seed} "
+        return scripts.claim(
+            self.worker_id, self.lease_ms, room, turn.nonce, seed_base, self.model, turn.context
+        )
+
+    def _release(self, held: Sequence[Held], crashed: bool) -> Call[list[str]]:
+        return scripts.release(held, self._max_crashes if crashed else None)
+
+    @property
+    def has_unanswered_claim(self) -> bool:
+        """Whether the last claim failed: the next one gives back what it may have been given."""
+        return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
         if self._closed:
@@ -130,7 +141,9 @@ class RequestQueue(_Queue):
 
     def take_batch(self, room: Room) -> Claims:
         """Claim what there is room for, in queue order, without waiting."""
-        return self.run(self._claim(room))
+        with self._claim_history.call() as turn:
+            turn.claims = self.run(self._claim(room, turn))
+        return turn.claims
 
     def take(
         self, timeout: float | None = None, abort: threading.Event | None = None
@@ -146,6 +159,8 @@ class RequestQueue(_Queue):
             while True:
                 if claims := self.take_batch(one):
                     return claims[0]
+                if claims.next_skip:
+                    continue
                 poll = time.monotonic() + POLL_SECONDS
                 while time.monotonic() < poll:
                     if abort is not None and abort.is_set():
@@ -161,9 +176,12 @@ class RequestQueue(_Queue):
         """Send events and renew leases, in one round trip."""
         return self.run(scripts.publish(self.lease_ms, rows, held))
 
-    def release(self, held: Sequence[Held]) -> list[str]:
-        """Give requests back, at their old place and with their progress."""
-        return self.run(scripts.release(held)) if held else []
+    def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+        """Give requests back, at their old place and with their progress.
+
+        `crashed` says that the engine failed with them, which counts as a crash of each.
+        """
+        return self.run(self._release(held, crashed)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
         """Mark as cancelled: a waiting request ends now, a running one at its next step."""
@@ -211,6 +229,10 @@ class RequestQueue(_Queue):
         new_id = new_request_id()
         return _requeued(self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
 
+    def purge(self, dead_ids: Sequence[str]) -> int:
+        """Delete dead letters; gives how many there were."""
+        return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
+
     def close(self) -> None:
         """End every wait and refuse further use; the client stays its owner's."""
         self._closed = True
@@ -239,13 +261,18 @@ class AsyncRequestQueue(_Queue):
 
     async def take_batch(self, room: Room) -> Claims:
         """As RequestQueue.take_batch. A cancelled call gives back what it had claimed."""
-        claiming = asyncio.ensure_future(self.run(self._claim(room)))
+        claiming = asyncio.ensure_future(self._take_batch(room))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
             claims = await claiming
             await self.release([Held(claim.request_id, claim.fence) for claim in claims])
             raise
+
+    async def _take_batch(self, room: Room) -> Claims:
+        with self._claim_history.call() as turn:
+            turn.claims = await self.run(self._claim(room, turn))
+        return turn.claims
 
     async def take(
         self, timeout: float | None = None, abort: asyncio.Event | None = None
@@ -257,6 +284,8 @@ class AsyncRequestQueue(_Queue):
             while True:
                 if claims := await self.take_batch(one):
                     return claims[0]
+                if claims.next_skip:
+                    continue
                 poll = time.monotonic() + POLL_SECONDS
                 while time.monotonic() < poll:
                     if abort is not None and abort.is_set():
@@ -271,8 +300,8 @@ class AsyncRequestQueue(_Queue):
     async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         return await self.run(scripts.publish(self.lease_ms, rows, held))
 
-    async def release(self, held: Sequence[Held]) -> list[str]:
-        return await self.run(scripts.release(held)) if held else []
+    async def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+        return await self.run(self._release(held, crashed)) if held else []
 
     async def cancel(self, request_id: str) -> CancelStatus:
         return (await self.run(scripts.cancel([request_id])))[0]
@@ -307,6 +336,9 @@ class AsyncRequestQueue(_Queue):
     async def requeue(self, dead_id: str) -> str:
         new_id = new_request_id()
         return _requeued(await self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+
+    async def purge(self, dead_ids: Sequence[str]) -> int:
+        return (await self.run(scripts.purge(dead_ids))).count("purged") if dead_ids else 0
 
     async def close(self) -> None:
         self._closed = True

@@ -23,7 +23,8 @@ from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, 
 T = TypeVar("T")
 
 SCRIPT_NAMES = (
-    "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "heartbeat", "waiting",
+    "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "purge", "heartbeat",
+    "waiting",
 )  # fmt: skip
 
 
@@ -99,6 +100,10 @@ class Claim:
     """Whether the log holds something that is no event, so that nobody can go on behind it."""
     turn: tuple[float, str] | None = None
     """Where tenants share: the score whose turn it was, then the time and order of the hand-out."""
+    is_suspect: bool = False
+    """Whether it was aboard at crashes, so that it is to run with nothing beside it."""
+    num_logged: int = 0
+    """Tokens that the log holds by the id of its last entry, be it an event or not."""
 
     @property
     def order(self) -> tuple[float, str]:
@@ -110,6 +115,8 @@ class Claims(list[Claim]):
     """What one claim gave, in queue order; `num_pending` requests still wait."""
 
     num_pending = 0
+    next_skip = 0
+    """What the next call passes as `skip`, to get behind what this worker can never take."""
 
 
 @dataclass(slots=True)
@@ -162,13 +169,15 @@ class Room:
     """What a worker has room for.
 
     `capacity` is the whole worker's KV in tokens, `preemptible` the (priority, tokens) of running
-    sequences, which a more urgent request may displace.
+    sequences, which a more urgent request may displace. `num_held` is how many requests it holds
+    already: a suspect of earlier crashes goes only to a worker that holds none.
     """
 
     max_count: int
     token_budget: int
     capacity: int = 2**53
     preemptible: Sequence[tuple[int, int]] = ()
+    num_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +195,19 @@ class NewRequest:
     delay_ms: int = 0
 
 
-def enqueue(new: Iterable[NewRequest], idempotency_ms: int) -> Call[list[str]]:
+@dataclass(frozen=True, slots=True)
+class ClaimContext:
+    """Which calls went before (`shared.claim_history`), so that the server notices a lost reply."""
+
+    session: str = ""
+    answered: str = ""
+    skip: int = 0
+
+
+def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
     """All requests or none. Gives the ids, an older one where the idempotency key is known.
 
+    With a `nonce`, new for each call, the call may be sent again when its reply was lost.
     Raises RequestExistsError, QueueFullError.
     """
     args: list[str | bytes | int] = [f"{idempotency_ms} 7"]
@@ -197,6 +216,8 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int) -> Call[list[str]]:
         args += [item.request_id, request.to_payload(), request.priority]
         args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
         args.append(request.tenant or "")
+    if nonce:
+        args.append(nonce)
 
     def parse(reply: list[Any]) -> list[str]:
         kind, *rest = _texts(reply)
@@ -216,13 +237,19 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int) -> Call[list[str]]:
 
 
 def claim(
-    worker_id: str, lease_ms: int, room: Room, nonce: str, seed_base: str, model: ModelIdentity
+    worker_id: str,
+    lease_ms: int,
+    room: Room,
+    nonce: str,
+    seed_base: str,
+    model: ModelIdentity,
+    context: ClaimContext = ClaimContext(),
 ) -> Call[Claims]:
     """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError."""
     preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
-    args.append(seed_base)
+    args += [seed_base, room.num_held, context.session, context.answered, context.skip]
 
     def parse(reply: list[Any]) -> Claims:
         kind = _text(reply[0])
@@ -233,9 +260,9 @@ def claim(
             )
         if kind == "paused":
             return Claims()
-        now_ms, num_pending, *items = reply[1:]
+        now_ms, num_pending, next_skip, *items = reply[1:]
         claims = Claims(_parse_claim(item, int(now_ms), nth) for nth, item in enumerate(items))
-        claims.num_pending = int(num_pending)
+        claims.num_pending, claims.next_skip = int(num_pending), int(next_skip)
         return claims
 
     return Call("claim", args, parse)
@@ -258,7 +285,9 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
         cost=int(item[8]),
         events=events,
         is_spoilt=len(events) < len(item[9]),
-        turn=(float(item[10]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 10 else None,
+        is_suspect=item[10] == b"1",
+        num_logged=int(item[11]),
+        turn=(float(item[12]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 12 else None,
     )
 
 
@@ -281,12 +310,17 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     return Call("publish", args, parse)
 
 
-def release(held: Sequence[Held]) -> Call[list[str]]:
-    """Give requests back to the queue, at their old place and with their progress."""
+def release(held: Sequence[Held], max_crashes: int | None = None) -> Call[list[str]]:
+    """Give requests back to the queue, at their old place and with their progress.
+
+    With `max_crashes` (see `reap`) because the engine failed: a crash of each.
+    """
     args: list[str | bytes | int] = []
     for item in held:
         prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
         args += [item.request_id, item.fence, prompt_tokens]
+    if max_crashes is not None:
+        args.append(max_crashes)
     return Call("release", args, _texts)
 
 
@@ -307,7 +341,10 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
-    """Tidy up behind workers and requests whose time is over."""
+    """Tidy up behind workers and requests whose time is over.
+
+    A request that was aboard at `max_crashes` lost leases, at the last of them alone, is buried.
+    """
 
     def parse(reply: list[int]) -> Reaped:
         return Reaped(*(int(count) for count in reply))
@@ -322,6 +359,26 @@ def requeue(dead_id: str, new_id: str) -> Call[str]:
         return _text(reply[0])
 
     return Call("requeue", [dead_id, new_id], parse)
+
+
+def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
+    """Delete dead letters and all that is kept of them; replies purged or unknown for each."""
+    return Call("purge", list(dead_ids), _texts)
+
+
+def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
+    """Ids of dead letters, the latest first."""
+    return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], _ids)
+
+
+def set_paused(keys: Keys, paused: bool) -> Call[int]:
+    """Whether the queue hands out requests."""
+    return Call("", ["HSET", keys.config, "paused", int(paused)], int)
+
+
+def tell_workers(keys: Keys, message: str) -> Call[int]:
+    """Send a message on the control channel."""
+    return Call("", ["PUBLISH", keys.control, message], int)
 
 
 def heartbeat(stats: WorkerStats, ttl_ms: int) -> Call[int]:

@@ -23,8 +23,9 @@ async def listen(
     keys: Keys,
     on_pending: Callable[[], None],
     on_cancel: Callable[[str], None],
+    on_drain: Callable[[str], None],
 ) -> None:
-    """Tell of each message until cancelled.
+    """Tell of each message until cancelled. `on_drain` gets the worker's id, or '' for all.
 
     Messages that are missed while disconnected cost only time: workers poll for new work, and every
     publish answers with what is cancelled.
@@ -37,11 +38,13 @@ async def listen(
                     if message["type"] != "message":
                         on_pending()  # it listens from now on; something may have come before
                         continue
-                    kind, _, request_id = message["data"].partition(b":")
+                    kind, _, name = message["data"].partition(b":")
                     if kind == b"pending":
                         on_pending()
                     elif kind == b"cancel":
-                        on_cancel(request_id.decode("ascii", "replace"))
+                        on_cancel(name.decode("ascii", "replace"))
+                    elif kind == b"drain":
+                        on_drain(name.decode("ascii", "replace"))
         except (RedisError, OSError) as error:
             get_logger().warning("control channel lost, subscribing again", error=str(error))
             await asyncio.sleep(_RECONNECT_SECONDS)

@@ -96,6 +96,11 @@ class EngineThread:
         """Whether the engine raised; it does nothing any more."""
         return self._failure is not None
 
+    @property
+    def num_aborting(self) -> int:
+        """Aborts that wait for the end of the step that runs, and with them their sequences."""
+        return len(self._aborts)
+
     def seconds_without_progress(self) -> float:
         """How long the current step has been running; about 0 while there is none."""
         return time.monotonic() - self._last_progress

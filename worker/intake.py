@@ -112,6 +112,9 @@ class Intake:
             await end([self._task])
             self._task = None
         await self.give_back()
+        if self._queue.has_unanswered_claim:  # this call gives back what that one was given
+            with suppress(RedisError, OSError):
+                await self._queue.take_batch(Room(max_count=0, token_budget=0))
 
     @property
     def is_running(self) -> bool:
@@ -209,6 +212,8 @@ class Intake:
         claims = await self._queue.take_batch(room)
         self._num_pending = claims.num_pending
         self._too_small = None if claims else room
+        if claims.next_skip:
+            self.wake()  # there is more to look at behind what this worker can never take
         if not claims:
             return 0
         self.metrics.num_claimed += len(claims)
@@ -281,9 +286,13 @@ def _more(room: Room, than: Room) -> bool:
 
 
 async def release(
-    queue: AsyncRequestQueue, leases: Leases, held_requests: list[HeldRequest]
+    queue: AsyncRequestQueue,
+    leases: Leases,
+    held_requests: list[HeldRequest],
+    *,
+    crashed: bool = False,
 ) -> None:
-    """Give requests back to the queue, with their progress."""
+    """Give requests back to the queue, with their progress; `crashed` counts against each."""
     for held in held_requests:
         leases.drop(held)
-    await queue.release([held.as_held() for held in held_requests])
+    await queue.release([held.as_held() for held in held_requests], crashed=crashed)

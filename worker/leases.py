@@ -64,6 +64,11 @@ class Leases:
         """KV tokens that all held requests are counted with."""
         return sum(held.kv_need for held in self._by_request.values())
 
+    @property
+    def has_suspect(self) -> bool:
+        """Whether something is held that must have the worker to itself."""
+        return any(held.claim.is_suspect for held in self._by_request.values())
+
     def has_less_urgent_in_engine(self, priority: int) -> bool:
         """Whether a request of this priority would find somebody to preempt."""
         return any(other > priority for other in self._in_engine)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from redis.exceptions import RedisError
 
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
@@ -35,6 +38,7 @@ class Publisher:
         self._on_progress = on_progress
         self._on_finished = on_finished
         self._num_sending = 0
+        self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
 
     @property
@@ -74,6 +78,14 @@ class Publisher:
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
                 self._settle(held, status)
+        await self._give_back_gaps()
+
+    async def _give_back_gaps(self) -> None:
+        """The server has lost writes: the next attempt goes on from what it still has."""
+        lost, self._with_gaps = self._with_gaps, []
+        if lost:
+            with suppress(RedisError, OSError):  # else their leases run out
+                await self._queue.release([held.as_held() for held in lost])
 
     def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
         """Those of the rows' requests whose exact prompt length is not in Redis yet."""
@@ -107,6 +119,8 @@ class Publisher:
             self._log.error("row refused", request_id=held.request_id, status=status)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
+        if status is RowStatus.GAP:
+            self._with_gaps.append(held)
         self.abort(held)
         self._leases.drop(held)
 

@@ -28,6 +28,7 @@ from worker.held import HeldRequest, Preparation
 from worker.intake import Intake, release
 from worker.leases import Leases, keep_alive
 from worker.publisher import Publisher
+from worker.reaping import Reaper
 
 _HEARTBEAT_SECONDS = 1.0
 _HEARTBEAT_TTL_MS = 10_000
@@ -76,6 +77,7 @@ class Worker:
             self._queue, self.leases, self.engine, self._feed, self._count_finished
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)
+        self._reaper = Reaper(self._queue)
         self.intake = Intake(
             self._queue,
             self.leases,
@@ -95,6 +97,7 @@ class Worker:
         )
         self._start_up = dict(start_up_seconds or {})
         self._draining = False
+        self._told_to_drain = asyncio.Event()
         self._started_at_ms = int(time.time() * 1000)
         self._num_finished = 0
         self._sums = {"queue_ms": 0.0, "prompt_ms": 0.0, "generation_ms": 0.0}
@@ -107,24 +110,28 @@ class Worker:
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
-        self._spawn(listen(self._client, self._queue.keys, self.intake.wake, self._cancels.add))
+        self._spawn(self._listen())
         self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(keep_alive(self.leases, lease_ms, self._renew_when_possible, self._is_stuck))
         self._spawn(self._every(_HEARTBEAT_SECONDS, self._heartbeat))
-        self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reap))
+        self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reaper.run_once))
         await self._heartbeat()
         self.intake.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set. Raises what made a part of the worker fail."""
-        stopping = asyncio.create_task(stop.wait())
+        """Work until `stop` is set, or until the queue's control channel says to drain.
+
+        Raises what made a part of the worker fail.
+        """
+        stopping = {asyncio.create_task(it.wait()) for it in (stop, self._told_to_drain)}
         parts = [*self._tasks, self.intake.task]
         try:
-            done, _ = await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {stopping}:
+            done, _ = await asyncio.wait([*stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - stopping:
                 task.result()
         finally:
-            stopping.cancel()
+            for task in stopping:
+                task.cancel()
 
     async def drain(self, now: asyncio.Event) -> None:
         """Claim no more; finish what runs within the grace time, or until `now` is set."""
@@ -146,8 +153,7 @@ class Worker:
         for held in self.leases:
             self._publisher.abort(held)
         await self.engine.stop(patience=_STUCK_SECONDS)
-        for held in suspects:  # one of them did it: their leases run out, which counts as a crash
-            self.leases.drop(held)
+        await release(self._queue, self.leases, suspects, crashed=True)  # one of them did it
         await release(self._queue, self.leases, list(self.leases))
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
@@ -203,12 +209,15 @@ class Worker:
         less there is to preempt for further ones.
         """
         capacity = self._limits.kv_tokens
+        if self.leases.has_suspect:
+            return Room(max_count=0, token_budget=0, num_held=len(self.leases))
         wanted = self._limits.max_num_seqs + self._lookahead + depth - len(self.leases)
         return Room(
             max_count=wanted,
             token_budget=capacity - self.leases.kv_need,
             capacity=capacity,
             preemptible=self.leases.preemptible,
+            num_held=len(self.leases) + self.engine.num_aborting,
         )
 
     def _feed(self) -> None:
@@ -228,7 +237,7 @@ class Worker:
 
     async def _fail_claim(self, claim: Claim, error: InvalidRequestError) -> None:
         """End a request that never became a sequence."""
-        index = claim.events[-1].end if claim.events else 0
+        index = claim.num_logged
         event = TokenEvent(
             index=index,
             token_ids=[],
@@ -257,8 +266,15 @@ class Worker:
             scripts.heartbeat(self.stats(), _HEARTBEAT_TTL_MS)
         )
 
-    async def _reap(self) -> None:
-        await self._queue.reap()
+    async def _listen(self) -> None:
+        def drain(worker_id: str) -> None:
+            if worker_id in ("", self.worker_id):
+                self._log.info("told to drain")
+                self._told_to_drain.set()
+
+        await listen(
+            self._client, self._queue.keys, self.intake.wake, self._cancels.add, on_drain=drain
+        )
 
     async def _renew_when_possible(self, held: list[HeldRequest]) -> None:
         try:

@@ -45,10 +45,17 @@ end
 -- received, by its counters and the tenant. Every script that moves requests carries it out.
 local removals, finished_outputs, backlog_changes, charges = {}, {}, {}, {}
 
+-- Redis refuses a write for want of memory, as a replica or with a full disk only as long as its
+-- script has not written; once a first write was let through, all are. So each script begins with one
+-- that changes nothing, and is refused whole or not at all. Those that only keep order, and do not
+-- add to what is stored, are not refused for want of memory.
+local function write_needs_memory() redis.call('ZADD', leases, 'XX', 0, '') end
+local function write_needs_no_memory() redis.call('ZREM', leases, '') end
+
 -- One command for many values. In pieces: Lua's stack takes some thousands at once.
-local function call_for_all(command, key, values, call)
+local function call_for_all(command, key, values)
   for from = 1, #values, 1000 do
-    (call or redis.call)(command, key, unpack(values, from, math.min(from + 999, #values)))
+    redis.call(command, key, unpack(values, from, math.min(from + 999, #values)))
   end
 end
 
@@ -89,11 +96,16 @@ local function charge_later(tenant, priority, service)
   charges[key][tenant] = (charges[key][tenant] or 0) + service
 end
 
+local function score_in(key, member)
+  local score = redis.pcall('ZSCORE', key, member)
+  return type(score) == 'string' and tonumber(score) or nil
+end
+
 local function charge(key, services)
   for tenant, service in pairs(services) do
     service = service / weight_of(tenant)
-    if not redis.call('ZADD', key, 'XX', 'INCR', string.format('%.17g', service), tenant) then
-      local clock = tonumber(redis.call('ZSCORE', key, '*') or 0)
+    if redis.pcall('ZADD', key, 'XX', 'INCR', string.format('%.17g', service), tenant) == false then
+      local clock = score_in(key, '*') or 0
       redis.call('ZADD', key, string.format('%.17g', clock + service), tenant)
     end
   end
@@ -109,24 +121,40 @@ local function count_later(kind, tenant, change)
   backlog_changes[field] = (backlog_changes[field] or 0) + change
 end
 
+-- The same in the midst of writing, where a key of another type must not stop what comes after.
+local function try_for_all(command, key, values)
+  for from = 1, #values, 1000 do
+    redis.pcall(command, key, unpack(values, from, math.min(from + 999, #values)))
+  end
+end
+
 local function remove_later(key, id)
   local ids = removals[key]
   if ids then ids[#ids + 1] = id else removals[key] = {id} end
 end
 
 local function carry_out()
-  for key, ids in pairs(removals) do call_for_all('ZREM', key, ids, redis.pcall) end
+  for key, ids in pairs(removals) do try_for_all('ZREM', key, ids) end
   if #finished_outputs > 0 then
-    call_for_all('LPUSH', outputs, finished_outputs)
-    redis.call('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
+    try_for_all('LPUSH', outputs, finished_outputs)
+    redis.pcall('LTRIM', outputs, 0, MAX_OUTPUTS - 1)
   end
   for field, change in pairs(backlog_changes) do
-    if change ~= 0 and redis.call('HINCRBY', backlog, field, exact(change)) <= 0 then
-      redis.call('HDEL', backlog, field)
-    end
+    local left = change ~= 0 and redis.pcall('HINCRBY', backlog, field, exact(change))
+    if type(left) == 'number' and left <= 0 then redis.call('HDEL', backlog, field) end
   end
   for key, services in pairs(charges) do charge(key, services) end
   removals, finished_outputs, backlog_changes, charges = {}, {}, {}, {}
+end
+
+-- When requests finished and with how many tokens, newest first: {{ms, count}, ...}.
+local function read_outputs()
+  local entries, found = redis.pcall('LRANGE', outputs, 0, -1), {}
+  for _, entry in ipairs(entries.err and {} or entries) do
+    local at, count = string.match(entry, '^(%d+) (%d+)$')
+    if at then found[#found + 1] = {tonumber(at), tonumber(count)} end
+  end
+  return found
 end
 
 -- A field as a whole number; the default where it is missing or a stranger wrote something else.
@@ -342,16 +370,75 @@ local function score_of(priority)
   return now + priority * level
 end
 
--- Put a request that is not held (any more) in its old place.
-local function back_to_waiting(id, score)
+local MAX_HISTORY = 16
+
+-- Note in the request's `history` how its current attempt ended.
+local function note_end_of_attempt(id, how)
+  local fields = read_request(id, 'history', 'attempt', 'worker', 'claimed_at') or {}
+  local parsed, history = pcall(cjson.decode, fields.history or '[]')
+  if not parsed or type(history) ~= 'table' or history[1] == nil then history = {} end
+  while #history >= MAX_HISTORY do table.remove(history, 1) end
+  history[#history + 1] = {
+    attempt = whole(fields.attempt, 0), worker = fields.worker or '',
+    claimed_at = whole(fields.claimed_at, 0), ended_at = now, how = how,
+  }
+  local encoded, text = pcall(cjson.encode, history)
+  if encoded then redis.call('HSET', request_key(id), 'history', text) end
+end
+
+-- Put a request that is not held (any more) in its old place, after `delay_ms` if that is given.
+-- `how` says how the attempt at it ended.
+local function back_to_waiting(id, score, how, delay_ms)
+  note_end_of_attempt(id, how)
   local fields = read_request(id, 'state', 'tenant', 'tokens') or {}
   if fields.state ~= 'waiting' then
     count_later('tokens', tenant_name(fields.tenant), whole(fields.tokens, 0))
   end
   redis.call('HSET', request_key(id), 'state', 'waiting')
-  redis.call('HDEL', request_key(id), 'fence', 'worker')
+  redis.call('HDEL', request_key(id), 'fence', 'worker', 'alone')
   redis.call('ZREM', leases, id)
-  put_waiting(id, place(score), fields.tenant)
+  if delay_ms and delay_ms > 0 then
+    redis.call('ZADD', delayed, exact(now + delay_ms), id)
+    count_later('delayed', tenant_name(fields.tenant), 1)
+  else
+    put_waiting(id, place(score), fields.tenant)
+  end
+end
+
+local SHARED_CRASHES = 2    -- then it is a suspect and runs alone
+local MAX_BACKOFF_MS = 60000
+
+-- How long a request waits after so many crashes: not at all after the first.
+local function backoff(crashes)
+  if crashes < 2 then return 0 end
+  return math.min(whole(config('crash_backoff_ms'), 1000) * 2 ^ math.min(crashes - 2, 20), MAX_BACKOFF_MS)
+end
+
+local function bury(id, crashes)
+  finish_bare(id, 'error', 'dead_letter', string.format(
+    'the request was aboard at %d crashes of workers, the last time alone, and is not tried again',
+    crashes))
+  redis.call('HSET', request_key(id), 'state', 'dead')
+  redis.call('PERSIST', request_key(id))
+  redis.call('ZADD', prefix .. 'dead', now_text, id)
+end
+
+-- The worker that held the request crashed. Who was aboard twice is a suspect, to be run alone; only
+-- one that was alone with its worker at a crash is known to have caused it. Returns the new state.
+local function count_crash(id, score, max_crashes)
+  local fields = read_request(id, 'crashes', 'alone') or {}
+  local crashes, key = whole(fields.crashes, 0) + 1, request_key(id)
+  redis.call('HSET', key, 'crashes', crashes)
+  if fields.alone and crashes >= max_crashes then
+    note_end_of_attempt(id, 'crashed alone')
+    bury(id, crashes)
+    return 'dead'
+  end
+  if crashes >= math.max(1, math.min(SHARED_CRASHES, max_crashes - 1)) then
+    redis.call('HSET', key, 'suspect', 1)
+  end
+  back_to_waiting(id, score, fields.alone and 'crashed alone' or 'crashed', backoff(crashes))
+  return 'waiting'
 end
 
 local function wake_workers()

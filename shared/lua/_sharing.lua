@@ -3,10 +3,12 @@
 local MAX_TENANTS = 1000 -- as many of them does one call look at
 
 -- The tenants whose requests wait, each with a walk through its own queue. `id` is where the walk
--- stands, nil at its end.
+-- stands, nil at its end; behind its first page it goes on at `skip`.
+local skip = math.max(0, whole(ARGV[15], 0))
 local queues, is_shared = {}, false
 
 local function load_page(queue)
+  if queue.seen > 0 then queue.seen = math.max(queue.seen, skip) end
   local page = redis.pcall('ZRANGE', queue.key, queue.seen, queue.seen + queue.page - 1)
   if page.err or #page == 0 then page = {} end
   queue.ids, queue.at, queue.seen = page, 1, queue.seen + #page
@@ -21,9 +23,13 @@ local function step(queue)
   queue.place = queue.id and tonumber(queue.score) or 0
 end
 
+-- How many of its queue a walk has gone past; `left` is by how many fewer there will be.
+local function position_of(queue) return queue.seen - #queue.ids + queue.at - 1 end
+
 local function open(tenant, page)
   local queue = {
-    tenant = tenant, key = pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, services = {},
+    tenant = tenant, key = pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, left = 0,
+    services = {},
   }
   step(queue)
   queues[#queues + 1] = queue
@@ -62,13 +68,13 @@ end
 local clocks, served = {}, {} -- by counters; `served` has what is to be written
 
 local function clock_of(key)
-  clocks[key] = clocks[key] or tonumber(redis.call('ZSCORE', key, '*') or 0)
+  clocks[key] = clocks[key] or score_in(key, '*') or 0
   return clocks[key]
 end
 
 local function service_of(queue, key)
   if not queue.services[key] then
-    queue.services[key] = tonumber(redis.call('ZSCORE', key, queue.tenant) or clock_of(key))
+    queue.services[key] = score_in(key, queue.tenant) or clock_of(key)
   end
   return queue.services[key]
 end

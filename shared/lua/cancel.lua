@@ -17,6 +17,7 @@ end
 
 local mode = ARGV[1]
 local statuses = {}
+write_needs_no_memory()
 for n = 2, #ARGV do
   local id = ARGV[n]
   local fields = read_request(id, 'state', 'payload', 'cancelled', 'tenant') or {}
@@ -44,6 +45,8 @@ for n = 2, #ARGV do
     status = 'cancelled'
   else
     status = 'unknown'
+    -- A plain client's flag for what was never enqueued, or not yet.
+    if fields.cancelled then redis.call('PEXPIRE', request_key(id), whole(config('result_ttl_ms'), 3600000)) end
   end
   statuses[#statuses + 1] = status
 end

@@ -9,20 +9,52 @@
 --      10 preemptible: 'priority:tokens ...' of running sequences; a more urgent request may
 --         count their slots and tokens as free, since it will preempt them
 --      11 seed base: requests without a seed get one made of this and their id
--- Reply {'ok', now, still pending, claim, ...}, each claim {id, payload, fence, attempt, score, seed, enqueued_at,
---                                  prompt_tokens ('' if never tokenised), cost, {event JSON, ...},
---                                  turn}, which is left out where there are no tenants: the score
---                                  whose turn it was when this one was taken
+--      12 how many requests the worker holds; left out: it never gets a suspect
+--      13 session: random, the same for all calls of a worker that makes one at a time; '' or left out
+--         for one that makes several at once
+--      14 nonce of the last call of the session that gave something, as far as the worker knows
+--      15 how many to skip behind the first few: 0 at first, then what the last reply said
+-- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
+--       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
+--        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
+--        log, turn}; the turn is left out where there are no tenants: the score whose turn it was when
+--        this one was taken
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
 local worker, lease_ms, max_count, budget = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local capacity, nonce, version = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local model, fingerprint, seed_base = ARGV[8], ARGV[9], ARGV[11]
+local num_held, session, answered = tonumber(ARGV[12]), ARGV[13] or '', ARGV[14] or ''
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
-local MAX_PASSES = 8    -- how often an oversized request is overtaken before room is kept for it
+local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
+
+if max_count > 0 or ARGV[10] ~= '' then write_needs_memory() else write_needs_no_memory() end
+
+-- What the last call gave and the worker does not know of: its reply was lost. The worker lives, so
+-- this is no crash.
+local claimed_key = prefix .. 'claimed:' .. session
+local function take_back_unanswered()
+  local last = redis.pcall('GET', claimed_key)
+  if type(last) ~= 'string' then return end
+  local words = string.gmatch(last, '%S+')
+  local last_nonce = words() or ''
+  if last_nonce == answered then return end
+  redis.call('DEL', claimed_key)
+  for id in words do
+    local fields = read_request(id, 'state', 'fence', 'score') or {}
+    if fields.state == 'active' and fields.fence
+        and string.match(fields.fence, '^%d+%-(.*)$') == last_nonce then
+      back_to_waiting(id, fields.score, 'its claim was lost')
+    end
+  end
+end
+if session ~= '' then
+  take_back_unanswered()
+  carry_out()
+end
 
 if config('paused') == '1' then return {'paused'} end
 if fingerprint ~= '' then
@@ -55,9 +87,7 @@ end
 -- 9 of 10 finished requests had no more output than this.
 local function measured_output()
   local counts = {}
-  for i, entry in ipairs(redis.call('LRANGE', outputs, 0, -1)) do
-    counts[i] = tonumber(string.match(entry, ' (%d+)$'))
-  end
+  for i, finished in ipairs(read_outputs()) do counts[i] = finished[2] end
   if #counts == 0 then return DEFAULT_OUTPUT end
   table.sort(counts)
   return counts[math.ceil(#counts * 0.9)]
@@ -85,6 +115,17 @@ local seed_of_base = seed_of(seed_base, 0)
 
 local expiry, new_leases = exact(now + lease_ms), {}
 
+-- The suspect that was handed out last, which is known only while it is asked for.
+local alone_key, ALONE_MS = prefix .. 'alone', 10000
+
+-- Whether some worker runs a suspect: one at a time is enough to keep others from serving the rest.
+local function some_suspect_runs()
+  local id = redis.pcall('GET', alone_key)
+  if type(id) ~= 'string' or not redis.call('ZSCORE', leases, id) then return false end
+  redis.call('PEXPIRE', alone_key, ALONE_MS)
+  return true
+end
+
 local taken = {} -- a stranger may have put an id into the queues of two tenants
 
 local function claim(queue, fields, cost, has_log, turn)
@@ -107,11 +148,15 @@ local function claim(queue, fields, cost, has_log, turn)
     end
     taken[id] = true
   end
+  if fields.suspect then
+    redis.call('HSET', request_key(id), 'alone', 1)
+    redis.call('SET', alone_key, id, 'PX', ALONE_MS)
+  end
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
   return {id, fields.payload, fence, attempt, score, seed, enqueued_at,
     whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {},
-    is_shared and turn or nil}
+    fields.suspect and '1' or '', has_log and exact((log_top(id))) or '0', is_shared and turn or nil}
 end
 
 promote_delayed()
@@ -128,7 +173,7 @@ local function examine(queue, turn)
     return
   end
   local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens')
+    'seed', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
   if not fields then
     finish_bare(id, 'error', 'invalid_request', 'request: the key promptq:{queue}:request:ID is not a hash')
     return
@@ -164,12 +209,14 @@ local function examine(queue, turn)
     walking = false
     return true
   end
-  if taken_tokens + cost > budget + more_tokens then
+  local must_wait = fields.suspect and (num_held ~= 0 or #claims > 0)
+  if must_wait or taken_tokens + cost > budget + more_tokens then
     local passed = whole(fields.passed, 0)
     passed_over[#passed_over + 1] = {id, passed}
-    if passed >= MAX_PASSES then walking = false end
+    if passed >= MAX_PASSES and not (must_wait and some_suspect_runs()) then walking = false end
     return true
   end
+  if fields.suspect then walking = false end -- nothing beside it
   -- Those that were passed over count it once something behind them was taken.
   for _, overtaken in ipairs(passed_over) do
     redis.call('HSET', request_key(overtaken[1]), 'passed', overtaken[2] + 1)
@@ -184,10 +231,27 @@ while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible
   local queue, turn = next_queue()
   if not queue then break end
   examined = examined + 1
-  if not examine(queue, turn) then remove_later(queue.key, queue.id) end
+  if not examine(queue, turn) then
+    remove_later(queue.key, queue.id)
+    queue.left = queue.left - 1
+  end
   step(queue)
 end
 call_for_all('ZADD', leases, new_leases)
 for key, services in pairs(served) do settle(key, services) end
 carry_out()
-return {'ok', now_text, count_waiting(#claims), unpack(claims)}
+
+-- Where the next call goes on: behind what only newer workers take, so that it hides nothing.
+local next_skip = 0
+if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
+  for _, queue in ipairs(queues) do next_skip = math.max(next_skip, queue.left + position_of(queue)) end
+end
+if session ~= '' and #claims > 0 then
+  local words = {nonce}
+  for i, given in ipairs(claims) do words[i + 1] = given[1] end
+  redis.call('SET', claimed_key, table.concat(words, ' '), 'PX', lease_ms)
+end
+local reply = {'ok', now_text, count_waiting(#claims)}
+if ARGV[15] then reply[4] = next_skip end
+for _, given in ipairs(claims) do reply[#reply + 1] = given end
+return reply

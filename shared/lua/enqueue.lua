@@ -3,6 +3,8 @@
 -- ARGV  1 idempotency time (ms), and behind a space how many arguments each request has, 6 if left out
 --       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
 --       idempotency key ('' for none), tenant ('' for none)
+--       then the call's nonce, or nothing: a call that is sent again because its reply was lost is
+--       known by it
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
 --       {'exists', id}            an id is taken; nothing was enqueued
 --       {'full', retry_after_ms, setting, limit}   a limit is reached, that of this setting;
@@ -10,7 +12,8 @@
 
 local idempotency_ms, num_fields = string.match(ARGV[1], '^(%d+) ?(%d*)$')
 num_fields = tonumber(num_fields) or 6
-local count = (#ARGV - 1) / num_fields
+local count = math.floor((#ARGV - 1) / num_fields)
+local nonce = (#ARGV - 1) % num_fields == 1 and ARGV[#ARGV] or nil
 
 local function idempotency_key(name) return prefix .. 'idempotency:' .. name end
 
@@ -24,7 +27,12 @@ for n = 0, count - 1 do
   else
     -- A cancel may come before its request: a hash without payload is no request yet.
     local payload = redis.pcall('HEXISTS', request_key(id), 'payload')
-    if payload ~= 0 or seen['id ' .. id] then return {'exists', id} end
+    if seen['id ' .. id] then return {'exists', id} end
+    if payload == 0 then
+      fresh[#fresh + 1] = at
+    elseif not nonce or (read_request(id, 'nonce') or {}).nonce ~= nonce then
+      return {'exists', id}
+    end
     seen['id ' .. id] = true
     if key ~= '' then seen[key] = id end
     ids[#ids + 1] = id
@@ -65,10 +73,9 @@ end
 -- How long, at the rate of the last finishes, until so many have left. Of that rate a tenant has its
 -- share beside the others that wait.
 local function retry_after(excess, tenant)
-  local finished = redis.call('LRANGE', outputs, 0, -1)
+  local finished = read_outputs()
   if #finished < 2 then return 1000 end
-  local newest = tonumber(string.match(finished[1], '^%d+'))
-  local oldest = tonumber(string.match(finished[#finished], '^%d+'))
+  local newest, oldest = finished[1][1], finished[#finished][1]
   local shares = 1
   if tenant then
     local all = weight_of(tenant)
@@ -118,12 +125,15 @@ if #fresh > 0 then
   if full then return full end
 end
 
+write_needs_memory()
 local arrived = {}
 for _, request in ipairs(fresh) do
   local id, tenant = request.id, request.tenant
   local score = exact(score_of(request.priority))
   redis.call('HSET', request_key(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
-    'priority', request.priority, 'enqueued_at', now_text, 'tokens', exact(request.tokens))
+    'priority', request.priority, 'enqueued_at', now_text, 'tokens', exact(request.tokens),
+    'nonce', nonce or '')
+  redis.call('PERSIST', request_key(id)) -- a cancel that came before gave it an end
   if tenant ~= '' then redis.call('HSET', request_key(id), 'tenant', tenant) end
   count_later('tokens', tenant, request.tokens)
   if request.deadline_ms > 0 then redis.call('ZADD', deadlines, exact(now + request.deadline_ms), id) end

@@ -5,6 +5,7 @@
 
 local workers, worker, ttl = prefix .. 'workers', ARGV[1], tonumber(ARGV[2])
 local key = prefix .. 'worker:' .. worker
+write_needs_no_memory()
 if ttl > 0 then
   redis.call('HSET', key, 'heartbeat_at', exact(now), unpack(ARGV, 3))
   redis.call('PEXPIRE', key, ttl)

@@ -11,10 +11,11 @@
 --       finished   the request has its last event; nothing was done
 --       fenced     another attempt holds the request, or nobody; nothing was done
 --       cancelled, expired   the request got its last event now, without this row's tokens
--- Statuses of all rows are settled before the first write. A row that cannot be written answers
--- `error <message>` and does not stop the others.
+-- Statuses of all rows are settled before the first write. A row that the log does not take answers
+-- `error <message>`, ends its request, as nobody could go on with it, and does not stop the others.
 
 local lease_ms, num_rows = tonumber(ARGV[1]), tonumber(ARGV[2])
+if num_rows > 0 then write_needs_memory() else write_needs_no_memory() end
 local ROW, HELD = 7, 3
 local held_from = 3 + num_rows * ROW
 local num_held = (#ARGV - held_from + 1) / HELD
@@ -95,7 +96,9 @@ end
 for n, status in ipairs(row_status) do
   local at = 3 + (n - 1) * ROW
   local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
-  if status == 'ok' and reason ~= '' then
+  if status == 'ok' and known[id].is_broken then
+    row_status[n] = 'finished'
+  elseif status == 'ok' and reason ~= '' then
     local result, request = ARGV[at + 6], known[id]
     if request.tenant then tell(id) end
     finish(id, reason, count, event, request.tenant, result ~= '' and result or nil, request.untold)
@@ -104,7 +107,10 @@ for n, status in ipairs(row_status) do
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
-      row_status[n] = 'error ' .. tostring(added.err)
+      local message = tostring(added.err)
+      row_status[n] = 'error ' .. message
+      known[id].is_broken = true
+      finish_bare(id, 'error', 'internal_error', 'tokens: the log does not take an event: ' .. message)
     else
       publish_event(id, event)
       charge_row(known[id], ARGV[at + 2], count)

@@ -1,4 +1,4 @@
--- Run a dead letter again, as a new request.
+-- Run a dead letter again, as a new request. It stays a suspect, so that it harms nobody else.
 -- KEYS  1 pending
 -- ARGV  1 id of the dead letter   2 id of the new request
 -- Reply {'ok'}, {'unknown'} (no such dead letter), {'exists'} (the new id is taken)
@@ -7,10 +7,12 @@ local old, new = ARGV[1], ARGV[2]
 local fields = read_request(old, 'payload', 'priority', 'tenant')
 if not redis.call('ZSCORE', prefix .. 'dead', old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', request_key(new)) == 1 then return {'exists'} end
+write_needs_memory()
 local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0
 local score, tokens = exact(score_of(priority)), estimated_tokens(fields.payload)
 redis.call('HSET', request_key(new), 'payload', fields.payload, 'state', 'waiting', 'score', score,
-  'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old, 'tokens', exact(tokens))
+  'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old, 'suspect', 1,
+  'tokens', exact(tokens))
 if fields.tenant then redis.call('HSET', request_key(new), 'tenant', fields.tenant) end
 put_waiting(new, score, fields.tenant)
 count_later('tokens', tenant_name(fields.tenant), tokens)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 from producer import Client
-from tests.producer.playing import BlockingAsyncClient, HandWorker, Reader, read_async, read_sync
+from tests.producer.playing import (
+    PROMPTQ,
+    BlockingAsyncClient,
+    HandWorker,
+    Reader,
+    Run,
+    Start,
+    read_async,
+    read_sync,
+)
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -78,3 +90,51 @@ def make_client(kind: str) -> Iterator[Callable[..., Any]]:
 def any_client(make_client: Callable[..., Any], redis_url: str) -> Any:
     """A client of each kind on the embedded server."""
     return make_client(redis_url)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Without settings, and without anybody's running `promptq up`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")}
+    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture
+def run(environment: dict[str, str], redis_url: str) -> Run:
+    """Runs the command to its end, on the embedded server unless told otherwise."""
+
+    def run(
+        *args: str, stdin: str = "", url: str = redis_url, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*PROMPTQ, *args],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
+        )
+
+    return run
+
+
+@pytest.fixture
+def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
+    """Starts the command; what still runs after the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str, url: str = redis_url, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*PROMPTQ, *args],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

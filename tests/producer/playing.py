@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,13 @@ from shared.schemas import FinishReason, TokenEvent, Usage
 from shared.scripts import Claim, Published, Room, Row
 
 KEYS = Keys("default")
+PROMPTQ = [sys.executable, "-m", "producer.cli"]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+"""Runs the command to its end."""
+
+Start = Callable[..., subprocess.Popen[str]]
+"""Starts the command."""
 
 
 class HandWorker:

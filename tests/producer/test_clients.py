@@ -270,7 +270,7 @@ def test_a_server_that_goes_away_ends_a_stream(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("request_id", [None, "mine"])
 def test_a_lost_reply_to_enqueue(make_client: Make, redis_url: str, request_id: str | None) -> None:
-    """The call is repeated; an id that was made for it can only be taken by the call itself."""
+    """The call is repeated, and the server knows it for the same."""
     with losing_one_reply(redis_url, to=b"EVALSHA") as url:
         client = make_client(url)
         client.stats()
@@ -278,6 +278,7 @@ def test_a_lost_reply_to_enqueue(make_client: Make, redis_url: str, request_id: 
             [first, second] = client.enqueue_many([{"prompt": "a"}, {"prompt": "b"}])
             assert client.state(first) is client.state(second) is RequestState.WAITING
         else:
+            assert client.enqueue("Hi", request_id="mine") == "mine"
             with pytest.raises(RequestExistsError, match="'mine'"):
                 client.enqueue("Hi", request_id="mine")
         assert client.stats().waiting == (2 if request_id is None else 1)

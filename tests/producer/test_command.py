@@ -14,7 +14,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,60 +24,9 @@ import redis
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from shared.schemas import ErrorInfo, FinishReason
-from tests.producer.playing import HandWorker, free_port, old_server
+from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, free_port, old_server
 
 KEYS = Keys("default")
-PROMPTQ = [sys.executable, "-m", "producer.cli"]
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Without settings, and without anybody's running `promptq up`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PROMPTQ_")}
-    return {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-
-
-@pytest.fixture
-def run(environment: dict[str, str], redis_url: str) -> Run:
-    """Runs the command to its end, on the embedded server unless told otherwise."""
-
-    def run(
-        *args: str, stdin: str = "", url: str = redis_url, **env: str
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*PROMPTQ, *args],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
-        )
-
-    return run
-
-
-@pytest.fixture
-def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
-    """Starts the command; what still runs after the test is killed."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*args: str, url: str = redis_url, **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*PROMPTQ, *args],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment, **({"PROMPTQ_REDIS_URL": url} if url else {}), **env},
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:

@@ -336,10 +336,12 @@ async def test_what_is_no_event_in_a_log_ends_that_request_alone(
     spoilt = await put(queue, max_tokens=5)
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         await client.xadd(queue.keys.tokens(spoilt), {"event": "junk"}, id="1-0")
-    async with running_worker(redis_url, lease_ms=200):
+    async with running_worker(redis_url):
         good = await put(queue, seed=1, max_tokens=3)
         assert (await finished(queue, good))["text"] == text_of(1, 3)
-        assert (await finished(queue, spoilt))["finish_reason"] == "error"
+        error = (await finished(queue, spoilt))["error"]
+        assert (error["type"], error["message"][:8]) == ("invalid_request", "tokens: ")
+    assert "crashes" not in await queue.run(scripts.record(queue.keys, spoilt))
 
 
 async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQueue) -> None:
@@ -498,6 +500,87 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
     assert result["error"]["type"] == "dead_letter"
 
 
+async def test_a_failing_engine_gives_back_at_once_what_it_was_running(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Counted as a crash of each, with no wait for leases to run out."""
+    innocent = await put(queue, prompt="a", seed=3, max_tokens=50)
+    engine = LLMEngine(FailingRunner(step_seconds=0.01), max_num_seqs=4, max_num_batched_tokens=64)
+    served = replace(served_model_free(), engine=engine)
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        worker = Worker(Settings(), served, client)
+        await worker.start()
+        await until_tokens(queue, innocent, 3)
+        poison = await put(queue, prompt="!")
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            await worker.serve(asyncio.Event())
+        await worker.stop()
+    for request_id in (innocent, poison):
+        assert await queue.state(request_id) is RequestState.WAITING
+        record = await queue.run(scripts.record(queue.keys, request_id))
+        assert record["crashes"] == "1"
+    await queue.remove(poison)
+    async with running_worker(redis_url):
+        assert (await finished(queue, innocent))["text"] == text_of(3, 50)
+
+
+async def test_a_suspect_has_its_worker_to_itself(redis_url: str, queue: AsyncRequestQueue) -> None:
+    """Others wait until it is done, be they more urgent, and then run together."""
+    served = served_model_free(step_seconds=0.005)
+    suspect = await put(queue, seed=1, max_tokens=60)
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.hset(queue.keys.request(suspect), "suspect", 1)
+    async with running_worker(redis_url, served) as worker:
+        await until_tokens(queue, suspect, 3)
+        others = [await put(queue, seed=n, max_tokens=5, priority=-n) for n in range(5)]
+        while await queue.state(suspect) is RequestState.ACTIVE:
+            assert len(worker.leases) <= 1
+            await asyncio.sleep(0.002)
+        for n, request_id in enumerate(others):
+            assert (await finished(queue, request_id))["text"] == text_of(n, 5)
+    assert (await finished(queue, suspect))["text"] == text_of(1, 60)
+
+
+async def test_a_suspect_gets_its_turn_at_a_busy_worker(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(max_num_seqs=2, step_seconds=0.001)
+    async with running_worker(redis_url, served, prefetch_depth=0):
+        first = await put(queue, max_tokens=200)
+        await until_tokens(queue, first, 1)
+        suspect = new_request_id()
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await client.hset(queue.keys.request(suspect), "suspect", 1)
+        request = Request.build({"prompt": "a", "max_tokens": 3})
+        await queue.enqueue([NewRequest(suspect, request)])
+        others = [await put(queue, max_tokens=20) for _ in range(60)]
+        await finished(queue, suspect)
+        states = [await queue.state(request_id) for request_id in others]
+        assert RequestState.WAITING in states, "it was not left to the end"
+        for request_id in others:
+            await finished(queue, request_id)
+
+
+@pytest.mark.parametrize("message", ["drain", "drain:{worker_id}"])
+async def test_a_message_drains_the_worker_that_it_names(
+    redis_url: str, queue: AsyncRequestQueue, message: str
+) -> None:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        worker = Worker(Settings(), served_model_free(step_seconds=0.005), client)
+        await worker.start()
+        serving = asyncio.create_task(worker.serve(asyncio.Event()))
+        request_id = await put(queue, seed=2, max_tokens=40)
+        await until_tokens(queue, request_id, 3)
+        await client.publish(queue.keys.control, "drain:another")
+        await asyncio.sleep(0.05)
+        assert not serving.done()
+        await client.publish(queue.keys.control, message.format(worker_id=worker.worker_id))
+        await serving
+        await worker.drain(asyncio.Event())
+        await worker.stop()
+    assert (await finished(queue, request_id))["text"] == text_of(2, 40)
+
+
 async def test_a_cancel_that_fails_does_not_end_the_worker(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
@@ -519,11 +602,15 @@ async def test_a_log_that_was_deleted_is_written_anew(
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.005)
-    async with running_worker(redis_url, served, lease_ms=400):
+    async with running_worker(redis_url, served):
         request_id = await put(queue, seed=4, max_tokens=100)
         await until_tokens(queue, request_id, 5)
         await client.delete(queue.keys.tokens(request_id))
         assert (await finished(queue, request_id))["text"] == text_of(4, 100)
+    record = await queue.run(scripts.record(queue.keys, request_id))
+    assert (record["attempt"], record.get("crashes")) == ("2", None), (
+        "the server lost it, no worker"
+    )
     await client.aclose()
 
 

@@ -1,0 +1,187 @@
+"""Commands about a whole queue: pause, resume, drain, and its dead letters."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from producer.options import AsJson, Queue, Redis, RequestId, open_client
+from shared.errors import RequestNotFoundError
+
+dead = typer.Typer(
+    no_args_is_help=True,
+    help="Dead letters: requests that were given up because they crash their workers.",
+)
+DeadIds = Annotated[
+    list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of dead letters.")
+]
+All = Annotated[bool, typer.Option("--all", help="All dead letters of the queue.")]
+_ALL = 2**31
+
+
+def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
+    """Hand out no more requests; they are taken in and wait. What runs goes on.
+
+    Examples:
+
+      promptq pause --queue chat
+    """
+    with open_client(redis, queue) as client:
+        client.pause()
+    print(json.dumps({"paused": True}) if as_json else "paused: requests are taken in and wait")
+
+
+def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
+    """Hand out requests again after a pause.
+
+    Examples:
+
+      promptq resume --queue chat
+    """
+    with open_client(redis, queue) as client:
+        client.resume()
+    print(json.dumps({"paused": False}) if as_json else "resumed")
+
+
+def drain(
+    worker: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="This worker alone; `promptq stats` shows the ids."),
+    ] = None,
+    as_json: AsJson = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Tell workers to claim no more, finish what runs and exit, as SIGTERM does.
+
+    What keeps them running may start them again, `promptq up` among others:
+    pause the queue first if it is to stand still.
+
+    Examples:
+
+      promptq drain
+      promptq drain --worker host-4711-a1b2c3
+    """
+    with open_client(redis, queue) as client:
+        told = client.drain(worker)
+    if as_json:
+        print(json.dumps({"workers": told}))
+    elif told:
+        print("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
+    else:
+        print("no such worker is alive" if worker else "no worker is alive")
+
+
+@dead.command("list")
+def list_dead(
+    limit: Annotated[int, typer.Option(min=1, help="So many, the latest first.")] = 100,
+    as_json: AsJson = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """List dead letters, the latest first.
+
+    Examples:
+
+      promptq dead list
+      promptq dead list --json | jq -r '.[].request_id'
+    """
+    with open_client(redis, queue) as client:
+        letters = client.dead_letters(limit)
+    if as_json:
+        print(json.dumps([letter.model_dump() for letter in letters], indent=2))
+        return
+    from rich.console import Console
+
+    from producer.render import dead_letters_table
+
+    if letters:
+        Console().print(dead_letters_table(letters))
+    else:
+        print("no dead letters")
+
+
+@dead.command()
+def show(
+    request_id: RequestId, as_json: AsJson = False, redis: Redis = None, queue: Queue = None
+) -> None:
+    """Show a dead letter: its payload and how each attempt at it ended.
+
+    Examples:
+
+      promptq dead show 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    """
+    with open_client(redis, queue) as client:
+        letter = client.dead_letter(request_id)
+    if as_json:
+        print(letter.model_dump_json(indent=2))
+        return
+    print(f"{letter.request_id}, buried {clock_text(letter.buried_at)}")
+    print(f"{letter.message}; it had emitted {letter.num_tokens} tokens")
+    for attempt in letter.history:
+        since, until = clock_text(attempt.claimed_at), clock_text(attempt.ended_at)
+        print(f"  attempt {attempt.attempt} on {attempt.worker}, {since} to {until}: {attempt.how}")
+    print(letter.payload)
+
+
+@dead.command()
+def requeue(
+    request_ids: DeadIds = None,
+    everything: All = False,
+    as_json: AsJson = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Run dead letters again, each as a new request that has its worker to itself.
+
+    Examples:
+
+      promptq dead requeue 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+      promptq dead requeue --all
+    """
+    with open_client(redis, queue) as client:
+        new_ids = {}
+        for request_id in _chosen(client.dead_ids(_ALL) if everything else request_ids):
+            new_ids[request_id] = client.requeue(request_id)
+    if as_json:
+        print(json.dumps({"requeued": new_ids}))
+        return
+    for old, new in new_ids.items():
+        print(f"{old} runs again as {new}")
+
+
+@dead.command()
+def purge(
+    request_ids: DeadIds = None,
+    everything: All = False,
+    as_json: AsJson = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Delete dead letters and all that is kept of them.
+
+    Examples:
+
+      promptq dead purge 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+      promptq dead purge --all
+    """
+    with open_client(redis, queue) as client:
+        chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
+        count = client.purge(chosen)
+    if chosen and not count:
+        raise RequestNotFoundError(f"id: {chosen[0]!r} is not a dead letter")
+    print(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
+
+
+def clock_text(milliseconds: int) -> str:
+    """A time of the server in this machine's zone."""
+    return f"{datetime.fromtimestamp(milliseconds / 1000):%Y-%m-%d %H:%M:%S}"
+
+
+def _chosen(request_ids: list[str] | None) -> list[str]:
+    if request_ids is None:
+        raise typer.BadParameter("name the dead letters, or say --all")
+    return request_ids

@@ -1,0 +1,159 @@
+"""Commands and calls about a whole queue: pause, resume, drain, and its dead letters."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+import redis
+
+from producer import Client
+from shared.errors import RequestNotFoundError
+from shared.keys import Keys
+from shared.request_queue import RequestQueue
+from shared.schemas import RequestState
+from tests.helpers import text_of
+from tests.producer.playing import HandWorker, Run, Start
+
+KEYS = Keys("default")
+
+
+def bury(redis_url: str, *request_ids: str) -> None:
+    """Make dead letters of new requests, by crashes of workers that nobody sees."""
+    with redis.Redis.from_url(redis_url) as connection, Client(redis_url) as client:
+        connection.hset(KEYS.config, "crash_backoff_ms", "0")
+        for request_id in request_ids:
+            client.enqueue("[bold]boom[/]", request_id=request_id, max_tokens=9)
+        queue = RequestQueue(connection, worker_id="victim", max_crashes=2)
+        hand = HandWorker(connection)
+        hand.queue = queue
+        while any(client.state(it) is not RequestState.DEAD for it in request_ids):
+            claim = hand.take()
+            hand.send(claim, "x")
+            connection.zadd(KEYS.leases, {claim.request_id: 1})
+            queue.reap()
+
+
+def test_dead_list_and_show(run: Run, redis_url: str) -> None:
+    assert "no dead letters" in run("dead", "list").stdout
+    bury(redis_url, "one", "two")
+    listed = run("dead", "list").stdout
+    assert re.search(r"one .*2 .*\[bold\]boom", listed)
+    assert "two" in listed
+    letters = json.loads(run("dead", "list", "--json").stdout)
+    assert [letter["request_id"] for letter in letters] == ["two", "one"], "the latest first"
+    assert len(json.loads(run("dead", "list", "--json", "--limit", "1").stdout)) == 1
+    shown = run("dead", "show", "one").stdout
+    assert "2 crashes" in shown
+    assert re.search(r"attempt 2 on victim, .* to .*: crashed alone", shown)
+    assert '"prompt":"[bold]boom[/]"' in shown
+    letter = json.loads(run("dead", "show", "one", "--json").stdout)
+    assert [attempt["how"] for attempt in letter["history"]] == ["crashed", "crashed alone"]
+    assert letter["num_tokens"] == 2
+    gone = run("dead", "show", "three")
+    assert (gone.returncode, gone.stderr) == (1, "promptq: id: 'three' is not a dead letter\n")
+
+
+def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
+    bury(redis_url, "one", "two", "three")
+    new_id = json.loads(run("dead", "requeue", "one", "--json").stdout)["requeued"]["one"]
+    with Client(redis_url) as client:
+        assert client.state(new_id) is RequestState.WAITING
+    assert run("dead", "requeue", "one").returncode == 1
+    assert "purged 1 of 2" in run("dead", "purge", "two", "one").stdout
+    assert run("dead", "purge", "two").returncode == 1
+    assert run("dead", "purge").returncode == 2, "neither ids nor --all"
+    assert json.loads(run("dead", "purge", "--all", "--json").stdout) == {"purged": 1}
+    assert "no dead letters" in run("dead", "list").stdout
+    assert json.loads(run("dead", "requeue", "--all", "--json").stdout) == {"requeued": {}}
+
+
+def test_pause_and_resume(run: Run, own_worker: HandWorker, redis_url: str) -> None:
+    with Client(redis_url) as client:
+        assert json.loads(run("pause", "--json").stdout) == {"paused": True}
+        request_id = client.enqueue("Hi")
+        assert client.stats().paused
+        assert own_worker.queue.take(timeout=0.1) is None
+        assert "resumed" in run("resume").stdout
+        claim = own_worker.take()
+        assert claim.request_id == request_id
+
+
+def test_resuming_wakes_workers_at_once(own_worker: HandWorker, redis_url: str) -> None:
+    with Client(redis_url) as client, own_worker.redis.pubsub() as channel:
+        channel.subscribe(KEYS.control)
+        channel.get_message(timeout=1)
+        client.pause()
+        client.resume()
+        message = channel.get_message(timeout=5)
+        assert message["data"] == b"pending"
+
+
+def ready_worker(start: Start) -> subprocess.Popen[str]:
+    process = start("worker", "--model", "model-free")
+    assert process.stdout is not None
+    assert "ready" in process.stdout.readline()
+    return process
+
+
+def test_drain_ends_real_workers_after_what_they_run(
+    run: Run,
+    start: Start,
+    redis_url: str,
+) -> None:
+    with Client(redis_url) as client:
+        assert "no worker is alive" in run("drain").stdout
+        worker = ready_worker(start)
+        request_id = client.enqueue("Hi", seed=3, max_tokens=3000)
+        next(iter(client.stream(request_id)))
+        (alive,) = client.stats().workers
+        assert json.loads(run("drain", "--worker", "another", "--json").stdout) == {"workers": []}
+        assert worker.poll() is None
+        assert json.loads(run("drain", "--json").stdout) == {"workers": [alive.worker_id]}
+        assert worker.wait() == 0
+        assert client.result(request_id).text == text_of(3, 3000)
+        assert client.stats().workers == []
+
+
+def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:
+    workers = [ready_worker(start), ready_worker(start)]
+    with Client(redis_url) as client:
+        by_pid = {it.pid: it.worker_id for it in client.stats().workers}
+        said = run("drain", "--worker", by_pid[workers[0].pid]).stdout
+        assert said == f"told {by_pid[workers[0].pid]} to finish and exit\n"
+        assert workers[0].wait() == 0
+        assert workers[1].poll() is None
+        assert client.generate("Hi", seed=1, max_tokens=3).text == text_of(1, 3)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pause", "resume", "drain", "dead list", "dead show", "dead requeue", "dead purge"],
+)
+def test_help_shows_examples(run: Run, command: str) -> None:
+    assert re.search(rf"Examples:\s+promptq {command}", run(*command.split(), "--help").stdout)
+
+
+def test_each_client_has_the_same_calls(any_client: Any, redis_url: str) -> None:
+    bury(redis_url, "one", "two")
+    assert any_client.dead_ids() == ["two", "one"]
+    assert any_client.dead_ids(1) == ["two"]
+    assert [letter.request_id for letter in any_client.dead_letters()] == ["two", "one"]
+    letter = any_client.dead_letter("one")
+    assert (letter.crashes, letter.attempts, letter.num_tokens) == (2, 2, 2)
+    new_id = any_client.requeue("one")
+    assert any_client.state(new_id) is RequestState.WAITING
+    with pytest.raises(RequestNotFoundError, match="'one'"):
+        any_client.requeue("one")
+    assert any_client.purge(["two", "nobody"]) == 1
+    assert any_client.dead_letters() == []
+    with pytest.raises(RequestNotFoundError, match="'two'"):
+        any_client.dead_letter("two")
+    any_client.pause()
+    assert any_client.stats().paused
+    any_client.resume()
+    assert not any_client.stats().paused
+    assert any_client.drain() == []

@@ -1,0 +1,47 @@
+"""A worker process that dies of the token `!`: python -m tests.worker.deadly_worker URL."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+
+import redis.asyncio
+
+from shared.settings import Settings
+from tests.helpers import served_model_free
+from worker.engine.engine import LLMEngine
+from worker.engine.model_free import Launched, ModelFreeRunner
+from worker.engine.sequence import Batch
+from worker.service import Worker
+
+EXIT_CODE = 66
+
+
+class DeadlyRunner(ModelFreeRunner):
+    """Ends the process in the step that meets `!`, as a fault of a driver does."""
+
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
+            os._exit(EXIT_CODE)
+        return super().launch(batch, after)
+
+
+async def serve(url: str) -> None:
+    engine = LLMEngine(
+        DeadlyRunner(num_blocks=1024, step_seconds=0.002),
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+    )
+    async with redis.asyncio.Redis.from_url(url) as client:
+        served = replace(served_model_free(), engine=engine)
+        worker = Worker(Settings(lease_ms=500), served, client)
+        await worker.start()
+        await worker.serve(asyncio.Event())
+        await worker.drain(asyncio.Event())
+        await worker.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""Leases that ran out while nobody could renew them prove no crash."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import redis.asyncio
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from shared import scripts
+from shared.request_queue import AsyncRequestQueue, new_request_id
+from shared.schemas import Request, RequestState
+from shared.scripts import Call, NewRequest, Room
+from worker.reaping import Reaper
+
+LEASE_SECONDS = 10.0
+
+
+class Unreachable(AsyncRequestQueue):
+    is_away = False
+
+    async def run(self, call: Call[Any]) -> Any:
+        if self.is_away:
+            raise RedisConnectionError("nobody answers")
+        return await super().run(call)
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> AsyncIterator[Unreachable]:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        yield Unreachable(client, lease_ms=int(LEASE_SECONDS * 1000))
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def held_past_its_lease(queue: AsyncRequestQueue, redis_url: str) -> str:
+    request = NewRequest(new_request_id(), Request.build({"prompt": "a"}))
+    (request_id,) = await queue.enqueue([request])
+    await queue.take_batch(Room(1, 10**6))
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.zadd(queue.keys.leases, {request_id: 1})
+    return request_id
+
+
+async def beat(reaper: Reaper, clock: Clock, quarters: int) -> None:
+    for _ in range(quarters):
+        clock.now += LEASE_SECONDS / 4
+        await reaper.run_once()
+
+
+async def test_reaps_several_times_a_lease(queue: Unreachable, redis_url: str) -> None:
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    await beat(reaper, clock, 3)
+    request_id = await held_past_its_lease(queue, redis_url)
+    await beat(reaper, clock, 1)
+    assert await queue.state(request_id) is RequestState.WAITING
+    assert (await queue.run(scripts.record(queue.keys, request_id)))["crashes"] == "1"
+
+
+@pytest.mark.parametrize("cause", ["server away", "frozen"])
+async def test_gives_others_time_to_renew_after_an_outage(
+    queue: Unreachable, redis_url: str, cause: str
+) -> None:
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    await beat(reaper, clock, 3)
+    request_id = await held_past_its_lease(queue, redis_url)
+    if cause == "frozen":
+        clock.now += 3 * LEASE_SECONDS
+    else:
+        queue.is_away = True
+        for _ in range(12):
+            with pytest.raises(RedisConnectionError):
+                await beat(reaper, clock, 1)
+        queue.is_away = False
+    await beat(reaper, clock, 2)
+    assert await queue.state(request_id) is RequestState.ACTIVE, "its holder may still renew"
+    await beat(reaper, clock, 2)
+    assert await queue.state(request_id) is RequestState.WAITING
+
+
+async def test_no_request_is_blamed_for_a_server_that_was_away(redis_url: str) -> None:
+    """With real time: a worker that renews as soon as it can keeps what it holds."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        queue = Unreachable(client, lease_ms=400)
+        reaper = Reaper(queue)
+        request = NewRequest(new_request_id(), Request.build({"prompt": "a"}))
+        (request_id,) = await queue.enqueue([request])
+        (claim,) = await queue.take_batch(Room(1, 10**6))
+        queue.is_away = True
+        await asyncio.sleep(0.6)
+        queue.is_away = False
+        await reaper.run_once()
+        published = await queue.publish([], [scripts.Held(request_id, claim.fence)])
+        assert published.held == ["ok"]
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            await queue.publish([], [scripts.Held(request_id, claim.fence)])
+            await reaper.run_once()
+        assert "crashes" not in await queue.run(scripts.record(queue.keys, request_id))
