@@ -29,18 +29,17 @@ for n = 0, count - 1 do
     local payload = redis.pcall('HEXISTS', request_key(id), 'payload')
     if seen['id ' .. id] then return {'exists', id} end
     if payload == 0 then
-      fresh[#fresh + 1] = at
+      fresh[#fresh + 1] = {
+        id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
+        deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
+        tenant = tenant_name(num_fields > 6 and ARGV[at + 6]), tokens = estimated_tokens(ARGV[at + 1]),
+      }
     elseif not nonce or (read_request(id, 'nonce') or {}).nonce ~= nonce then
       return {'exists', id}
     end
     seen['id ' .. id] = true
     if key ~= '' then seen[key] = id end
     ids[#ids + 1] = id
-    fresh[#fresh + 1] = {
-      id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
-      deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
-      tenant = tenant_name(num_fields > 6 and ARGV[at + 6]), tokens = estimated_tokens(ARGV[at + 1]),
-    }
   end
 end
 
