@@ -85,7 +85,10 @@ class Settings(BaseSettings):
     )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(
-        3, ge=1, description="lost leases after which a request becomes a dead letter"
+        3,
+        ge=1,
+        description="crashes of workers, the last of them while it ran alone, that make a request a"
+        " dead letter",
     )
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker goes on with what runs"

@@ -146,14 +146,14 @@ def test_a_worker_of_before_that_says_not_what_it_holds_gets_no_suspect(
 def test_only_a_suspect_that_crashes_a_worker_alone_is_buried(
     client: Any, queue: RequestQueue
 ) -> None:
-    make_suspects(client, queue, ["poison", "innocent"])
+    make_suspects(client, queue, ["1-poison", "2-innocent"])
     poison = queue.take_batch(ROOM)
     crash(client, queue, poison)
-    assert queue.state("poison") is RequestState.DEAD
-    assert queue.state("innocent") is RequestState.WAITING
+    assert queue.state("1-poison") is RequestState.DEAD
+    assert queue.state("2-innocent") is RequestState.WAITING
     (innocent,) = queue.take_batch(ROOM)
     assert queue.publish([row(innocent, 0, reason=FinishReason.STOP)]).rows == ["ok"]
-    assert "3 crashes" in last_event(client, queue, "poison")["error"]["message"]
+    assert "3 crashes" in last_event(client, queue, "1-poison")["error"]["message"]
 
 
 def test_crashes_in_company_never_bury(client: Any, queue: RequestQueue) -> None:

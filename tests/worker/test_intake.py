@@ -11,6 +11,7 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from shared import scripts
 from shared.errors import InvalidRequestError
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import FinishReason, Request, TokenEvent
@@ -44,9 +45,13 @@ class House:
     """What a worker puts around an intake."""
 
     def __init__(
-        self, client: Any, depth: int | None = 4, tokenizer: ByteTokenizer | None = None
+        self,
+        client: Any,
+        depth: int | None = 4,
+        tokenizer: ByteTokenizer | None = None,
+        queue: CountingQueue | None = None,
     ) -> None:
-        self.queue = CountingQueue(client, worker_id="w")
+        self.queue = queue or CountingQueue(client, worker_id="w")
         self.leases = Leases()
         self.free_tokens = 100_000
         self.invalid: list[tuple[str, InvalidRequestError]] = []
@@ -273,6 +278,27 @@ async def test_stopping_while_it_claims_loses_nothing(client: Any) -> None:
         await asyncio.sleep(0)
         await house.intake.stop()
         assert await house.queue.count() == 3
+
+
+class LosingQueue(CountingQueue):
+    """Loses the replies to claims."""
+
+    async def run(self, call: Any) -> Any:
+        reply = await super().run(call)
+        if call.script == "claim" and call.args[2] > 0:
+            raise RedisConnectionError("the reply was lost")
+        return reply
+
+
+async def test_stopping_gives_back_what_a_lost_reply_would_have_told(client: Any) -> None:
+    house = House(client, queue=LosingQueue(client, worker_id="w"))
+    request_id = await house.put()
+    house.intake.start()
+    while await house.queue.count() == 1:
+        await asyncio.sleep(0.002)
+    await house.intake.stop()
+    record = await house.queue.run(scripts.record(house.queue.keys, request_id))
+    assert (record["state"], record.get("crashes")) == ("waiting", None)
 
 
 async def test_what_ended_meanwhile_is_not_handed_out(client: Any) -> None:
