@@ -1,4 +1,4 @@
-"""Every state that a world can reach, by breadth-first search from the empty server.
+"""Every state that a world can reach, by breadth-first search from its start.
 
 A violation comes with the shortest way there. States that differ only in which worker is which
 count once.
@@ -6,19 +6,21 @@ count once.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tests.shared.states.invariants import (
+    ANSWER_INVARIANTS,
+    CHANGE_INVARIANTS,
     STATE_INVARIANTS,
-    STEP_INVARIANTS,
     StateInvariant,
     Step,
     StepInvariant,
 )
 from tests.shared.states.moves import Move, moves
-from tests.shared.states.server import NOTHING, Outcome, StatesServer
+from tests.shared.states.server import Outcome, StatesServer
 from tests.shared.states.world import WORKERS, View, World
 
 
@@ -43,11 +45,12 @@ class Explored:
     """How many moves of each kind changed the state."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seen:
-    view: View
     came_from: int
     by: str
+    is_done: bool
+    """Whether all requests that are there have ended."""
     goes_on_to: list[int] = field(default_factory=list)
     """States that fair moves lead to."""
 
@@ -57,7 +60,8 @@ class Invariants:
     """Those to be checked; `progress` is about all states together."""
 
     states: Collection[StateInvariant] = STATE_INVARIANTS
-    steps: Collection[StepInvariant] = STEP_INVARIANTS
+    changes: Collection[StepInvariant] = CHANGE_INVARIANTS
+    answers: Collection[StepInvariant] = ANSWER_INVARIANTS
     progress: bool = True
 
     @classmethod
@@ -65,9 +69,23 @@ class Invariants:
         """The one of this name."""
         return cls(
             [it for it in STATE_INVARIANTS if it.__name__ == name],
-            [it for it in STEP_INVARIANTS if it.__name__ == name],
+            [it for it in CHANGE_INVARIANTS if it.__name__ == name],
+            [it for it in ANSWER_INVARIANTS if it.__name__ == name],
             name == "progress",
         )
+
+    @property
+    def names(self) -> list[str]:
+        checks = (*self.states, *self.changes, *self.answers)
+        return [it.__name__ for it in checks] + ["progress"] * self.progress
+
+    def of_step(self, step: Step) -> Iterator[tuple[str, str]]:
+        """Names of what does not hold of a move, each with what is wrong."""
+        has_changed = step.before is not step.after or step.outcome.heard
+        for invariants in (self.changes if has_changed else (), self.answers):
+            for invariant in invariants:
+                for problem in invariant(step):
+                    yield invariant.__name__, problem
 
 
 ALL_INVARIANTS = Invariants()
@@ -92,15 +110,17 @@ class _Exploration:
         self._world = world
         self._invariants = invariants
         self._seen: list[_Seen] = []
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}  # by digest, as states are long and many
+        self._views: dict[int, View] = {}  # of the level that is explored and the next one
         self._explored = Explored()
 
     def run(self, server: StatesServer) -> Explored:
         started = time.monotonic()
-        level = [self._number(NOTHING, -1, "")]
+        level = [self._number(self._world.start, -1, "")]
         while level:
             level = list(self._next_level(server, level))
             self._explored.deepest += bool(level)
+            self._views = {number: self._views[number] for number in level}
         if self._invariants.progress:
             self._check_progress()
         self._explored.states = len(self._seen)
@@ -112,7 +132,7 @@ class _Exploration:
 
         def wanted() -> Iterator[tuple[bytes, Move]]:
             for number in level:
-                view = self._seen[number].view
+                view = self._views[number]
                 for move in moves(self._world, view):
                     made.append((number, move))
                     yield view.snapshot, move
@@ -126,28 +146,32 @@ class _Exploration:
                 yield reached
 
     def _number(self, snapshot: bytes, came_from: int, by: str) -> int:
-        number = self._numbers.get(snapshot)
+        digest = hashlib.blake2b(snapshot, digest_size=16).digest()
+        number = self._numbers.get(digest)
         if number is None:
-            number = self._numbers[snapshot] = len(self._seen)
-            view = View(snapshot)
-            self._seen.append(_Seen(view, came_from, by))
+            number = self._numbers[digest] = len(self._seen)
+            view = self._views[number] = View(snapshot)
+            self._seen.append(_Seen(came_from, by, is_done(self._world, view)))
             for invariant in self._invariants.states:
                 for problem in invariant(self._world, view):
                     raise self._violation(invariant.__name__, problem, number)
         return number
 
     def _check_step(self, number: int, move: Move, outcome: Outcome, reached: int) -> None:
-        explored = self._explored
+        explored, before = self._explored, self._views[number]
         explored.moves += 1
+        after = before
         if number != reached:
             explored.kinds[move.kind] = explored.kinds.get(move.kind, 0) + 1
-        before, after = self._seen[number], self._seen[reached]
-        if move.is_fair and number != reached:
-            before.goes_on_to.append(reached)
-        step = Step(self._world, before.view, move, outcome, after.view)
-        for invariant in self._invariants.steps:
-            for problem in invariant(step):
-                raise self._violation(invariant.__name__, problem, number, move.text)
+            if move.is_fair:
+                self._seen[number].goes_on_to.append(reached)
+            known = self._views.get(reached)
+            # Where its workers' names were exchanged, it is not what became of this very state.
+            is_same = known is not None and known.snapshot == outcome.after
+            after = known if known is not None and is_same else View(outcome.after)
+        step = Step(self._world, before, move, outcome, after)
+        for name, problem in self._invariants.of_step(step):
+            raise self._violation(name, problem, number, move.text)
 
     def _check_progress(self) -> None:
         """From every state, what is tried again and again ends all requests that are there, even
@@ -156,7 +180,7 @@ class _Exploration:
         for number, seen in enumerate(self._seen):
             for reached in seen.goes_on_to:
                 leads_from.setdefault(reached, []).append(number)
-        open_ends = [n for n, seen in enumerate(self._seen) if self._is_done(seen.view)]
+        open_ends = [n for n, seen in enumerate(self._seen) if seen.is_done]
         good = set(open_ends)
         while open_ends:
             for number in leads_from.get(open_ends.pop(), ()):
@@ -167,16 +191,17 @@ class _Exploration:
             if number not in good:
                 raise self._violation("progress", "nothing leads to the end", number)
 
-    def _is_done(self, view: View) -> bool:
-        ids = self._world.by_id
-        return all(view.is_final(it) for it in ids if view.is_accepted(it))
-
     def _violation(self, name: str, problem: str, number: int, *then: str) -> ViolationError:
         trace = list(then)
         while number > 0:
             trace.append(self._seen[number].by)
             number = self._seen[number].came_from
         return ViolationError(name, problem, trace[::-1])
+
+
+def is_done(world: World, view: View) -> bool:
+    """Whether all requests that are there have ended."""
+    return all(view.is_final(it) for it in world.by_id if view.is_accepted(it))
 
 
 _A, _B = (name.encode() for name in WORKERS[:2])

@@ -15,10 +15,12 @@ release     a drain gives back, with the holder's fence or an earlier one
 step        one call for several requests, and with several rows of one request
 fail        a last event with an error instead of a token
 flag        a plain client's cancel, before or after the enqueue
+late        the same of what has ended
 remove      the cancels `waiting` and `flagged`
 time        a delay is over, a deadline passes
 tidy        the log of what has ended expires
 requeue     a dead letter is run again
+pause       the queue hands out nothing; or goes on
 again       a plain client puts an id into `pending` that is there already, or has ended
 ==========  ======================================================================================
 """
@@ -33,11 +35,11 @@ from typing import Any
 from shared import scripts
 from shared.schemas import ErrorInfo, FinishReason, Request, TokenEvent, Usage
 from shared.scripts import Call, Held, ModelIdentity, NewRequest, Room, Row
-from tests.shared.states.world import KEYS, NOW_MS, WORKERS, Spec, View, World
+from tests.shared.states.world import AMPLE, KEYS, NOW_MS, WORKERS, Spec, View, World
 
 REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire", "reap"})
 ALL = REQUIRED | {
-    *("release", "step", "fail", "flag", "remove", "time", "tidy", "requeue", "again"),
+    *("release", "step", "fail", "flag", "late", "remove", "time", "tidy", "requeue", "again", "pause"),
 }
 
 LEASE_MS = 3_600_000
@@ -67,12 +69,17 @@ def moves(world: World, view: View) -> Iterator[Move]:
         for group in (_produce, _cancel, _publish, _hold, _pass_time):
             yield from (move for move in group(world, view, spec) if move.kind in world.moves)
     if "claim" in world.moves:
-        for worker in WORKERS[: world.num_workers]:
-            yield _claim(worker, 1)
-            if len(world.specs) > 1:
-                yield _claim(worker, len(world.specs))
+        for number, worker in enumerate(WORKERS[: world.num_workers]):
+            if number and WORKERS[0].encode() not in view.snapshot:
+                break  # it would only be the other's name
+            for budget in world.budgets:
+                yield _claim(worker, 1, budget)
+                if len(world.specs) > 1:
+                    yield _claim(worker, len(world.specs), budget)
     if "reap" in world.moves:
         yield _reap(world.max_crashes)
+    if "pause" in world.moves:
+        yield _pause("0" if view.is_paused else "1")
     if "step" in world.moves:
         yield from _steps(world, view)
 
@@ -94,7 +101,7 @@ def _cancel(world: World, view: View, spec: Spec) -> Iterator[Move]:
     yield _cancel_by_script(spec.request_id, "flagged")
     is_asked_for = not spec.requeue_of or view.is_accepted(spec.request_id)
     if is_asked_for and "cancelled" not in view.fields(spec.request_id):
-        yield _flag(spec.request_id)
+        yield _flag(spec.request_id, "late" if view.is_final(spec.request_id) else "flag")
 
 
 def _publish(world: World, view: View, spec: Spec) -> Iterator[Move]:
@@ -175,7 +182,8 @@ def _enqueue_plainly(spec: Spec, kind: str) -> Move:
 def request_of(spec: Spec) -> Request:
     fields: dict[str, Any] = {"prompt": "p", "max_tokens": spec.num_tokens}
     fields |= {"priority": spec.priority, "deadline_ms": spec.deadline_ms or None}
-    return Request.build(fields | {"tenant": spec.tenant})
+    fields |= {"tenant": spec.tenant, "idempotency_key": spec.idempotency_key}
+    return Request.build(fields)
 
 
 @cache
@@ -192,16 +200,17 @@ def _cancel_by_script(request_id: str, mode: scripts.CancelMode) -> Move:
 
 
 @cache
-def _flag(request_id: str) -> Move:
+def _flag(request_id: str, kind: str) -> Move:
     call = _plain("HSET", KEYS.request(request_id), "cancelled", "1")
-    return Move("flag", f"flag {request_id} as cancelled", (call,), (request_id,))
+    return Move(kind, f"flag {request_id} as cancelled", (call,), (request_id,))
 
 
 @cache
-def _claim(worker: str, max_count: int) -> Move:
-    room = Room(max_count=max_count, token_budget=10**6)
+def _claim(worker: str, max_count: int, budget: int) -> Move:
+    room = Room(max_count=max_count, token_budget=budget)
     call = scripts.claim(worker, LEASE_MS, room, "n", "seeds", ModelIdentity())
-    return Move("claim", f"{worker} claims up to {max_count}", (call,), (), is_fair=True)
+    text = f"{worker} claims up to {max_count}, with room for {budget} tokens"
+    return Move("claim", text, (call,), (), is_fair=budget == AMPLE)
 
 
 @cache
@@ -271,6 +280,13 @@ def _release(request_id: str, attempt: int) -> Move:
 @cache
 def _reap(max_crashes: int) -> Move:
     return Move("reap", "somebody reaps", (scripts.reap(max_crashes),), (), is_fair=True)
+
+
+@cache
+def _pause(paused: str) -> Move:
+    call = _plain("HSET", KEYS.config, "paused", paused)
+    text = "somebody pauses the queue" if paused == "1" else "somebody lets the queue go on"
+    return Move("pause", text, (call,), (), is_fair=paused == "0")
 
 
 @cache

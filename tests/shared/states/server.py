@@ -18,7 +18,10 @@ from shared.errors import PromptqError
 from tests.shared.states.moves import Move
 from tests.shared.states.world import KEYS, NOW_MS
 
-_HEARD = "heard"
+_HEARD, _NOW = "heard", "now"
+"""Keys of the explorer's own: what was published; the state that the server is in, as it was put
+back or read."""
+
 _CHUNK = 100
 
 _PINNED_CLOCK = f"""
@@ -34,7 +37,8 @@ local redis = setmetatable(
   {{call = pinned(unpinned.call), pcall = pinned(unpinned.pcall)}}, {{__index = unpinned}})
 """
 
-_PUT_BACK = """
+_PUT_BACK = f"""
+if redis.call('GET', '{_NOW}') == ARGV[1] then return end
 local old = redis.call('KEYS', '*')
 if #old > 0 then redis.call('DEL', unpack(old)) end
 for _, item in ipairs(cjson.decode(ARGV[1])) do
@@ -48,6 +52,7 @@ for _, item in ipairs(cjson.decode(ARGV[1])) do
   else redis.call('SET', key, values[1]) end
   if has_expiry then redis.call('PEXPIRE', key, 3600000) end
 end
+redis.call('SET', '{_NOW}', ARGV[1])
 """
 
 _READ = f"""
@@ -55,27 +60,27 @@ local heard = redis.call('LRANGE', '{_HEARD}', 0, -1)
 redis.call('DEL', '{_HEARD}')
 local keys, items = redis.call('KEYS', '*'), {{}}
 table.sort(keys)
-for n, key in ipairs(keys) do
+for _, key in ipairs(keys) do
   local kind, values = redis.call('TYPE', key).ok, nil
   if kind == 'hash' then
-    local fields = redis.call('HKEYS', key)
+    local pairs_of, fields, found = redis.call('HGETALL', key), {{}}, {{}}
+    for n = 1, #pairs_of, 2 do
+      fields[#fields + 1] = pairs_of[n]
+      found[pairs_of[n]] = pairs_of[n + 1]
+    end
     table.sort(fields)
     values = {{}}
-    for _, field in ipairs(fields) do
-      values[#values + 1] = field
-      values[#values + 1] = redis.call('HGET', key, field)
-    end
+    for n, field in ipairs(fields) do values[2 * n - 1], values[2 * n] = field, found[field] end
   elseif kind == 'zset' then values = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
   elseif kind == 'stream' then values = redis.call('XRANGE', key, '-', '+')
   elseif kind == 'list' then values = redis.call('LRANGE', key, 0, -1)
   else values = {{redis.call('GET', key)}} end
-  items[n] = {{key, kind, values, redis.call('PTTL', key) > 0}}
+  if key ~= '{_NOW}' then items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) > 0}} end
 end
-return {{#items > 0 and cjson.encode(items) or '[]', heard}}
+local text = #items > 0 and cjson.encode(items) or '[]'
+redis.call('SET', '{_NOW}', text)
+return {{text, heard}}
 """
-
-NOTHING = b"[]"
-"""The state of an empty server."""
 
 
 class Outcome(NamedTuple):

@@ -25,6 +25,9 @@ NOW_MS = 1_790_000_000_000
 """The clock of the explored server stands still. That time passes is a move: it puts what is waited
 for (the end of a lease, a delay, a deadline) into the past."""
 
+AMPLE = 10**6
+"""A token budget that everything fits in."""
+
 KEYS = Keys("states")
 WORKERS = ("worker-a", "worker-b", "worker-c")
 
@@ -42,6 +45,7 @@ class Spec:
     tenant: str | None = None
     plain: bool = False
     """Put in by the protocol's three plain commands instead of the script."""
+    idempotency_key: str | None = None
     requeue_of: str = ""
     """Not enqueued, but made of this dead letter."""
 
@@ -64,6 +68,16 @@ class World:
     num_workers: int = 2
     all_positions: bool = False
     """Stale rows of every position, not only of those around the end of the log."""
+    budgets: tuple[int, ...] = (AMPLE,)
+    """Tokens that a claiming worker may have room for."""
+    config: tuple[str, ...] = ()
+    """The queue's settings: field, value, ..."""
+
+    @property
+    def start(self) -> bytes:
+        """The state before anything happened."""
+        config = [[KEYS.config, "hash", list(self.config), False]] if self.config else []
+        return json.dumps(config, separators=(",", ":")).encode()
 
     @cached_property
     def by_id(self) -> dict[str, Spec]:
@@ -83,6 +97,7 @@ class View:
         self.expiring: set[str] = set()
         self.hashes: dict[str, dict[str, str]] = {}
         self.logs: dict[str, tuple[LogEntry, ...]] = {}
+        self.is_paused = False
         self.pending: dict[str, float] = {}
         self.places: dict[str, int] = {}
         """How many sets of waiting ids hold the id: `pending`, those of tenants, `delayed`."""
@@ -95,6 +110,9 @@ class View:
             group, _, rest = name.partition(":")
             if kind == "hash" and group == "request":
                 self.hashes[rest] = dict(zip(values[::2], values[1::2], strict=True))
+            elif name == "config":
+                settings = dict(zip(values[::2], values[1::2], strict=True))
+                self.is_paused = settings.get("paused") == "1"
             elif kind == "stream" and group == "tokens":
                 self.logs[rest] = tuple((entry, fields[1]) for entry, fields in values)
             elif kind == "zset":
