@@ -28,12 +28,8 @@ SCRIPT_NAMES = ("enqueue", "claim", "publish", "release", "cancel", "reap", "req
 @cache
 def script_text(name: str) -> str:
     """The source of one script, with what all of them share in front."""
-    return read_lua("_common") + read_lua(name)
-
-
-def read_lua(name: str) -> str:
-    """One file of `shared/lua` as it is."""
-    return (resources.files("shared") / "lua" / f"{name}.lua").read_text()
+    folder = resources.files("shared") / "lua"
+    return (folder / "_common.lua").read_text() + (folder / f"{name}.lua").read_text()
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ class _Exploration:
         explored, before = self._explored, self._views[number]
         explored.moves += 1
         after = before
-        if number != reached:
+        if outcome.after != before.snapshot:
             explored.kinds[move.kind] = explored.kinds.get(move.kind, 0) + 1
             if move.is_fair:
                 self._seen[number].goes_on_to.append(reached)

@@ -163,7 +163,7 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
     """Hash and log of what has ended expire, except the hash of a dead letter; nothing else does.
     A dead letter is in its set until it is requeued.
     """
-    for request_id in world.by_id:
+    for request_id in filter(view.is_accepted, world.by_id):
         expires = KEYS.request(request_id) in view.expiring
         is_kept = request_id in view.dead
         if is_kept and view.state(request_id) != "dead":
@@ -237,9 +237,7 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
     """A row is written, a lease renewed, a request given back only for the newest attempt, while it
     has the request; all that others send changes nothing.
     """
-    senders = {row.request_id: attempt for row, attempt in step.move.rows} | dict(
-        step.move.holders
-    )
+    senders = {row.request_id: attempt for row, attempt in step.move.rows} | dict(step.move.holders)
     for request_id, attempt in senders.items():
         if _holds(step.before, request_id, attempt):
             continue
@@ -272,7 +270,9 @@ def an_answer_to_a_row_is_true(step: Step) -> Problems:
         return
     for (row, _), status in zip(step.move.rows, published.rows, strict=True):
         old, new = step.before.log(row.request_id), step.after.log(row.request_id)
-        is_written = (f"{row.end}-{int(bool(row.finish_reason))}", row.event_json) in new[len(old) :]
+        is_written = (f"{row.end}-{int(bool(row.finish_reason))}", row.event_json) in new[
+            len(old) :
+        ]
         if (status is RowStatus.OK) != is_written:
             yield f"{row.request_id}: {status} for a row that is written: {is_written}"
         elif status is RowStatus.DUPLICATE and step.before.count(row.request_id) < row.end:
@@ -334,8 +334,8 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
     """`ok` to an enqueue or requeue: the request is in the queue. A refusal: nothing has changed. An
-    older id: it has the same idempotency key, was accepted before, and nothing has changed. A cancel:
-    the request has ended, or its worker will hear of it, or it was over before.
+    id that was accepted before, this or one with the same idempotency key: nothing has changed. A
+    cancel: the request has ended, or its worker will hear of it, or it was over before.
     """
     answer, before, after = step.outcome.answers[0], step.before, step.after
     new_id = step.move.ids[-1] if step.move.ids else ""
@@ -346,8 +346,11 @@ def an_answer_to_a_producer_is_true(step: Step) -> Problems:
                 yield f"{new_id} was refused, and something has changed"
         elif isinstance(answer, list) and before.is_accepted(answer[0]):
             specs = step.world.by_id
-            key = specs[new_id].idempotency_key
-            if key is None or specs[answer[0]].idempotency_key != key or has_changed:
+            is_known = answer == [new_id] or (
+                specs[new_id].idempotency_key is not None
+                and specs[new_id].idempotency_key == specs[answer[0]].idempotency_key
+            )
+            if has_changed or not is_known:
                 yield f"{new_id} is said to be {answer[0]}, which was there before"
         elif answer not in ([new_id], "ok") or after.state(new_id) != "waiting":
             yield f"{answer} for {new_id}, which is {after.state(new_id) or 'absent'}"

@@ -10,6 +10,7 @@ publish     the next token, the one before (a retry), one too far (its predecess
             last; by the holder and by every earlier one
 renew       by the holder and by every earlier one
 expire      a lease runs out, which a crash, a freeze or a lost connection leads to
+wait        a delay is over, the producer's or one that a script gave
 reap        the upkeep that any worker does
 release     a drain gives back, with the holder's fence or an earlier one
 step        one call for several requests, and with several rows of one request
@@ -17,7 +18,7 @@ fail        a last event with an error instead of a token
 flag        a plain client's cancel, before or after the enqueue
 late        the same of what has ended
 remove      the cancels `waiting` and `flagged`
-time        a delay is over, a deadline passes
+time        a deadline passes
 tidy        the log of what has ended expires
 requeue     a dead letter is run again
 pause       the queue hands out nothing; or goes on
@@ -37,9 +38,21 @@ from shared.schemas import ErrorInfo, FinishReason, Request, TokenEvent, Usage
 from shared.scripts import Call, Held, ModelIdentity, NewRequest, Room, Row
 from tests.shared.states.world import AMPLE, KEYS, NOW_MS, WORKERS, Spec, View, World
 
-REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire", "reap"})
+REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire", "wait", "reap"})
 ALL = REQUIRED | {
-    *("release", "step", "fail", "flag", "late", "remove", "time", "tidy", "requeue", "again", "pause"),
+    *(
+        "release",
+        "step",
+        "fail",
+        "flag",
+        "late",
+        "remove",
+        "time",
+        "tidy",
+        "requeue",
+        "again",
+        "pause",
+    ),
 }
 
 LEASE_MS = 3_600_000
@@ -128,7 +141,7 @@ def _pass_time(world: World, view: View, spec: Spec) -> Iterator[Move]:
     if may_be_lost and view.leases.get(request_id, PAST) > PAST:
         yield _to_the_past("expire", "the lease of {} runs out", KEYS.leases, request_id, True)
     if view.delayed.get(request_id, PAST) > PAST:
-        yield _to_the_past("time", "the delay of {} is over", KEYS.delayed, request_id, True)
+        yield _to_the_past("wait", "the delay of {} is over", KEYS.delayed, request_id, True)
     if view.deadlines.get(request_id, PAST) > PAST:
         yield _to_the_past("time", "the deadline of {} passes", KEYS.deadlines, request_id)
     if view.is_final(request_id) and view.log(request_id):

@@ -13,41 +13,40 @@ ONE, _, TWO = SMALL.values()
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` stands once in the file, where `new` is put in its place."""
+    """Each script whose name begins with `script` has `new` where `old` stood."""
 
     breaks: str
-    file: str
+    script: str
     old: str
     new: str
     world: World = ONE
 
     def texts(self) -> dict[str, str]:
-        """All scripts by name, this one broken."""
-        common = scripts.read_lua("_common")
-        texts = {name: scripts.read_lua(name) for name in scripts.SCRIPT_NAMES}
-        if self.file == "_common":
-            common = self._break(common)
-        else:
-            texts[self.file] = self._break(texts[self.file])
-        return {name: common + text for name, text in texts.items()}
+        """All scripts by name, some of them broken. Raises ValueError where `old` is not there."""
+        texts = {name: scripts.script_text(name) for name in scripts.SCRIPT_NAMES}
+        broken = {
+            name: text.replace(self.old, self.new)
+            for name, text in texts.items()
+            if name.startswith(self.script) and text.count(self.old) == 1
+        }
+        if not broken:
+            raise ValueError(f"{self.old!r} does not stand once in any script {self.script}")
+        return texts | broken
 
-    def _break(self, text: str) -> str:
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.old!r} stands {text.count(self.old)} times in {self.file}.lua")
-        return text.replace(self.old, self.new)
 
+ALL_SCRIPTS = ""
 
 MUTANTS = (
     Mutant(
         "keys_bear_the_queues_name",
-        "_common",
+        ALL_SCRIPTS,
         "return prefix .. 'tokens:' .. id",
         "return 'tokens:' .. id",
     ),
-    Mutant(  # who comes back is not put into the queue
+    Mutant(
         "each_request_is_in_one_place",
-        "_common",
-        "redis.call('ZADD', pending, place(score), id)",
+        ALL_SCRIPTS,
+        "redis.call('HSET', request_key(id), 'state', 'waiting')",
         "",
     ),
     Mutant(
@@ -56,11 +55,11 @@ MUTANTS = (
         "call_for_all('ZADD', leases, new_leases)",
         "",
     ),
-    Mutant(  # the end leaves the sets as they are
+    Mutant(
         "nothing_is_held_after_the_end",
-        "_common",
-        "  drop_holds(id)\n  if reason ==",
-        "  if reason ==",
+        ALL_SCRIPTS,
+        "leases, deadlines, delayed}",
+        "leases}",
     ),
     Mutant(
         "a_log_is_the_answer_so_far",
@@ -70,33 +69,33 @@ MUTANTS = (
     ),
     Mutant(  # the hash is not told of the end
         "there_is_one_last_event",
-        "_common",
+        ALL_SCRIPTS,
         "else\n    redis.pcall('HSET', key, 'state',",
         "else\n    redis.pcall('HSET', key, 'was',",
     ),
     Mutant(
         "a_result_is_the_whole_stream",
-        "_common",
+        ALL_SCRIPTS,
         "    texts[#texts + 1] = last.text\n",
         "    texts[1] = last.text\n",
     ),
     Mutant(
         "what_has_ended_goes_and_what_lives_stays",
-        "_common",
+        ALL_SCRIPTS,
         "redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))",
         "",
     ),
     Mutant(  # to the end of the queue
         "a_place_in_the_queue_is_kept",
-        "_common",
-        "redis.call('ZADD', pending, place(score), id)",
-        "redis.call('ZADD', pending, place(nil), id)",
+        ALL_SCRIPTS,
+        "local number = tonumber(score or nil)",
+        "local number = nil",
     ),
     Mutant(  # of another type
         "scripts_raise_no_errors",
-        "_common",
-        "redis.call('HDEL', request_key(id), 'fence', 'worker')",
-        "redis.call('HDEL', leases, 'fence', 'worker')",
+        ALL_SCRIPTS,
+        "redis.call('HDEL', request_key(id), 'fence'",
+        "redis.call('HDEL', leases, 'fence'",
     ),
     Mutant(
         "what_has_ended_never_changes",
@@ -107,12 +106,10 @@ MUTANTS = (
     Mutant(
         "a_log_only_grows",
         "publish",
-        "redis.pcall('XADD', tokens_key(id), count",
-        "redis.pcall('XADD', tokens_key(id), 'MAXLEN', 1, count",
+        "tokens_key(id), count .. '-0'",
+        "tokens_key(id), 'MAXLEN', 1, count .. '-0'",
     ),
-    Mutant(
-        "subscribers_hear_what_the_log_gets", "publish", "      publish_event(id, event)\n", ""
-    ),
+    Mutant("subscribers_hear_what_the_log_gets", "publish", "      publish_event(id, event)\n", ""),
     Mutant(
         "only_the_newest_attempt_writes",
         "publish",
@@ -162,8 +159,11 @@ MUTANTS = (
         "local attempt = whole(fields.attempt, 0) + 1",
         "local attempt = math.max(1, whole(fields.attempt, 0))",
     ),
-    Mutant(  # the second enqueue is taken, too
-        "an_answer_to_a_producer_is_true", "enqueue", "if payload ~= 0 or", "if"
+    Mutant(
+        "an_answer_to_a_producer_is_true",
+        "enqueue",
+        "'payload', payload, 'state', 'waiting'",
+        "'payload', payload, 'state', 'active'",
     ),
     Mutant(  # a cancel that does not end what waits
         "an_answer_to_a_producer_is_true",
@@ -174,8 +174,8 @@ MUTANTS = (
     Mutant(
         "others_are_left_alone",
         "cancel",
-        "redis.call('ZREM', pending, id)",
-        "redis.call('DEL', pending)",
+        "if mode == 'any' then",
+        "if mode == 'any' then redis.call('DEL', leases)",
         TWO,
     ),
     Mutant(

@@ -134,9 +134,7 @@ class StatesServer:
         for call in move.calls:
             if call.script:
                 digest = self._digests[call.script]
-                parts.append(
-                    hiredis.pack_command(("EVALSHA", digest, 1, KEYS.pending, *call.args))
-                )
+                parts.append(hiredis.pack_command(("EVALSHA", digest, 1, KEYS.pending, *call.args)))
             else:
                 parts.append(hiredis.pack_command(tuple(call.args)))
         parts.append(hiredis.pack_command(("EVALSHA", self._read, 0)))

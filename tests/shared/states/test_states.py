@@ -27,12 +27,13 @@ def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> N
     seen = explore(SMALL[name], emptied(embedded_url))
     print(f"{name}: {seen.states} states, {seen.moves} moves, {seen.seconds:.1f} s")
     assert seen.states > 50
-    assert set(seen.kinds) == SMALL[name].moves, "some move never changed anything"
+    never = SMALL[name].moves - {"wait"} - set(seen.kinds)
+    assert not never, "these moves never changed anything"
 
 
 def test_every_invariant_holds_on_redis_too(redis_server_url: str) -> None:
-    world, *_ = SMALL.values()
-    assert explore(world, emptied(redis_server_url)).states > 500
+    world = SMALL["a dead letter and what is made of it"]
+    assert explore(world, emptied(redis_server_url)).states > 50
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
@@ -48,8 +49,11 @@ def test_there_is_a_mutant_for_each_invariant() -> None:
     assert {mutant.breaks for mutant in MUTANTS} == set(ALL_INVARIANTS.names)
 
 
-def test_random_walks_through_a_larger_world_find_nothing(embedded_url: str) -> None:
-    walk(WALKED, emptied(embedded_url), num_walks=100, num_steps=50)
+@pytest.mark.parametrize("server", ["embedded_url", "redis_server_url"])
+def test_random_walks_through_a_larger_world_find_nothing(
+    request: pytest.FixtureRequest, server: str
+) -> None:
+    walk(WALKED, emptied(request.getfixturevalue(server)), num_walks=50, num_steps=50)
 
 
 def test_random_walks_find_a_broken_script(embedded_url: str) -> None:
