@@ -246,7 +246,7 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
 
 
 def who_lost_a_request_learns_it(step: Step) -> Problems:
-    """Whoever sends for a request that it does not hold any more is told so, or that it has ended."""
+    """Whoever sends for a request that it holds no longer is told so, or that it has ended."""
     published = step.published
     if published is None:
         return
@@ -285,8 +285,8 @@ def an_answer_to_a_row_is_true(step: Step) -> Problems:
 
 
 def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
-    """Once a request is flagged as cancelled, or past its deadline, no token of it is published; the
-    next row or renewal of its holder ends it.
+    """Once a request is flagged as cancelled, or past its deadline, no token of it is published;
+    the next row or renewal of its holder ends it.
     """
     for request_id in step.world.by_id:
         is_cancelled = step.before.fields(request_id).get("cancelled") == "1"
@@ -333,9 +333,9 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 
 
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
-    """`ok` to an enqueue or requeue: the request is in the queue. A refusal: nothing has changed. An
-    id that was accepted before, this or one with the same idempotency key: nothing has changed. A
-    cancel: the request has ended, or its worker will hear of it, or it was over before.
+    """`ok` to an enqueue or requeue: the request is in the queue. A refusal, or an id that was
+    accepted before (this one, or one with the same idempotency key): nothing has changed. A cancel:
+    the request has ended, or its worker will hear of it, or it was over before.
     """
     answer, before, after = step.outcome.answers[0], step.before, step.after
     new_id = step.move.ids[-1] if step.move.ids else ""
@@ -380,7 +380,7 @@ def others_are_left_alone(step: Step) -> Problems:
 
 
 def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
-    """After a reap no lease has run out, no delay is over, and what waits is not past its deadline."""
+    """After a reap no lease has run out, no delay is over, nothing that waits is overdue."""
     if step.move.kind != "reap":
         return
     for request_id in step.world.by_id:

@@ -1,4 +1,4 @@
-"""What may happen in a state. Each move is one or more calls, built as clients and workers build them.
+"""What may happen in a state: moves, each one or more calls as clients and workers build them.
 
 The groups that a world may have:
 

@@ -126,8 +126,10 @@ MUTANTS = (
         "who_lost_a_request_learns_it",
         "publish",
         "return {row_status, held_status}",
-        "for n, status in ipairs(held_status) do if status == 'fenced' then held_status[n] = 'ok' end"
-        " end return {row_status, held_status}",
+        "for n, status in ipairs(held_status) do"
+        "  if status == 'fenced' then held_status[n] = 'ok' end "
+        "end "
+        "return {row_status, held_status}",
     ),
     Mutant(  # a token that never came counts as there
         "an_answer_to_a_row_is_true",

@@ -1,7 +1,7 @@
 """A real server that is put into any state, runs a real script there, and tells what came of it.
 
-The scripts' text is what workers send, behind a few lines that make their clock stand still and keep
-what they publish. All of it is pipelined: putting back, the calls, and reading take one turn.
+The scripts' text is what workers send, behind a few lines that make their clock stand still and
+keep what they publish. All is pipelined: putting back, the calls, and reading take one turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ local unpinned = redis
 local function pinned(invoke)
   return function(command, ...)
     if command == 'TIME' then return {{'{NOW_MS // 1000}', '0'}} end
-    if command == 'PUBLISH' or command == 'SPUBLISH' then unpinned.call('RPUSH', '{_HEARD}', ...) end
+    if string.find(command, 'PUBLISH$') then unpinned.call('RPUSH', '{_HEARD}', ...) end
     return invoke(command, ...)
   end
 end
@@ -115,7 +115,7 @@ class StatesServer:
         return next(self.steps([(before, move)]))
 
     def steps(self, wanted: Iterable[tuple[bytes, Move]]) -> Iterator[Outcome]:
-        """Make each move in its state; while one chunk of answers is looked at, the next is made."""
+        """Make each move in its state; while answers are looked at, the next moves are made."""
         moves = iter(wanted)
         sent: list[Move] = []
         while True:

@@ -6,8 +6,8 @@ from any position, any number of times, by whoever has it. That holds in it
 
 - a crash: the claim is never used again; the lease runs out
 - a freeze: it is used again after others have gone on (a zombie)
-- a lost reply: the same call is sent once more, be it publish, release, enqueue, cancel or reap; of a
-  claim: nobody knows that it was handed out
+- a lost reply: the same call is sent once more, be it publish, release, enqueue, cancel or reap;
+  of a claim: nobody knows that it was handed out
 - redelivery, reordering and delay of calls on their way
 
 and more than two workers could do, as a claim may even be used by both at once.
@@ -58,7 +58,7 @@ class World:
     """Requests and what may happen to them.
 
     `losses` bounds the space: so often may a request lose its worker, by a lease that ran out or by
-    a release. The worker after that is a healthy one. `moves` names groups of `tests.shared.states.moves`.
+    a release. The worker after that is a healthy one. `moves` names groups of the module `moves`.
     """
 
     specs: tuple[Spec, ...]

@@ -16,8 +16,8 @@ SMALL = {
     "a dead letter and what is made of it": World(
         (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
         REQUIRED | {"requeue", "fail"},
-        losses=1,
-        max_crashes=1,
+        losses=2,
+        max_crashes=2,
     ),
     "two requests, each losing its worker once": World(
         (Spec("r1", 100, priority=1), Spec("r2", 200)), REQUIRED, losses=1
