@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tests.shared.states.invariants import (
-    ANSWER_INVARIANTS,
-    CHANGE_INVARIANTS,
-    STATE_INVARIANTS,
-    StateInvariant,
-    Step,
-    StepInvariant,
-)
+from shared.scripts import RowStatus
+from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
 from tests.shared.states.moves import Move, moves
 from tests.shared.states.server import Outcome, StatesServer
+from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import WORKERS, View, World
 
 
@@ -43,6 +38,8 @@ class Explored:
     deepest: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     """How many moves of each kind changed the state."""
+    statuses: set[RowStatus] = field(default_factory=set)
+    """What rows were answered."""
 
 
 @dataclass(slots=True)
@@ -53,42 +50,6 @@ class _Seen:
     """Whether all requests that are there have ended."""
     goes_on_to: list[int] = field(default_factory=list)
     """States that fair moves lead to."""
-
-
-@dataclass(frozen=True)
-class Invariants:
-    """Those to be checked; `progress` is about all states together."""
-
-    states: Collection[StateInvariant] = STATE_INVARIANTS
-    changes: Collection[StepInvariant] = CHANGE_INVARIANTS
-    answers: Collection[StepInvariant] = ANSWER_INVARIANTS
-    progress: bool = True
-
-    @classmethod
-    def only(cls, name: str) -> Invariants:
-        """The one of this name."""
-        return cls(
-            [it for it in STATE_INVARIANTS if it.__name__ == name],
-            [it for it in CHANGE_INVARIANTS if it.__name__ == name],
-            [it for it in ANSWER_INVARIANTS if it.__name__ == name],
-            name == "progress",
-        )
-
-    @property
-    def names(self) -> list[str]:
-        checks = (*self.states, *self.changes, *self.answers)
-        return [it.__name__ for it in checks] + ["progress"] * self.progress
-
-    def of_step(self, step: Step) -> Iterator[tuple[str, str]]:
-        """Names of what does not hold of a move, each with what is wrong."""
-        has_changed = step.before is not step.after or step.outcome.heard
-        for invariants in (self.changes if has_changed else (), self.answers):
-            for invariant in invariants:
-                for problem in invariant(step):
-                    yield invariant.__name__, problem
-
-
-ALL_INVARIANTS = Invariants()
 
 
 def explore(
@@ -170,6 +131,8 @@ class _Exploration:
             is_same = known is not None and known.snapshot == outcome.after
             after = known if known is not None and is_same else View(outcome.after)
         step = Step(self._world, before, move, outcome, after)
+        if step.published is not None:
+            explored.statuses.update(step.published.rows)
         for name, problem in self._invariants.of_step(step):
             raise self._violation(name, problem, number, move.text)
 

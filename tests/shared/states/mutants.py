@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "a_claim_takes_what_waits",
         "claim",
-        "if expired[id] then return finish_bare(id, 'expired') end",
-        "",
+        "if expired[id] then",
+        "if false then",
     ),
     Mutant(
         "a_claim_takes_what_waits",

@@ -130,19 +130,19 @@ class StatesServer:
                 return
 
     def _packed(self, before: bytes, move: Move) -> bytes:
-        parts = [hiredis.pack_command(("EVALSHA", self._put_back, 0, before))]
+        parts = [_command("EVALSHA", self._put_back, 0, before)]
         for call in move.calls:
             if call.script:
                 digest = self._digests[call.script]
-                parts.append(hiredis.pack_command(("EVALSHA", digest, 1, KEYS.pending, *call.args)))
+                parts.append(_command("EVALSHA", digest, 1, KEYS.pending, *call.args))
             else:
-                parts.append(hiredis.pack_command(tuple(call.args)))
-        parts.append(hiredis.pack_command(("EVALSHA", self._read, 0)))
+                parts.append(_command(*call.args))
+        parts.append(_command("EVALSHA", self._read, 0))
         return b"".join(parts)
 
     def _receive(self, move: Move) -> Outcome:
         self._reply()
-        answers = []
+        answers: list[Any] = []
         for call in move.calls:
             reply = self._reply(raises=False)
             if isinstance(reply, hiredis.ReplyError):
@@ -164,6 +164,11 @@ class StatesServer:
         return reply
 
     def _load(self, text: str) -> bytes:
-        self._socket.sendall(hiredis.pack_command(("SCRIPT", "LOAD", text)))
+        self._socket.sendall(_command("SCRIPT", "LOAD", text))
         digest: bytes = self._reply()
         return digest
+
+
+def _command(*args: str | bytes | int) -> bytes:
+    packed: bytes = hiredis.pack_command(args)  # type: ignore[arg-type]  # of any length
+    return packed

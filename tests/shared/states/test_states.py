@@ -7,7 +7,9 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from tests.shared.states.explore import ALL_INVARIANTS, Invariants, ViolationError, explore
+from shared.scripts import RowStatus
+from tests.shared.states.explore import ViolationError, explore
+from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
 from tests.shared.states.mutants import MUTANTS, Mutant
 from tests.shared.states.walks import walk
 from tests.shared.states.worlds import SMALL, WALKED
@@ -29,6 +31,8 @@ def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> N
     assert seen.states > 50
     never = SMALL[name].moves - {"wait"} - set(seen.kinds)
     assert not never, "these moves never changed anything"
+    if SMALL[name].moves >= {"publish", "cancel", "time"}:
+        assert seen.statuses == set(RowStatus) - {RowStatus.ERROR}
 
 
 def test_every_invariant_holds_on_redis_too(redis_server_url: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from tests.shared.states.explore import ALL_INVARIANTS, ViolationError, is_done
-from tests.shared.states.invariants import Step
+from tests.shared.states.explore import ViolationError, is_done
+from tests.shared.states.invariants import ALL_INVARIANTS
 from tests.shared.states.moves import Move, moves
 from tests.shared.states.server import StatesServer
+from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import View, World
 
 _MAX_ROUNDS = 100
@@ -46,7 +47,7 @@ def walk(
         server.close()
 
 
-def _walker(world: World, server: StatesServer) -> Callable[[], RuleBasedStateMachine]:
+def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
     class Walk(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()

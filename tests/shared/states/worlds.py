@@ -24,22 +24,22 @@ SMALL = {
     ),
 }
 LARGE = {
-    "one by plain commands, and what is requeued of it": World(
-        (Spec("r1", 100, plain=True), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
-        ALL,
-        losses=2,
-        max_crashes=2,
-    ),
-    "two requests in any calls, each losing its worker twice": World(
+    "two requests, each losing its worker twice, several in a call": World(
         (Spec("r1", 100, priority=1), Spec("r2", 200)),
         REQUIRED | {"step"},
         losses=2,
         max_crashes=2,
     ),
-    "two requests, one by plain commands, nearly everything": World(
-        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, plain=True)),
-        ALL - {"requeue", "late", "tidy", "pause"},
+    "one by plain commands, and what is requeued of it, everything": World(
+        (Spec("r1", 100, plain=True), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
+        ALL - {"pause", "late"},
         losses=2,
+        max_crashes=2,
+    ),
+    "two requests, one by plain commands, with deadline and drain": World(
+        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, plain=True)),
+        REQUIRED | {"release", "flag", "time", "step"},
+        losses=1,
         max_crashes=2,
     ),
 }
