@@ -164,8 +164,8 @@ MUTANTS = (
     Mutant(
         "an_answer_to_a_producer_is_true",
         "enqueue",
-        "'payload', payload, 'state', 'waiting'",
-        "'payload', payload, 'state', 'active'",
+        "payload, 'state', 'waiting', 'score', score",
+        "payload, 'state', 'active', 'score', score",
     ),
     Mutant(  # a cancel that does not end what waits
         "an_answer_to_a_producer_is_true",

@@ -49,6 +49,7 @@ for _, item in ipairs(cjson.decode(ARGV[1])) do
   elseif kind == 'stream' then
     for _, entry in ipairs(values) do redis.call('XADD', key, entry[1], unpack(entry[2])) end
   elseif kind == 'list' then redis.call('RPUSH', key, unpack(values))
+  elseif kind == 'set' then redis.call('SADD', key, unpack(values))
   else redis.call('SET', key, values[1]) end
   if has_expiry then redis.call('PEXPIRE', key, 3600000) end
 end
@@ -74,6 +75,9 @@ for _, key in ipairs(keys) do
   elseif kind == 'zset' then values = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
   elseif kind == 'stream' then values = redis.call('XRANGE', key, '-', '+')
   elseif kind == 'list' then values = redis.call('LRANGE', key, 0, -1)
+  elseif kind == 'set' then
+    values = redis.call('SMEMBERS', key)
+    table.sort(values)
   else values = {{redis.call('GET', key)}} end
   if key ~= '{_NOW}' then items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) > 0}} end
 end
