@@ -31,6 +31,8 @@ class Step:
 
     def appended(self, request_id: str) -> list[TokenEvent]:
         """What the move added to a request's log."""
+        if self.after is self.before:
+            return []
         new = self.after.log(request_id)[len(self.before.log(request_id)) :]
         return [TokenEvent.model_validate_json(event) for _, event in new]
 

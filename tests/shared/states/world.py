@@ -124,6 +124,10 @@ class View:
                 if group in ("pending", "delayed"):
                     for request_id in members:
                         self.places[request_id] = self.places.get(request_id, 0) + 1
+        self._states = {
+            request_id: fields.get("state", "waiting" if "payload" in fields else "")
+            for request_id, fields in self.hashes.items()
+        }
         self.delayed = sets.get("delayed", {})
         self.leases = sets.get("leases", {})
         self.deadlines = sets.get("deadlines", {})
@@ -137,8 +141,7 @@ class View:
 
     def state(self, request_id: str) -> str:
         """As docs/protocol.md has it; empty if there is no request."""
-        default = "waiting" if self.is_accepted(request_id) else ""
-        return self.fields(request_id).get("state", default)
+        return self._states.get(request_id, "")
 
     def is_final(self, request_id: str) -> bool:
         return self.state(request_id) in FINAL
