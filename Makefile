@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar bench-lock clean
+.PHONY: demo test states check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar bench-lock clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
 
 test: $(SET_UP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Every state that the queue's scripts can reach in small worlds; docs/reliability.md says which.
+states: $(SET_UP)
+	@$(BIN)/python -m tests.shared.states $(ARGS)
 
 check: $(SET_UP)
 	@$(BIN)/ruff check .

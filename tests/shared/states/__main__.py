@@ -1,0 +1,39 @@
+"""`make states`: explores every world and says how large it is, then walks through a larger one."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from shared.embedded import EmbeddedServer
+from tests.shared.states.explore import explore
+from tests.shared.states.walks import walk
+from tests.shared.states.worlds import LARGE, SMALL, WALKED
+
+NUM_STEPS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worlds", default="", help="only those whose name has this in it")
+    parser.add_argument("--walks", type=int, default=2000, help="how many (2000)")
+    options = parser.parse_args()
+    with EmbeddedServer() as server:
+        print(f"{'states':>9} {'moves':>10} {'deepest':>8} {'seconds':>8}  world", flush=True)
+        for name, world in (SMALL | LARGE).items():
+            if options.worlds in name:
+                seen = explore(world, server.port)
+                print(
+                    f"{seen.states:>9,} {seen.moves:>10,} {seen.deepest:>8} {seen.seconds:>8.1f}"
+                    f"  {name}",
+                    flush=True,
+                )
+        if options.walks:
+            started = time.monotonic()
+            walk(WALKED, server.port, options.walks, NUM_STEPS)
+            seconds = time.monotonic() - started
+            print(f"{options.walks} random walks of up to {NUM_STEPS} moves, {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

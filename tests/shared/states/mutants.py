@@ -1,0 +1,201 @@
+"""Scripts broken in one place each, so that one invariant does not hold any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import scripts
+from tests.shared.states.world import World
+from tests.shared.states.worlds import SMALL
+
+ONE, _, TWO = SMALL.values()
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Each script whose name begins with `script` has `new` where `old` stood."""
+
+    breaks: str
+    script: str
+    old: str
+    new: str
+    world: World = ONE
+
+    def texts(self) -> dict[str, str]:
+        """All scripts by name, some of them broken. Raises ValueError where `old` is not there."""
+        texts = {name: scripts.script_text(name) for name in scripts.SCRIPT_NAMES}
+        broken = {
+            name: text.replace(self.old, self.new)
+            for name, text in texts.items()
+            if name.startswith(self.script) and text.count(self.old) == 1
+        }
+        if not broken:
+            raise ValueError(f"{self.old!r} does not stand once in any script {self.script}")
+        return texts | broken
+
+
+ALL_SCRIPTS = ""
+
+MUTANTS = (
+    Mutant(
+        "keys_bear_the_queues_name",
+        ALL_SCRIPTS,
+        "return prefix .. 'tokens:' .. id",
+        "return 'tokens:' .. id",
+    ),
+    Mutant(
+        "each_request_is_in_one_place",
+        ALL_SCRIPTS,
+        "redis.call('HSET', request_key(id), 'state', 'waiting')",
+        "",
+    ),
+    Mutant(
+        "each_request_is_in_one_place",
+        "claim",
+        "call_for_all('ZADD', leases, new_leases)",
+        "",
+    ),
+    Mutant(
+        "nothing_is_held_after_the_end",
+        ALL_SCRIPTS,
+        "leases, deadlines, delayed}",
+        "leases}",
+    ),
+    Mutant(
+        "a_log_is_the_answer_so_far",
+        "publish",
+        "elseif index > request.count then status = 'gap'",
+        "elseif false then",
+    ),
+    Mutant(  # the hash is not told of the end
+        "there_is_one_last_event",
+        ALL_SCRIPTS,
+        "else\n    redis.pcall('HSET', key, 'state',",
+        "else\n    redis.pcall('HSET', key, 'was',",
+    ),
+    Mutant(
+        "a_result_is_the_whole_stream",
+        ALL_SCRIPTS,
+        "    texts[#texts + 1] = last.text\n",
+        "    texts[1] = last.text\n",
+    ),
+    Mutant(
+        "what_has_ended_goes_and_what_lives_stays",
+        ALL_SCRIPTS,
+        "redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))",
+        "",
+    ),
+    Mutant(  # to the end of the queue
+        "a_place_in_the_queue_is_kept",
+        ALL_SCRIPTS,
+        "local number = tonumber(score or nil)",
+        "local number = nil",
+    ),
+    Mutant(  # of another type
+        "scripts_raise_no_errors",
+        ALL_SCRIPTS,
+        "redis.call('HDEL', request_key(id), 'fence'",
+        "redis.call('HDEL', leases, 'fence'",
+    ),
+    Mutant(
+        "what_has_ended_never_changes",
+        "publish",
+        "if request.finished then return 'finished' end",
+        "",
+    ),
+    Mutant(
+        "a_log_only_grows",
+        "publish",
+        "tokens_key(id), count .. '-0'",
+        "tokens_key(id), 'MAXLEN', 1, count .. '-0'",
+    ),
+    Mutant("subscribers_hear_what_the_log_gets", "publish", "      publish_event(id, event)\n", ""),
+    Mutant(
+        "only_the_newest_attempt_writes",
+        "publish",
+        "if request.fence ~= fence then return 'fenced' end",
+        "",
+    ),
+    Mutant(
+        "only_the_newest_attempt_writes",
+        "release",
+        "elseif fields.fence ~= fence then",
+        "elseif false then",
+    ),
+    Mutant(  # a zombie goes on, though nothing of it is written
+        "who_lost_a_request_learns_it",
+        "publish",
+        "return {row_status, held_status}",
+        "for n, status in ipairs(held_status) do"
+        "  if status == 'fenced' then held_status[n] = 'ok' end "
+        "end "
+        "return {row_status, held_status}",
+    ),
+    Mutant(  # a token that never came counts as there
+        "an_answer_to_a_row_is_true",
+        "publish",
+        "if index < request.count then",
+        "if index ~= request.count then",
+    ),
+    Mutant(
+        "nothing_follows_a_cancel_but_the_end",
+        "publish",
+        "if request.cancelled then return 'cancelled' end",
+        "",
+    ),
+    Mutant(
+        "nothing_follows_a_cancel_but_the_end",
+        "publish",
+        "if expired[id] then return 'expired' end",
+        "",
+    ),
+    Mutant(
+        "a_claim_takes_what_waits",
+        "claim",
+        "if expired[id] then",
+        "if false then",
+    ),
+    Mutant(
+        "a_claim_takes_what_waits",
+        "claim",
+        "local attempt = whole(fields.attempt, 0) + 1",
+        "local attempt = math.max(1, whole(fields.attempt, 0))",
+    ),
+    Mutant(
+        "an_answer_to_a_producer_is_true",
+        "enqueue",
+        "payload, 'state', 'waiting', 'score', score",
+        "payload, 'state', 'active', 'score', score",
+    ),
+    Mutant(  # a cancel that does not end what waits
+        "an_answer_to_a_producer_is_true",
+        "cancel",
+        "finish_bare(id, 'cancelled')",
+        "",
+    ),
+    Mutant(
+        "others_are_left_alone",
+        "cancel",
+        "if mode == 'any' then",
+        "if mode == 'any' then redis.call('DEL', leases)",
+        TWO,
+    ),
+    Mutant(
+        "a_reaper_leaves_nothing_overdue",
+        "reap",
+        "redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE'",
+        "redis.call('ZRANGE', leases, '-inf', '0', 'BYSCORE'",
+    ),
+    Mutant(
+        "a_reaper_leaves_nothing_overdue",
+        "reap",
+        "promote_delayed(), 0, 0",
+        "0, 0, 0",
+    ),
+    Mutant(  # what was begun is never begun again
+        "progress",
+        "claim",
+        "if is_newer(fields.payload) then return end",
+        "if fields.attempt then return end",
+    ),
+)

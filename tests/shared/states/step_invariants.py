@@ -1,0 +1,285 @@
+"""What holds of every move, once in words (the docstring) and once in code.
+
+Each invariant yields what is wrong, in a sentence; nothing if all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import hiredis
+
+from shared.errors import PromptqError
+from shared.schemas import TokenEvent
+from shared.scripts import CancelStatus, Claims, Published, RowStatus
+from tests.shared.states.moves import Move, fence_of
+from tests.shared.states.server import Outcome
+from tests.shared.states.state_invariants import Problems
+from tests.shared.states.world import KEYS, NOW_MS, View, World
+
+
+@dataclass(frozen=True)
+class Step:
+    """A move, with the states before and after it."""
+
+    world: World
+    before: View
+    move: Move
+    outcome: Outcome
+    after: View
+
+    def appended(self, request_id: str) -> list[TokenEvent]:
+        """What the move added to a request's log."""
+        if self.after is self.before:
+            return []
+        new = self.after.log(request_id)[len(self.before.log(request_id)) :]
+        return [TokenEvent.model_validate_json(event) for _, event in new]
+
+    @property
+    def published(self) -> Published | None:
+        answer = self.outcome.answers[0]
+        return answer if isinstance(answer, Published) else None
+
+    @property
+    def claims(self) -> Claims:
+        answer = self.outcome.answers[0]
+        return answer if isinstance(answer, Claims) else Claims()
+
+
+StepInvariant = Callable[[Step], Problems]
+
+
+def scripts_raise_no_errors(step: Step) -> Problems:
+    """No script stops in the midst, and no row is refused by the server."""
+    for answer in step.outcome.answers:
+        if isinstance(answer, hiredis.ReplyError):
+            yield f"the server says: {answer}"
+    if step.published is not None and RowStatus.ERROR in step.published.rows:
+        yield "the server refuses a row"
+
+
+def what_has_ended_never_changes(step: Step) -> Problems:
+    """State, last event, result and log of a request stay as they were when it ended; the log may
+    expire.
+    """
+    for request_id in step.world.by_id:
+        if not step.before.is_final(request_id):
+            continue
+        old, new = step.before.fields(request_id), step.after.fields(request_id)
+        for field in ("state", "finish_reason", "finished_at", "last_event", "result", "attempt"):
+            if old.get(field) != new.get(field):
+                yield f"{request_id}: {field} was {old.get(field)} and is {new.get(field)}"
+        if step.after.log(request_id) not in (step.before.log(request_id), ()):
+            yield f"{request_id}: its log changed after its end"
+
+
+def a_log_only_grows(step: Step) -> Problems:
+    """What a log has is never changed nor trimmed while the request lives."""
+    for request_id in step.world.by_id:
+        old, new = step.before.log(request_id), step.after.log(request_id)
+        if not step.before.is_final(request_id) and new[: len(old)] != old:
+            yield f"{request_id}: its log was {old} and is {new}"
+
+
+def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
+    """What is published on a request's channel is what its log gets, byte for byte and in order;
+    or once more the last event of a request that had ended.
+    """
+    for request_id in step.world.by_id:
+        heard = [text for at, text in step.outcome.heard if at == KEYS.events(request_id)]
+        old, new = step.before.log(request_id), step.after.log(request_id)
+        appended = [event for _, event in new[len(old) :]]
+        last = step.before.fields(request_id).get("last_event")
+        if heard != appended and not (heard == [last] and not appended):
+            yield f"{request_id}: the log got {appended}, subscribers heard {heard}"
+
+
+def only_the_newest_attempt_writes(step: Step) -> Problems:
+    """A row is written, a lease renewed, a request given back only for the newest attempt, while it
+    has the request; all that others send changes nothing.
+    """
+    senders = {row.request_id: attempt for row, attempt in step.move.rows} | dict(step.move.holders)
+    for request_id, attempt in senders.items():
+        if _holds(step.before, request_id, attempt):
+            continue
+        if _all_of(step.before, request_id) != _all_of(step.after, request_id):
+            yield f"attempt {attempt} changed {request_id}, which it does not hold"
+
+
+def who_lost_a_request_learns_it(step: Step) -> Problems:
+    """Whoever sends for a request that it holds no longer is told so, or that it has ended."""
+    published = step.published
+    if published is None:
+        return
+    rows = [(row.request_id, attempt) for row, attempt in step.move.rows]
+    sent = [*zip(rows, published.rows, strict=True)]
+    sent += zip(step.move.holders, published.held, strict=True)
+    for (request_id, attempt), status in sent:
+        if _holds(step.before, request_id, attempt):
+            if status is RowStatus.FENCED:
+                yield f"attempt {attempt} holds {request_id} and is fenced off"
+        elif status not in (RowStatus.FENCED, RowStatus.FINISHED):
+            yield f"attempt {attempt} lost {request_id} and is told {status}"
+
+
+def an_answer_to_a_row_is_true(step: Step) -> Problems:
+    """`ok`: the row is in the log now. `duplicate`: it was before, with the same tokens. `gap`: the
+    log ends before it. `cancelled`, `expired`, `finished`: the request has ended.
+    """
+    published = step.published
+    if published is None:
+        return
+    for (row, _), status in zip(step.move.rows, published.rows, strict=True):
+        old, new = step.before.log(row.request_id), step.after.log(row.request_id)
+        is_written = (f"{row.end}-{int(bool(row.finish_reason))}", row.event_json) in new[
+            len(old) :
+        ]
+        if (status is RowStatus.OK) != is_written:
+            yield f"{row.request_id}: {status} for a row that is written: {is_written}"
+        elif status is RowStatus.DUPLICATE and step.before.count(row.request_id) < row.end:
+            yield f"{row.request_id}: duplicate for a token that was not there"
+        elif status is RowStatus.GAP and step.before.count(row.request_id) >= row.start:
+            yield f"{row.request_id}: gap without a gap"
+        says_ended = status in (RowStatus.CANCELLED, RowStatus.EXPIRED, RowStatus.FINISHED)
+        if says_ended and not step.after.is_final(row.request_id):
+            yield f"{row.request_id}: {status}, but it has not ended"
+
+
+def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
+    """Once a request is flagged as cancelled, or past its deadline, no token of it is published;
+    the next row or renewal of its holder ends it.
+    """
+    for request_id in step.world.by_id:
+        is_cancelled = step.before.fields(request_id).get("cancelled") == "1"
+        if not is_cancelled and not step.before.is_past_deadline(request_id):
+            continue
+        for event in step.appended(request_id):
+            if event.token_ids or not event.is_last:
+                yield f"{request_id} was to end and got the tokens {event.token_ids}"
+        senders = {(row.request_id, attempt) for row, attempt in step.move.rows}
+        for _, attempt in [it for it in senders | set(step.move.holders) if it[0] == request_id]:
+            is_held = _holds(step.before, request_id, attempt)
+            is_given_back = step.move.kind == "release" and not is_cancelled
+            if is_held and not step.after.is_final(request_id) and not is_given_back:
+                yield f"{request_id} was to end and goes on"
+
+
+def a_claim_takes_what_waits(step: Step) -> Problems:
+    """A claim, and nothing else, begins an attempt: of a request that waits, that nobody holds and
+    that is not to end. It is one higher than the last, and its answer says so, with the log so far.
+    """
+    claimed = {claim.request_id: claim for claim in step.claims}
+    if len(claimed) < len(step.claims):
+        yield "one claim hands out a request twice"
+    for request_id in step.world.by_id:
+        claim = claimed.get(request_id)
+        if claim is None and step.before is step.after:
+            continue
+        old, new = step.before.attempt(request_id), step.after.attempt(request_id)
+        if claim is None:
+            if new != old:
+                yield f"{request_id}: attempt {new} after {old} without a claim"
+            continue
+        if (claim.attempt, new, claim.fence) != (old + 1, old + 1, fence_of(old + 1)):
+            yield f"{request_id}: {claim.fence} in the answer, {new} in the hash, {old} before"
+        if step.before.state(request_id) != "waiting" or step.after.state(request_id) != "active":
+            yield f"{request_id} was {step.before.state(request_id)} when it was handed out"
+        if step.before.fields(request_id).get("cancelled") == "1":
+            yield f"{request_id} was cancelled when it was handed out"
+        if step.before.is_past_deadline(request_id):
+            yield f"{request_id} was past its deadline when it was handed out"
+        log = [TokenEvent.model_validate_json(event) for _, event in step.before.log(request_id)]
+        if claim.events != log or claim.is_spoilt:
+            yield f"{request_id} was handed out with {claim.events} instead of its log"
+
+
+def an_answer_to_a_producer_is_true(step: Step) -> Problems:
+    """`ok` to an enqueue or requeue: the request is in the queue. A refusal, or an id that was
+    accepted before (this one, or one with the same idempotency key): nothing has changed. A cancel:
+    the request has ended, or its worker will hear of it, or it was over before.
+    """
+    answer, before, after = step.outcome.answers[0], step.before, step.after
+    new_id = step.move.ids[-1] if step.move.ids else ""
+    has_changed = after.snapshot != before.snapshot
+    if step.move.kind in ("produce", "requeue") and step.move.calls[0].script:
+        if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
+            if has_changed:
+                yield f"{new_id} was refused, and something has changed"
+        elif isinstance(answer, list) and before.is_accepted(answer[0]):
+            specs = step.world.by_id
+            is_known = answer == [new_id] or (
+                specs[new_id].idempotency_key is not None
+                and specs[new_id].idempotency_key == specs[answer[0]].idempotency_key
+            )
+            if has_changed or not is_known:
+                yield f"{new_id} is said to be {answer[0]}, which was there before"
+        elif answer not in ([new_id], "ok") or after.state(new_id) != "waiting":
+            yield f"{answer} for {new_id}, which is {after.state(new_id) or 'absent'}"
+    if step.move.kind in ("cancel", "remove") and isinstance(answer, list):
+        (status,), was = answer, before.state(new_id)
+        expected = {
+            CancelStatus.CANCELLED: was == "waiting" and after.state(new_id) == "cancelled",
+            CancelStatus.FLAGGED: was == "active" and after.fields(new_id).get("cancelled") == "1",
+            CancelStatus.ACTIVE: was in ("waiting", "active") and after.state(new_id) == was,
+            CancelStatus.FINISHED: before.is_final(new_id),
+            CancelStatus.UNKNOWN: not before.is_accepted(new_id) and not after.is_accepted(new_id),
+        }
+        if not expected.get(status, False) and (was or status is not CancelStatus.ACTIVE):
+            yield f"{new_id} was {was or 'absent'}, is {after.state(new_id)}; the answer: {status}"
+
+
+def others_are_left_alone(step: Step) -> Problems:
+    """A call that names requests changes nothing of those that it does not name."""
+    if not step.move.ids:
+        return
+    for request_id in step.world.by_id:
+        if request_id in step.move.ids:
+            continue
+        old, new = _all_of(step.before, request_id), _all_of(step.after, request_id)
+        if old != new:
+            yield f"{request_id} was {old} and is {new}"
+
+
+def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
+    """After a reap no lease has run out, no delay is over, nothing that waits is overdue."""
+    if step.move.kind != "reap":
+        return
+    for request_id in step.world.by_id:
+        if step.after.leases.get(request_id, NOW_MS + 1) <= NOW_MS:
+            yield f"the lease of {request_id} has run out"
+        if step.after.delayed.get(request_id, NOW_MS + 1) <= NOW_MS:
+            yield f"{request_id} is delayed, though its time has come"
+        if step.after.is_past_deadline(request_id) and request_id not in step.after.leases:
+            yield f"{request_id} is past its deadline"
+
+
+def _holds(view: View, request_id: str, attempt: int) -> bool:
+    return view.state(request_id) == "active" and view.attempt(request_id) == attempt
+
+
+def _all_of(view: View, request_id: str) -> tuple[object, ...]:
+    """All that the server keeps of a request."""
+    sets = (view.pending, view.delayed, view.leases, view.deadlines, view.dead)
+    scores = tuple(members.get(request_id) for members in sets)
+    return (view.fields(request_id), view.log(request_id), *scores)
+
+
+CHANGE_INVARIANTS: tuple[StepInvariant, ...] = (
+    what_has_ended_never_changes,
+    a_log_only_grows,
+    subscribers_hear_what_the_log_gets,
+    only_the_newest_attempt_writes,
+    others_are_left_alone,
+)
+"""They hold by themselves of a move that changes nothing, of which most are."""
+
+ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
+    scripts_raise_no_errors,
+    who_lost_a_request_learns_it,
+    an_answer_to_a_row_is_true,
+    nothing_follows_a_cancel_but_the_end,
+    a_claim_takes_what_waits,
+    an_answer_to_a_producer_is_true,
+    a_reaper_leaves_nothing_overdue,
+)

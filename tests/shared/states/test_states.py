@@ -1,0 +1,67 @@
+"""Every state that the scripts can reach in small worlds is as it should be."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+
+from shared.scripts import RowStatus
+from tests.shared.states.explore import ViolationError, explore
+from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
+from tests.shared.states.mutants import MUTANTS, Mutant
+from tests.shared.states.walks import walk
+from tests.shared.states.worlds import SMALL, WALKED
+
+
+def emptied(url: str) -> int:
+    """The port of the server, after everything on it was deleted."""
+    with redis.Redis.from_url(url) as client:
+        client.flushall()
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> None:
+    seen = explore(SMALL[name], emptied(embedded_url))
+    print(f"{name}: {seen.states} states, {seen.moves} moves, {seen.seconds:.1f} s")
+    assert seen.states > 50
+    never = SMALL[name].moves - {"wait"} - set(seen.kinds)
+    assert not never, "these moves never changed anything"
+    if SMALL[name].moves >= {"publish", "cancel", "time"}:
+        assert seen.statuses == set(RowStatus) - {RowStatus.ERROR}
+
+
+def test_every_invariant_holds_on_redis_too(redis_server_url: str) -> None:
+    world = SMALL["a dead letter and what is made of it"]
+    assert explore(world, emptied(redis_server_url)).states > 50
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
+def test_each_invariant_finds_a_script_that_breaks_it(embedded_url: str, mutant: Mutant) -> None:
+    only = Invariants.only(mutant.breaks)
+    with pytest.raises(ViolationError) as found:
+        explore(mutant.world, emptied(embedded_url), mutant.texts(), only)
+    print(found.value)
+    assert found.value.invariant == mutant.breaks
+
+
+def test_there_is_a_mutant_for_each_invariant() -> None:
+    assert {mutant.breaks for mutant in MUTANTS} == set(ALL_INVARIANTS.names)
+
+
+@pytest.mark.parametrize("server", ["embedded_url", "redis_server_url"])
+def test_random_walks_through_a_larger_world_find_nothing(
+    request: pytest.FixtureRequest, server: str
+) -> None:
+    walk(WALKED, emptied(request.getfixturevalue(server)), num_walks=50, num_steps=50)
+
+
+def test_random_walks_find_a_broken_script(embedded_url: str) -> None:
+    (mutant,) = (it for it in MUTANTS if it.breaks == "what_has_ended_never_changes")
+    port, texts = emptied(embedded_url), mutant.texts()
+    with pytest.raises(ViolationError):
+        walk(WALKED, port, num_walks=1000, num_steps=50, texts=texts, shortens=False)

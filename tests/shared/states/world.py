@@ -1,0 +1,164 @@
+"""What is explored: which requests there are, and which things may happen to them.
+
+A state is all that the server keeps, so nothing else has to be modelled: workers are the most
+hostile that still speak the protocol. Every claim that was ever handed out may be used at any time,
+from any position, any number of times, by whoever has it. That holds in it
+
+- a crash: the claim is never used again; the lease runs out
+- a freeze: it is used again after others have gone on (a zombie)
+- a lost reply: the same call is sent once more, be it publish, release, enqueue, cancel or reap;
+  of a claim: nobody knows that it was handed out
+- redelivery, reordering and delay of calls on their way
+
+and more than two workers could do, as a claim may even be used by both at once.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from shared.keys import Keys
+
+NOW_MS = 1_790_000_000_000
+"""The clock of the explored server stands still. That time passes is a move: it puts what is waited
+for (the end of a lease, a delay, a deadline) into the past."""
+
+AMPLE = 10**6
+"""A token budget that everything fits in."""
+
+KEYS = Keys("states")
+WORKERS = ("worker-a", "worker-b", "worker-c")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One request as its producer sends it. Token `i` of it is `first_token + i`."""
+
+    request_id: str
+    first_token: int
+    num_tokens: int = 3
+    priority: int = 0
+    delay_ms: int = 0
+    deadline_ms: int = 0
+    tenant: str | None = None
+    plain: bool = False
+    """Put in by the protocol's three plain commands instead of the script."""
+    idempotency_key: str | None = None
+    requeue_of: str = ""
+    """Not enqueued, but made of this dead letter."""
+
+    def token(self, index: int) -> int:
+        return self.first_token + index
+
+
+@dataclass(frozen=True)
+class World:
+    """Requests and what may happen to them.
+
+    `losses` bounds the space: so often may a request lose its worker, by a lease that ran out or by
+    a release. The worker after that is a healthy one. `moves` names groups of the module `moves`.
+    """
+
+    specs: tuple[Spec, ...]
+    moves: frozenset[str]
+    losses: int = 1
+    max_crashes: int = 3
+    num_workers: int = 2
+    all_positions: bool = False
+    """Stale rows of every position, not only of those around the end of the log."""
+    budgets: tuple[int, ...] = (AMPLE,)
+    """Tokens that a claiming worker may have room for."""
+    config: tuple[str, ...] = ()
+    """The queue's settings: field, value, ..."""
+
+    @property
+    def start(self) -> bytes:
+        """The state before anything happened."""
+        config = [[KEYS.config, "hash", list(self.config), False]] if self.config else []
+        return json.dumps(config, separators=(",", ":")).encode()
+
+    @cached_property
+    def by_id(self) -> dict[str, Spec]:
+        return {spec.request_id: spec for spec in self.specs}
+
+
+LogEntry = tuple[str, str]
+"""Stream id and event JSON."""
+
+
+class View:
+    """A state of the server, read: the queue's keys by what they mean."""
+
+    def __init__(self, snapshot: bytes) -> None:
+        self.snapshot = snapshot
+        self.keys: set[str] = set()
+        self.expiring: set[str] = set()
+        self.hashes: dict[str, dict[str, str]] = {}
+        self.logs: dict[str, tuple[LogEntry, ...]] = {}
+        self.is_paused = False
+        self.pending: dict[str, float] = {}
+        self.places: dict[str, int] = {}
+        """How many sets of waiting ids hold the id: `pending`, those of tenants, `delayed`."""
+        sets: dict[str, dict[str, float]] = {}
+        for key, kind, values, has_expiry in json.loads(snapshot):
+            self.keys.add(key)
+            if has_expiry:
+                self.expiring.add(key)
+            name = key.removeprefix(KEYS.prefix)
+            group, _, rest = name.partition(":")
+            if kind == "hash" and group == "request":
+                self.hashes[rest] = dict(zip(values[::2], values[1::2], strict=True))
+            elif name == "config":
+                settings = dict(zip(values[::2], values[1::2], strict=True))
+                self.is_paused = settings.get("paused") == "1"
+            elif kind == "stream" and group == "tokens":
+                self.logs[rest] = tuple((entry, fields[1]) for entry, fields in values)
+            elif kind == "zset":
+                scores = map(float, values[1::2])
+                members = dict(zip(values[::2], scores, strict=True))
+                sets[name] = members
+                if group == "pending":
+                    self.pending.update(members)
+                if group in ("pending", "delayed"):
+                    for request_id in members:
+                        self.places[request_id] = self.places.get(request_id, 0) + 1
+        self._states = {
+            request_id: fields.get("state", "waiting" if "payload" in fields else "")
+            for request_id, fields in self.hashes.items()
+        }
+        self.delayed = sets.get("delayed", {})
+        self.leases = sets.get("leases", {})
+        self.deadlines = sets.get("deadlines", {})
+        self.dead = sets.get("dead", {})
+
+    def is_accepted(self, request_id: str) -> bool:
+        return "payload" in self.hashes.get(request_id, {})
+
+    def fields(self, request_id: str) -> dict[str, str]:
+        return self.hashes.get(request_id, {})
+
+    def state(self, request_id: str) -> str:
+        """As docs/protocol.md has it; empty if there is no request."""
+        return self._states.get(request_id, "")
+
+    def is_final(self, request_id: str) -> bool:
+        return self.state(request_id) in FINAL
+
+    def attempt(self, request_id: str) -> int:
+        return int(self.fields(request_id).get("attempt", "0"))
+
+    def log(self, request_id: str) -> tuple[LogEntry, ...]:
+        return self.logs.get(request_id, ())
+
+    def count(self, request_id: str) -> int:
+        """How many tokens the log holds."""
+        log = self.log(request_id)
+        return int(log[-1][0].split("-")[0]) if log else 0
+
+    def is_past_deadline(self, request_id: str) -> bool:
+        return self.deadlines.get(request_id, NOW_MS + 1) <= NOW_MS
+
+
+FINAL = frozenset({"completed", "failed", "cancelled", "expired", "dead"})

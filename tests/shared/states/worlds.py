@@ -1,0 +1,63 @@
+"""The worlds that are explored: the small ones by the tests, all of them by `make states`."""
+
+from __future__ import annotations
+
+from tests.shared.states.moves import ALL, REQUIRED
+from tests.shared.states.world import AMPLE, Spec, World
+
+SMALL = {
+    "one request, everything": World(
+        (Spec("r1", 100, priority=1, delay_ms=1000, deadline_ms=1000),),
+        ALL - {"requeue", "again"},
+        losses=2,
+        max_crashes=2,
+        all_positions=True,
+    ),
+    "a dead letter and what is made of it": World(
+        (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
+        REQUIRED | {"requeue", "fail"},
+        losses=2,
+        max_crashes=2,
+    ),
+    "two requests, each losing its worker once": World(
+        (Spec("r1", 100, priority=1), Spec("r2", 200)), REQUIRED, losses=1
+    ),
+}
+LARGE = {
+    "two requests, each losing its worker twice, several in a call": World(
+        (Spec("r1", 100, priority=1), Spec("r2", 200)),
+        REQUIRED | {"step"},
+        losses=2,
+        max_crashes=2,
+    ),
+    "one by plain commands, and what is requeued of it, everything": World(
+        (Spec("r1", 100, plain=True), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
+        ALL - {"pause", "late"},
+        losses=2,
+        max_crashes=2,
+    ),
+    "two requests, one by plain commands, with deadline and drain": World(
+        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, plain=True)),
+        REQUIRED | {"release", "flag", "time", "step"},
+        losses=1,
+        max_crashes=2,
+    ),
+}
+
+WALKED = World(
+    (
+        Spec("r1", 100, priority=-2, deadline_ms=1000, idempotency_key="once"),
+        Spec("r2", 200, num_tokens=5, delay_ms=1000, tenant="t1"),
+        Spec("r3", 300, plain=True),
+        Spec("r4", 400, priority=1, tenant="t2"),
+        Spec("r5", 500, idempotency_key="once"),
+        Spec("r6", 600, requeue_of="r1"),
+    ),
+    ALL,
+    losses=3,
+    num_workers=3,
+    all_positions=True,
+    budgets=(AMPLE, 40, 0),
+    config=("max_pending", "3"),
+)
+"""Too large to be explored; random walks lead through it."""
