@@ -1101,6 +1101,7 @@ SPOILT = [
     ("passed", "x"),
     ("crashes", "x"),
     ("priority", "x"),
+    ("priority", "nan"),
     ("score", "soon"),
     ("score", "nan"),
     ("state", "queued"),
