@@ -14,7 +14,7 @@ from typing import Any
 from tests.chaos.records import Expected, Kind, Queue, Seen, Sent
 
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}
-_HOLDS = ("pending", "leases", "deadlines", "delayed")
+_HOLDS = {"pending", "leases", "deadlines", "delayed"}
 _PER_QUEUE = {"config", "outputs", "workers", "dead", "tenants"}
 """One key each for a queue, whatever it served."""
 

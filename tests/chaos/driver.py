@@ -20,7 +20,7 @@ import redis.asyncio
 from producer.async_client import AsyncClient
 from shared.keys import Keys
 from tests.chaos.auditor import Violation, audit
-from tests.chaos.fleet import LEASE_MS, Fleet
+from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.chaos.proxy import Proxy, Role
 from tests.chaos.records import (
     Expected,
@@ -44,7 +44,7 @@ RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
 _NUM_CLIENTS = 2
 _PATIENCE_SECONDS = 60.0
 """So long nothing may end while requests are open, once all faults are over."""
-_RESULT_TTL_MS = 12 * 3600 * 1000
+_CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
 _IDLE_SECONDS = 2.5  # two heartbeats
 _LOOK_SECONDS = 0.1
 
@@ -110,7 +110,7 @@ class Run:
         try:
             with redis.Redis(port=self._server.port) as client:
                 for queue in Queue:
-                    client.hset(Keys(queue).config, "result_ttl_ms", _RESULT_TTL_MS)
+                    client.hset(Keys(queue).config, mapping=_CONFIG)
             self._fleet.start(*Queue)
             self._say("asking the shipped model undisturbed")
             references = await self._ask_references()

@@ -37,7 +37,8 @@ def take_snapshot(client: redis.Redis, keys: Keys) -> Snapshot:
                 snapshot.requests[short.removeprefix("request:")] = _request(next(replies))
             if ttl != -2:  # it went meanwhile
                 snapshot.keys[short] = ttl
-    for name in hold_names(keys):
+    by_tenant = [name for name in names if name.startswith(keys.pending + ":")]
+    for name in hold_names(keys) + by_tenant:
         ids = [it.decode() for it in client.zrange(name, 0, -1)]
         snapshot.holds[name.removeprefix(keys.prefix)] = ids
     snapshot.workers = list(_workers(client, keys))
