@@ -1,14 +1,11 @@
 """The worker command, with a model-free engine that takes its time and can be poisoned.
 
-`python -m tests.chaos.chaotic_worker` takes the options of `promptq worker`. It ends with its
-owner: when standard input closes.
+`python -m tests.chaos.chaotic_worker` takes the options of `promptq worker`.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from typing import Any
 
 import worker.__main__ as command
@@ -58,12 +55,6 @@ def build_chaotic(settings: Settings, *rest: Any) -> Served:
     )
 
 
-def _end_with_owner() -> None:
-    os.read(sys.stdin.fileno(), 1)  # without Python's lock, which an exit would wait for in vain
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_owner, daemon=True).start()
     command.build = build_chaotic
     command.main()

@@ -21,6 +21,7 @@ from producer.async_client import AsyncClient
 from shared.keys import Keys
 from tests.chaos.auditor import Violation, audit
 from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
+from tests.chaos.group import ProcessGroup
 from tests.chaos.proxy import Proxy, Role
 from tests.chaos.records import (
     Expected,
@@ -96,7 +97,8 @@ class Run:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
         self._scale = scale
-        self._server = PersistentServer(folder)
+        self._group = ProcessGroup()
+        self._server = PersistentServer(folder, self._group)
         self._proxy = Proxy(self._server.port)
         self._clients: list[asyncio.subprocess.Process] = []
         self._hurting: set[asyncio.Task[None]] = set()
@@ -104,14 +106,15 @@ class Run:
         self._started = time.monotonic()
 
     async def run(self) -> Outcome:
-        await self._server.start()
-        await self._proxy.start()
-        self._fleet = Fleet(WORKERS, self._proxy.url(Role.WORKERS), self._folder)
+        await self._group.start()
         try:
+            await self._server.start()
+            await self._proxy.start()
             with redis.Redis(port=self._server.port) as client:
                 for queue in Queue:
                     client.hset(Keys(queue).config, mapping=_CONFIG)
-            self._fleet.start(*Queue)
+            self._fleet = Fleet(WORKERS, self._proxy.url(Role.WORKERS), self._folder, self._group)
+            self._fleet.start()
             self._say("asking the shipped model undisturbed")
             references = await self._ask_references()
             await self._start_clients()
@@ -122,13 +125,11 @@ class Run:
             await asyncio.sleep(_IDLE_SECONDS)
             self._say("auditing")
             self._audit(references)
-        finally:
             await self._fleet.end()
-            for process in self._clients:
-                if process.returncode is None:
-                    process.kill()
-            await self._proxy.stop()
             await self._server.stop()
+        finally:
+            await self._group.end()
+            await self._proxy.stop()
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in Queue}
         self.outcome.violations += self._bad_ends()
         return self.outcome
@@ -161,7 +162,7 @@ class Run:
             name = f"clients-{number}"
             rates = [f"{it}={rate * self._scale / _NUM_CLIENTS}" for it, rate in RATES.items()]
             with (self._folder / f"{name}.log").open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
+                process = await self._group.spawn(
                     sys.executable,
                     *["-m", "tests.chaos.clients", name, str(self.outcome.seed), *urls],
                     *[str(self._folder / f"{name}.jsonl"), *rates],

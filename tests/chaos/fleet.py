@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+from tests.chaos.group import ProcessGroup
 from tests.chaos.records import Queue
 
 LEASE_MS = 1000
@@ -33,7 +34,9 @@ _COMMAND = [sys.executable, "-m", "tests.chaos.chaotic_worker"]
 class Place:
     """One of the workers that are to run, and the process that does."""
 
-    def __init__(self, queue: Queue, number: int, url: str, log: Path) -> None:
+    def __init__(
+        self, queue: Queue, number: int, url: str, folder: Path, group: ProcessGroup
+    ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
         self.ends: Counter[str] = Counter()
@@ -41,7 +44,8 @@ class Place:
         self.is_ready = False
         self.is_frozen = False
         self._url = url
-        self._log = log
+        self._log = folder / f"{self.name}.log"
+        self._group = group
         self._process: asyncio.subprocess.Process | None = None
         self._asked_to_end = False
         self._keeper: asyncio.Task[None] | None = None
@@ -99,13 +103,13 @@ class Place:
     async def _keep(self) -> None:
         while True:
             self._asked_to_end = False
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await self._group.spawn(
                 *_COMMAND,
                 *_OPTIONS[self.queue],
                 *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
                 *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
                 *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
-                stdin=asyncio.subprocess.PIPE,
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -135,17 +139,18 @@ class Place:
 class Fleet:
     """All workers of a run."""
 
-    def __init__(self, counts: dict[Queue, int], url: str, folder: Path) -> None:
+    def __init__(
+        self, counts: dict[Queue, int], url: str, folder: Path, group: ProcessGroup
+    ) -> None:
         self.places = [
-            Place(queue, number, url, folder / f"{queue}-{number}.log")
+            Place(queue, number, url, folder, group)
             for queue, count in counts.items()
             for number in range(count)
         ]
 
-    def start(self, *queues: Queue) -> None:
+    def start(self) -> None:
         for place in self.places:
-            if place.queue in queues:
-                place.start()
+            place.start()
 
     def of(self, queue: Queue) -> list[Place]:
         """Those that can be hurt: ready, and not frozen."""

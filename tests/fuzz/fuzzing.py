@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 
 import redis
 
+from producer.processes import WorkerProcess
 from shared.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
 from tests.helpers import text_of
@@ -25,6 +23,7 @@ _CONTROL_SHARE = 0.1
 _PATIENCE_SECONDS = 30.0
 """So long nothing may end before what is left counts as stuck."""
 
+_LOOK_SECONDS = 0.02
 _CANARY_TOKENS = 20
 _OPTIONS = ["--model", "model-free", "--max-model-len", "64", "--lease-ms", "1000"]
 
@@ -59,8 +58,8 @@ class Fuzzing:
                 pushed = self._throw(range(start, min(start + _ROUND, count)))
                 canary = self._push_good()
                 left = self._wait(worker, pushed)
-                if worker.poll() is not None:
-                    self._tell(f"the worker ended with exit code {worker.returncode}")
+                if worker.exit_code is not None:
+                    self._tell(f"the worker ended with exit code {worker.exit_code}")
                     break
                 for request_id in left[:5]:
                     self._tell(f"stuck: {pushed.get(request_id, request_id)}")
@@ -74,21 +73,21 @@ class Fuzzing:
         self.outcome.faults.append(fault)
 
     @contextmanager
-    def _worker(self) -> Iterator[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "worker", *_OPTIONS, "--redis", self._url]
-        with self._log.open("wb") as log:
-            worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=os.environ)
-        try:
-            assert worker.stdout is not None
-            with worker.stdout:
-                worker.stdout.readline()
+    def _worker(self) -> Iterator[WorkerProcess]:
+        with self._log.open("w") as log:
+            options = [*_OPTIONS, "--redis", self._url]
+            worker = WorkerProcess(options, {}, lambda line: print(line, file=log, flush=True))
+            try:
+                while not worker.is_ready and worker.exit_code is None:
+                    time.sleep(_LOOK_SECONDS)
                 yield worker
-                worker.terminate()
-                if worker.wait() != 0:
-                    self._tell(f"told to end, the worker did with exit code {worker.returncode}")
-        finally:
-            worker.kill()
-            worker.wait()
+                if worker.exit_code is None:
+                    worker.drain()
+                    worker.wait()
+                    if worker.exit_code != 0:
+                        self._tell(f"told to end, it did with exit code {worker.exit_code}")
+            finally:
+                worker.kill()
 
     def _throw(self, numbers: range) -> dict[bytes, Thrown]:
         """Push them, with noise on the control channel; gives ids with what they are."""
@@ -123,10 +122,10 @@ class Fuzzing:
         else:
             self._tell(f"a good request came to {result.decode()[:200]}")
 
-    def _wait(self, worker: subprocess.Popen[bytes], pushed: dict[bytes, Thrown]) -> list[bytes]:
+    def _wait(self, worker: WorkerProcess, pushed: dict[bytes, Thrown]) -> list[bytes]:
         """Until nothing waits or is held but what is for newer workers; gives what is stuck."""
         last, changed = -1, time.monotonic()
-        while worker.poll() is None:
+        while worker.exit_code is None:
             held = self._held()
             if len(held) != last:
                 last, changed = len(held), time.monotonic()
@@ -136,7 +135,7 @@ class Fuzzing:
                 return self._held()
             if time.monotonic() - changed > _PATIENCE_SECONDS:
                 return held
-            time.sleep(0.02)
+            time.sleep(_LOOK_SECONDS)
         return []
 
     def _held(self) -> list[bytes]:
@@ -151,7 +150,7 @@ class Fuzzing:
             self._client.publish(self._keys.control, b"cancel:" + request_id)
         changed = time.monotonic()
         while self._held() and time.monotonic() - changed < _PATIENCE_SECONDS:
-            time.sleep(0.02)
+            time.sleep(_LOOK_SECONDS)
 
     def _clean(self) -> None:
         """Make room for the next round: a malformed request's record would live for an hour."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import redis.asyncio
 
 from producer.async_client import AsyncClient
+from producer.processes import WorkerProcess
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from tests.soak.trends import trend_of
@@ -84,12 +83,12 @@ async def soak(seconds: float, folder: Path) -> Samples:
         pids, clients = {}, {}
         for load in LOADS:
             await control.hset(Keys(load.queue).config, mapping=_CONFIG)  # type: ignore[misc]
-            worker = _worker(load, server.url, folder / f"{load.queue}.log")
-            pids[load.queue] = await stack.enter_async_context(worker)
+            stack.enter_context(_worker(load, server.url, folder / f"{load.queue}.log"))
             client = await stack.enter_async_context(AsyncClient(server.url, load.queue))
             for seed in range(_WARM_UP_REQUESTS):
                 await client.generate("Once", seed=seed, max_tokens=load.max_tokens)
             clients[load.queue] = client
+            pids[load.queue] = (await client.stats()).workers[0].pid
         latencies = {load.queue: _Latencies() for load in LOADS}
         sending = [
             asyncio.create_task(_send(load, clients[load.queue], latencies[load.queue], samples))
@@ -158,22 +157,15 @@ async def _ask(
     samples.num_wrong += count != load.max_tokens
 
 
-@asynccontextmanager
-async def _worker(load: Load, url: str, log: Path) -> AsyncIterator[int]:
-    """A worker that has said it is ready; gives its process id."""
-    command = [sys.executable, "-m", "worker", "--redis", url, "--queue", load.queue, *load.options]
-    with log.open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env=os.environ
-        )
-    assert process.stdout is not None
-    try:
-        await process.stdout.readline()
-        yield process.pid
-    finally:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+@contextmanager
+def _worker(load: Load, url: str, log: Path) -> Iterator[WorkerProcess]:
+    options = ["--redis", url, "--queue", load.queue, *load.options]
+    with log.open("w") as file:
+        worker = WorkerProcess(options, {}, lambda line: print(line, file=file, flush=True))
+        try:
+            yield worker
+        finally:
+            worker.kill()
 
 
 def resident_bytes(pid: int) -> int:
