@@ -18,7 +18,7 @@ from shared.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
 from tests.helpers import text_of
 
-_ROUND = 2000
+_ROUND = 5000
 _CONTROL_SHARE = 0.1
 _PATIENCE_SECONDS = 30.0
 """So long nothing may end before what is left counts as stuck."""
