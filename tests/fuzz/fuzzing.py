@@ -67,6 +67,9 @@ class Fuzzing:
                 if left:
                     break
                 self._clean()
+        for line in self._log.read_text(errors="replace").splitlines():
+            if "Traceback" in line:  # it went on, but nobody had thought of it
+                self._tell(f"an exception that nobody expected: {line[-600:]}")
         return self.outcome
 
     def _tell(self, fault: str) -> None:

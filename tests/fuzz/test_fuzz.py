@@ -12,7 +12,7 @@ from tests.fuzz.commands import make_request
 from tests.fuzz.fuzzing import Fuzzing, report
 from tests.fuzz.payloads import KINDS
 
-COUNT = 10_000
+COUNT = 15_000
 
 
 def test_malformed_requests_harm_nobody(redis_url: str, tmp_path: Path) -> None:
