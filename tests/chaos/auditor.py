@@ -6,7 +6,6 @@ seen. `snapshot.py` reads the server.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,25 +50,28 @@ def audit(
     snapshots: dict[Queue, Snapshot],
     references: dict[str, Expected],
 ) -> Iterator[Violation]:
-    """Every violation of a run that is over."""
-    streams: dict[str, list[Seen]] = defaultdict(list)
-    for record in seen:
-        streams[record.request_id].append(record)
+    """Every violation of a run that is over. `seen` is gone through once, stream by stream."""
+    requests: dict[str, Sent] = {}
     known: dict[Queue, set[str]] = {queue: set() for queue in snapshots}
     for request in sent:
+        requests[request.request_id] = request
         known[request.queue].add(request.request_id)
-        expected = request.expected(references)
         state = snapshots[request.queue].requests.get(request.request_id, {})
         yield from _check_sending(request)
         yield from _check_end(request, state)
-        if not streams[request.request_id]:
-            yield Violation("unseen", request.request_id, "no subscriber's record tells of it")
-        for stream in streams[request.request_id]:
-            yield from check_stream(stream)
-            yield from _check_tokens(stream, stream.token_ids, stream.text, expected, request)
-            yield from _check_same(stream, state)
         if result := state.get("result"):
+            expected = request.expected(references)
             yield from _check_tokens(None, result["token_ids"], result["text"], expected, request)
+    unseen = set(requests)
+    for stream in seen:
+        unseen.discard(stream.request_id)
+        yield from check_stream(stream)
+        if found := requests.get(stream.request_id):
+            expected = found.expected(references)
+            yield from _check_tokens(stream, stream.token_ids, stream.text, expected, found)
+            yield from _check_same(stream, snapshots[found.queue].requests.get(stream.request_id))
+    for request_id in sorted(unseen):
+        yield Violation("unseen", request_id, "no subscriber's record tells of it")
     for queue, snapshot in snapshots.items():
         yield from check_leftovers(queue, snapshot, known[queue])
 
@@ -167,9 +169,9 @@ def _first_difference(token_ids: list[int], expected: list[int]) -> int | None:
     return None
 
 
-def _check_same(stream: Seen, state: dict[str, Any]) -> Iterator[Violation]:
+def _check_same(stream: Seen, state: dict[str, Any] | None) -> Iterator[Violation]:
     """A subscriber that saw the end saw what the server keeps as the result."""
-    result = state.get("result")
+    result = (state or {}).get("result")
     if not result or not stream.events or not stream.events[-1].finish_reason:
         return
     seen = (stream.token_ids, stream.text, stream.events[-1].finish_reason)

@@ -8,6 +8,7 @@ second it writes down what it has seen of those that have not.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import sys
@@ -203,6 +204,7 @@ async def main(name: str, seed: str, producers: str, subscribers: str, *rest: st
     ending.cancel()
     await asyncio.gather(finishing, ending, return_exceptions=True)
     journal.close()
+    os._exit(0)  # a thread whose stream hangs, which is written down, would keep the process
 
 
 if __name__ == "__main__":

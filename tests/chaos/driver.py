@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from tests.chaos.records import (
     Seen,
     SeenEvent,
     Sent,
-    read_journal,
+    read_seen,
+    read_sent,
 )
 from tests.chaos.requests import TEMPLATES
 from tests.chaos.schedule import Fault, Planned, schedule
@@ -74,6 +75,8 @@ class Outcome:
     ends: dict[Queue, Counter[str]] = field(default_factory=dict)
     requests: Counter[tuple[Queue, str]] = field(default_factory=Counter)
     """By queue, and kind and final state."""
+    num_swallowed: int = 0
+    """Replies that were in fact swallowed: a link that sends nothing has none."""
     num_streams: int = 0
     num_events: int = 0
     num_carried_on: int = 0
@@ -130,6 +133,7 @@ class Run:
         finally:
             await self._group.end()
             await self._proxy.stop()
+        self.outcome.num_swallowed = self._proxy.num_swallowed
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in Queue}
         self.outcome.violations += self._bad_ends()
         return self.outcome
@@ -256,25 +260,20 @@ class Run:
     def _audit(self, references: dict[str, Expected]) -> None:
         with redis.Redis(port=self._server.port) as client:
             snapshots = {queue: take_snapshot(client, Keys(queue)) for queue in Queue}
-        sent: list[Sent] = []
-        seen: list[Seen] = []
-        for record in self._records():
-            if isinstance(record, Sent):
-                sent.append(record)
-                state = snapshots[record.queue].requests.get(record.request_id, {})
-                told = f"{record.kind} {state.get('state', 'nowhere')}"
-                self.outcome.requests[record.queue, told] += 1
-            else:
-                seen.append(record)
-                self.outcome.num_streams += 1
-                self.outcome.num_events += len(record.events)
-                attempts = {event.attempt for event in record.events}
-                self.outcome.num_carried_on += len(attempts) > 1
+        paths = sorted(self._folder.glob("*.jsonl"))
+        sent = [record for path in paths for record in read_sent(path)]
+        for request in sent:
+            state = snapshots[request.queue].requests.get(request.request_id, {})
+            self.outcome.requests[request.queue, f"{request.kind} {state.get('state')}"] += 1
+        seen = self._counted(record for path in paths for record in read_seen(path))
         self.outcome.violations += audit(sent, seen, snapshots, references)
 
-    def _records(self) -> Iterator[Sent | Seen]:
-        for path in sorted(self._folder.glob("*.jsonl")):
-            yield from read_journal(path)
+    def _counted(self, streams: Iterable[Seen]) -> Iterator[Seen]:
+        for stream in streams:
+            self.outcome.num_streams += 1
+            self.outcome.num_events += len(stream.events)
+            self.outcome.num_carried_on += len({it.attempt for it in stream.events}) > 1
+            yield stream
 
     def _bad_ends(self) -> Iterator[Violation]:
         """At the end nothing runs, so every worker must go cleanly; clients must have, too."""

@@ -123,14 +123,22 @@ class Journal:
         self._file.close()
 
 
-def read_journal(path: Path) -> Iterator[Sent | Seen]:
-    """The records of a file, in order."""
+def read_sent(path: Path) -> Iterator[Sent]:
+    """What was sent, of a file of records."""
+    for fields in _records(path, "Sent"):
+        fields["queue"], fields["kind"] = Queue(fields["queue"]), Kind(fields["kind"])
+        yield Sent(**fields)
+
+
+def read_seen(path: Path) -> Iterator[Seen]:
+    """What was seen, of a file of records."""
+    for fields in _records(path, "Seen"):
+        events = [SeenEvent(**event) for event in fields.pop("events")]
+        yield Seen(events=events, **fields)
+
+
+def _records(path: Path, name: str) -> Iterator[dict[str, Any]]:
     with path.open() as lines:
         for line in lines:
-            ((name, fields),) = json.loads(line).items()
-            if name == "Sent":
-                fields["queue"], fields["kind"] = Queue(fields["queue"]), Kind(fields["kind"])
-                yield Sent(**fields)
-            else:
-                events = [SeenEvent(**event) for event in fields.pop("events")]
-                yield Seen(events=events, **fields)
+            if line.startswith(f'{{"{name}":'):
+                yield json.loads(line)[name]

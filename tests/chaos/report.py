@@ -20,6 +20,7 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield "faults injected"
     for fault, count in sorted(outcome.faults.items(), key=lambda it: -it[1]):
         yield f"  {count:7,}  {fault}"
+    yield f"  {outcome.num_swallowed:7,}  replies swallowed by these in all"
     yield "workers that ended"
     for queue, ends in outcome.ends.items():
         for reason, count in sorted(ends.items(), key=lambda it: -it[1]):
