@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test states check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar bench-lock clean
+.PHONY: demo test states check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar bench-lock chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -64,6 +64,18 @@ bench-grammar: $(SET_UP)
 bench-lock: $(SET_UP)
 	@OMP_WAIT_POLICY=passive OMP_PLACES=cores OMP_PROC_BIND=close \
 		$(BIN)/python -m benchmarks.interpreter_lock $(ARGS)
+
+# Real processes under seeded faults, and an audit: make chaos ARGS="--seconds 3600 --seed 7".
+chaos: $(SET_UP)
+	@$(BIN)/python -m tests.chaos $(ARGS)
+
+# Malformed requests against a running worker: make fuzz ARGS="--count 100000 --seed 7".
+fuzz: $(SET_UP)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+# Steady load: are memory and latency flat? make soak ARGS="--seconds 3600".
+soak: $(SET_UP)
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

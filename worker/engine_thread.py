@@ -138,6 +138,7 @@ class EngineThread:
         # After the additions, so that an abort finds what was added just before it.
         for sequence_id in aborts:
             self._engine.abort(sequence_id)
+            self.stats = self._engine.stats  # perhaps no step follows that would tell
             if self.on_freed is not None:
                 self.on_freed(sequence_id)
         return not self._stopping

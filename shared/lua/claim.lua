@@ -202,7 +202,7 @@ local function examine(queue, turn)
   if expired[id] then return finish_bare(id, 'expired') end
   if is_newer(fields.payload) then return true end
 
-  local priority = tonumber(fields.priority) or number_in(fields.payload, 'priority') or 0
+  local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
   local more_slots, more_tokens = preemptible_for(priority)
   if #claims >= max_count + more_slots then

@@ -1102,6 +1102,7 @@ SPOILT = [
     ("passed", "x"),
     ("crashes", "x"),
     ("priority", "x"),
+    ("priority", "nan"),
     ("score", "soon"),
     ("score", "nan"),
     ("state", "queued"),

@@ -66,6 +66,22 @@ async def test_gives_all_tokens_in_order() -> None:
     await thread.stop(PATIENCE)
 
 
+async def test_an_abort_that_leaves_nothing_to_do_shows_in_the_stats() -> None:
+    """No step comes that would tell of it, and an idle worker must not look busy."""
+    thread = EngineThread(build_model_free_engine(step_seconds=0.001))
+    freed: list[int] = []
+    thread.on_freed = freed.append
+    thread.start()
+    thread.add(request(1, max_tokens=4000))
+    await thread.fetch()
+    assert thread.stats.num_used_blocks > 0
+    thread.abort(1)
+    while not freed:
+        await asyncio.sleep(0.001)
+    assert (thread.stats.num_running, thread.stats.num_used_blocks) == (0, 0)
+    await thread.stop(PATIENCE)
+
+
 async def test_an_abort_ends_a_sequence_and_frees_its_blocks() -> None:
     engine = build_model_free_engine(step_seconds=0.001)
     thread = EngineThread(engine)

@@ -1,0 +1,60 @@
+"""The worker command, with a model-free engine that takes its time and can be poisoned.
+
+`python -m tests.chaos.chaotic_worker` takes the options of `promptq worker`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import worker.__main__ as command
+from shared.settings import Settings
+from worker.building import MODEL_FREE, Served, build
+from worker.engine.engine import LLMEngine
+from worker.engine.model_free import END_TOKEN_ID, Launched, ModelFreeRunner
+from worker.engine.sequence import Batch
+
+POISON = 7
+"""A prompt with this byte kills its worker."""
+
+POISONED_TOKENS = 40
+"""So many tokens of an attempt come before it does, and others aboard gain as many."""
+
+STEP_SECONDS = 0.02
+_NUM_BLOCKS = 56  # so few that a full batch preempts
+_BLOCK_SIZE = 16
+
+
+class PoisonableRunner(ModelFreeRunner):
+    """Kills its process in the step that gives a poisoned sequence its fatal token."""
+
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        for share in batch.sampling:
+            request = share.sequence.request
+            gained = share.sequence.num_output_tokens - len(request.output_token_ids)
+            if gained >= POISONED_TOKENS and POISON in request.prompt_token_ids:
+                os._exit(1)
+        return super().launch(batch, after)
+
+
+def build_chaotic(settings: Settings, *rest: Any) -> Served:
+    """As `worker.building.build`, but for the model-free engine."""
+    if settings.model != MODEL_FREE:
+        return build(settings, *rest)
+    runner = PoisonableRunner(_NUM_BLOCKS, _BLOCK_SIZE, step_seconds=STEP_SECONDS)
+    engine = LLMEngine(
+        runner,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk=32,
+    )
+    plain = build(settings)
+    return Served(
+        engine, plain.tokenizer, plain.identity, frozenset({END_TOKEN_ID}), "none", "none"
+    )
+
+
+if __name__ == "__main__":
+    command.build = build_chaotic
+    command.main()

@@ -1,0 +1,290 @@
+"""Runs the whole: server, proxy, workers, clients, faults; then the audit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from producer.async_client import AsyncClient
+from shared.keys import Keys
+from tests.chaos.auditor import Violation, audit
+from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
+from tests.chaos.group import ProcessGroup
+from tests.chaos.proxy import Proxy, Role
+from tests.chaos.records import (
+    Expected,
+    Journal,
+    Kind,
+    Queue,
+    Seen,
+    SeenEvent,
+    Sent,
+    read_seen,
+    read_sent,
+)
+from tests.chaos.requests import TEMPLATES
+from tests.chaos.schedule import Fault, Planned, schedule
+from tests.chaos.server import PersistentServer
+from tests.chaos.snapshot import hold_names, take_snapshot
+
+WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
+RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
+"""Requests a second."""
+
+_NUM_CLIENTS = 2
+_PATIENCE_SECONDS = 60.0
+"""So long nothing may end while requests are open, once all faults are over."""
+_CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
+_IDLE_SECONDS = 2.5  # two heartbeats
+_LOOK_SECONDS = 0.1
+
+_ROLES = {
+    Fault.CUT_WORKERS: Role.WORKERS,
+    Fault.CUT_PRODUCERS: Role.PRODUCERS,
+    Fault.CUT_SUBSCRIBERS: Role.SUBSCRIBERS,
+    Fault.SWALLOW_WORKERS: Role.WORKERS,
+    Fault.SWALLOW_PRODUCERS: Role.PRODUCERS,
+    Fault.SWALLOW_SUBSCRIBERS: Role.SUBSCRIBERS,
+    Fault.STALL_WORKERS: Role.WORKERS,
+    Fault.STALL_SUBSCRIBERS: Role.SUBSCRIBERS,
+    Fault.SLOW_WORKERS: Role.WORKERS,
+    Fault.SLOW_PRODUCERS: Role.PRODUCERS,
+    Fault.SLOW_SUBSCRIBERS: Role.SUBSCRIBERS,
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run was and what it found."""
+
+    seed: int
+    seconds: float
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: dict[Queue, Counter[str]] = field(default_factory=dict)
+    requests: Counter[tuple[Queue, str]] = field(default_factory=Counter)
+    """By queue, and kind and final state."""
+    num_swallowed: int = 0
+    """Replies that were in fact swallowed: a link that sends nothing has none."""
+    num_streams: int = 0
+    num_events: int = 0
+    num_carried_on: int = 0
+    """Streams in which several attempts speak."""
+    violations: list[Violation] = field(default_factory=list)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.requests.values())
+
+    @property
+    def num_deaths(self) -> int:
+        """Workers that went without giving anything back."""
+        return sum(ends["killed"] + ends["poisoned"] for ends in self.ends.values())
+
+
+class Run:
+    """One run in `folder`, which keeps the logs and the records."""
+
+    def __init__(self, seed: int, seconds: float, folder: Path, scale: float = 1.0) -> None:
+        self.outcome = Outcome(seed, seconds)
+        self._folder = folder
+        self._scale = scale
+        self._group = ProcessGroup()
+        self._server = PersistentServer(folder, self._group)
+        self._proxy = Proxy(self._server.port)
+        self._clients: list[asyncio.subprocess.Process] = []
+        self._hurting: set[asyncio.Task[None]] = set()
+        self._server_is_ours = asyncio.Lock()
+        self._started = time.monotonic()
+
+    async def run(self) -> Outcome:
+        await self._group.start()
+        try:
+            await self._server.start()
+            await self._proxy.start()
+            with redis.Redis(port=self._server.port) as client:
+                for queue in Queue:
+                    client.hset(Keys(queue).config, mapping=_CONFIG)
+            self._fleet = Fleet(WORKERS, self._proxy.url(Role.WORKERS), self._folder, self._group)
+            self._fleet.start()
+            self._say("asking the shipped model undisturbed")
+            references = await self._ask_references()
+            await self._start_clients()
+            self._say(f"faults come for {self.outcome.seconds:g} s")
+            await self._hurt()
+            self._say("faults are over; what was accepted ends")
+            await self._let_finish()
+            await asyncio.sleep(_IDLE_SECONDS)
+            self._say("auditing")
+            self._audit(references)
+            await self._fleet.end()
+            await self._server.stop()
+        finally:
+            await self._group.end()
+            await self._proxy.stop()
+        self.outcome.num_swallowed = self._proxy.num_swallowed
+        self.outcome.ends = {queue: self._fleet.ends(queue) for queue in Queue}
+        self.outcome.violations += self._bad_ends()
+        return self.outcome
+
+    def _say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._started:6.1f} s  {what}", flush=True)
+
+    async def _ask_references(self) -> dict[str, Expected]:
+        """What the shipped model answers while nothing is disturbed; one request at a time."""
+        references = {}
+        journal = Journal(self._folder / "references.jsonl")
+        async with AsyncClient(self._server.url, Queue.REAL) as client:
+            for name, fields in TEMPLATES.items():
+                request_id = await client.enqueue(request_id=f"reference-{name}", **fields)
+                seen = Seen("reference", request_id, [])
+                async for event in client.stream(request_id):
+                    seen.events.append(SeenEvent.of(event))
+                reason = seen.events[-1].finish_reason or ""
+                references[name] = Expected(seen.token_ids, seen.text, reason)
+                journal.write(
+                    Sent(request_id, Queue.REAL, Kind.PLAIN, fields, name, answers=[request_id])
+                )
+                journal.write(seen)
+        journal.close()
+        return references
+
+    async def _start_clients(self) -> None:
+        urls = [self._proxy.url(Role.PRODUCERS), self._proxy.url(Role.SUBSCRIBERS)]
+        for number in range(_NUM_CLIENTS):
+            name = f"clients-{number}"
+            rates = [f"{it}={rate * self._scale / _NUM_CLIENTS}" for it, rate in RATES.items()]
+            with (self._folder / f"{name}.log").open("ab") as log:
+                process = await self._group.spawn(
+                    sys.executable,
+                    *["-m", "tests.chaos.clients", name, str(self.outcome.seed), *urls],
+                    *[str(self._folder / f"{name}.jsonl"), *rates],
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ,
+                )
+            self._clients.append(process)
+
+    async def _hurt(self) -> None:
+        """Carry out the schedule."""
+        started = time.monotonic()
+        for planned in schedule(self.outcome.seed, self.outcome.seconds):
+            await asyncio.sleep(max(0.0, started + planned.at - time.monotonic()))
+            task = asyncio.create_task(self._inflict(planned))
+            self._hurting.add(task)
+            task.add_done_callback(self._hurting.discard)
+        await asyncio.sleep(max(0.0, started + self.outcome.seconds - time.monotonic()))
+        await asyncio.gather(*self._hurting)
+
+    async def _inflict(self, planned: Planned) -> None:
+        rng = random.Random(planned.chance)
+        if await self._action(planned.fault, rng):
+            self.outcome.faults[planned.fault] += 1
+
+    async def _action(self, fault: Fault, rng: random.Random) -> bool:
+        """Whether there was anybody to hurt."""
+        role = _ROLES.get(fault)
+        match fault.name.split("_")[0]:
+            case "KILL":
+                return self._signal(fault, signal.SIGKILL, rng)
+            case "DRAIN":
+                return self._signal(fault, signal.SIGTERM, rng)
+            case "FREEZE":
+                places = self._fleet.of(_queue_of(fault))
+                seconds = LEASE_MS / 1000 * rng.uniform(1.3, 3)
+                return bool(places) and await rng.choice(places).freeze(seconds)
+            case "SERVER":
+                is_kill = fault is Fault.SERVER_KILL
+                return await self._restart_server(is_kill, down_seconds=rng.uniform(0, 0.7))
+        assert role is not None
+        share = rng.uniform(0.2, 1)
+        match fault.name.split("_")[0]:
+            case "CUT":
+                return self._proxy.cut(role, share, rng) > 0
+            case "SWALLOW":
+                self._proxy.swallow(role, share, rng)
+                return True
+            case "STALL":
+                await self._proxy.stall(role, LEASE_MS / 1000 * rng.uniform(1.2, 2.5))
+            case "SLOW":
+                await self._proxy.slow(role, rng.uniform(0.01, 0.1), rng.uniform(1, 3))
+        return True
+
+    def _signal(self, fault: Fault, number: signal.Signals, rng: random.Random) -> bool:
+        places = self._fleet.of(_queue_of(fault))
+        return bool(places) and rng.choice(places).send(number)
+
+    async def _restart_server(self, is_kill: bool, down_seconds: float) -> bool:
+        async with self._server_is_ours:
+            await self._server.stop(signal.SIGKILL if is_kill else signal.SIGTERM)
+            await asyncio.sleep(down_seconds)
+            await self._server.start()
+        return True
+
+    async def _let_finish(self) -> None:
+        """No more faults, no more requests: all that was accepted must now come to its end."""
+        for process in self._clients:
+            process.terminate()
+        waits: list[Coroutine[Any, Any, Any]] = [process.wait() for process in self._clients]
+        ending = asyncio.gather(*waits)
+        async with redis.asyncio.Redis(port=self._server.port) as client:
+            last: tuple[int, ...] = ()
+            changed = time.monotonic()
+            while not ending.done() and time.monotonic() - changed < _PATIENCE_SECONDS:
+                await asyncio.sleep(_LOOK_SECONDS)
+                progress = await self._progress(client)
+                if progress != last:
+                    last, changed = progress, time.monotonic()
+        for process in self._clients:
+            if process.returncode is None:  # it writes down what it has
+                process.terminate()
+        await ending
+
+    async def _progress(self, client: redis.asyncio.Redis) -> tuple[int, ...]:
+        """Changes while anything goes on."""
+        holds = [name for queue in Queue for name in hold_names(Keys(queue))]
+        sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
+        return (sizes, *[await client.zcard(name) for name in holds])
+
+    def _audit(self, references: dict[str, Expected]) -> None:
+        with redis.Redis(port=self._server.port) as client:
+            snapshots = {queue: take_snapshot(client, Keys(queue)) for queue in Queue}
+        paths = sorted(self._folder.glob("*.jsonl"))
+        sent = [record for path in paths for record in read_sent(path)]
+        for request in sent:
+            state = snapshots[request.queue].requests.get(request.request_id, {})
+            self.outcome.requests[request.queue, f"{request.kind} {state.get('state')}"] += 1
+        seen = self._counted(record for path in paths for record in read_seen(path))
+        self.outcome.violations += audit(sent, seen, snapshots, references)
+
+    def _counted(self, streams: Iterable[Seen]) -> Iterator[Seen]:
+        for stream in streams:
+            self.outcome.num_streams += 1
+            self.outcome.num_events += len(stream.events)
+            self.outcome.num_carried_on += len({it.attempt for it in stream.events}) > 1
+            yield stream
+
+    def _bad_ends(self) -> Iterator[Violation]:
+        """At the end nothing runs, so every worker must go cleanly; clients must have, too."""
+        for queue, ends in self.outcome.ends.items():
+            for reason, count in ends.items():
+                if reason.endswith("at the end") and reason != "exit code 0 at the end":
+                    yield Violation("bad exit", "", f"{count} workers of {queue}: {reason}")
+        for process in self._clients:
+            if process.returncode != 0:
+                yield Violation("bad exit", "", f"clients: exit code {process.returncode}")
+
+
+def _queue_of(fault: Fault) -> Queue:
+    return Queue.REAL if fault.name.endswith("_REAL") else Queue.VOLUME

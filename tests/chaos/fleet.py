@@ -1,0 +1,172 @@
+"""Worker processes of a run: started, hurt, and started anew when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from tests.chaos.group import ProcessGroup
+from tests.chaos.records import Queue
+
+LEASE_MS = 1000
+MAX_CRASHES = {Queue.VOLUME: 1000, Queue.REAL: 1000, Queue.POISON: 8}
+"""Where workers are killed at random, being aboard says nothing of a request. A poisoned one makes
+some progress each time, and so do those beside it, which have ended before the count is reached."""
+
+CRASH_BACKOFF_MS = 200
+"""How long a suspect waits after its first crash, where the queue lets it wait."""
+
+_OPTIONS = {
+    Queue.VOLUME: ["--model", "model-free", "--max-num-seqs", "8"],
+    Queue.REAL: ["--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory", "32M"],
+    Queue.POISON: ["--model", "model-free", "--max-num-seqs", "4"],
+}
+_DRAIN_SECONDS = 2.0
+_RESTART_SECONDS = 0.05
+_COMMAND = [sys.executable, "-m", "tests.chaos.chaotic_worker"]
+
+
+class Place:
+    """One of the workers that are to run, and the process that does."""
+
+    def __init__(
+        self, queue: Queue, number: int, url: str, folder: Path, group: ProcessGroup
+    ) -> None:
+        self.queue = queue
+        self.name = f"{queue}-{number}"
+        self.ends: Counter[str] = Counter()
+        """Why its processes ended, and how often."""
+        self.is_ready = False
+        self.is_frozen = False
+        self._url = url
+        self._log = folder / f"{self.name}.log"
+        self._group = group
+        self._process: asyncio.subprocess.Process | None = None
+        self._asked_to_end = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def pid(self) -> int | None:
+        """None while nothing runs here."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    def send(self, signal_number: signal.Signals) -> bool:
+        """Signal the process, if there is one that is ready."""
+        if self.pid is None or not self.is_ready:
+            return False
+        self._asked_to_end = self._asked_to_end or signal_number is signal.SIGTERM
+        os.kill(self.pid, signal_number)
+        return True
+
+    async def freeze(self, seconds: float) -> bool:
+        """Stop it for so long, and let it go on."""
+        pid = self.pid
+        if self.is_frozen or pid is None or not self.send(signal.SIGSTOP):
+            return False
+        self.is_frozen = True
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.is_frozen = False
+            if self.pid == pid:  # it may have been killed meanwhile
+                os.kill(pid, signal.SIGCONT)
+        return True
+
+    async def end(self) -> None:
+        """Drain it, and start no other."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(10 * _DRAIN_SECONDS):
+                    await process.wait()
+                if self.is_ready:  # else it may not have had its say about signals yet
+                    self.ends[f"exit code {process.returncode} at the end"] += 1
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                self.ends["did not drain at the end"] += 1
+
+    async def _keep(self) -> None:
+        while True:
+            self._asked_to_end = False
+            self._process = await self._group.spawn(
+                *_COMMAND,
+                *_OPTIONS[self.queue],
+                *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
+                *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
+                *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            await self._read(self._process)
+            code = await self._process.wait()
+            self.is_ready = False
+            self.ends[self._reason(code)] += 1
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        with self._log.open("ab") as log:
+            async for line in process.stdout:
+                self.is_ready = self.is_ready or line.startswith(b"ready")
+                log.write(line)
+                log.flush()
+
+    def _reason(self, code: int) -> str:
+        if code == -signal.SIGKILL:
+            return "killed"
+        if self._asked_to_end:
+            return f"drained, exit code {code}"
+        return "poisoned" if self.queue is Queue.POISON and code == 1 else f"by itself, code {code}"
+
+
+class Fleet:
+    """All workers of a run."""
+
+    def __init__(
+        self, counts: dict[Queue, int], url: str, folder: Path, group: ProcessGroup
+    ) -> None:
+        self.places = [
+            Place(queue, number, url, folder, group)
+            for queue, count in counts.items()
+            for number in range(count)
+        ]
+
+    def start(self) -> None:
+        for place in self.places:
+            place.start()
+
+    def of(self, queue: Queue) -> list[Place]:
+        """Those that can be hurt: ready, and not frozen."""
+        return [
+            place
+            for place in self.places
+            if place.queue is queue and place.is_ready and not place.is_frozen
+        ]
+
+    async def end(self) -> None:
+        await asyncio.gather(*(place.end() for place in self.places))
+
+    def ends(self, queue: Queue) -> Counter[str]:
+        """Why processes of this queue ended, and how often."""
+        total: Counter[str] = Counter()
+        for place in self.places:
+            if place.queue is queue:
+                total += place.ends
+        return total

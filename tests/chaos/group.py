@@ -1,0 +1,36 @@
+"""Processes that end with their owner, however it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+_WAIT_FOR_OWNER = "read -r _; kill -9 0"
+
+
+class ProcessGroup:
+    """A process group whose first member is a shell that waits on a pipe from the owner.
+
+    When the pipe closes it ends the whole group, itself included.
+    """
+
+    def __init__(self) -> None:
+        self._shell: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._shell = await asyncio.create_subprocess_exec(
+            *["/bin/sh", "-c", _WAIT_FOR_OWNER], stdin=asyncio.subprocess.PIPE, process_group=0
+        )
+
+    async def spawn(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
+        """Start a process in the group; `options` are those of asyncio's."""
+        assert self._shell is not None
+        return await asyncio.create_subprocess_exec(
+            *command, process_group=self._shell.pid, **options
+        )
+
+    async def end(self) -> None:
+        """End at once whatever is left of it."""
+        if self._shell is not None and self._shell.stdin is not None:
+            self._shell.stdin.close()
+            await self._shell.wait()

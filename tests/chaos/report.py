@@ -1,0 +1,41 @@
+"""Shows what a run was and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.chaos.driver import Outcome
+
+_MOST_SHOWN = 100
+
+
+def report(outcome: Outcome) -> str:
+    """A table of the faults injected and the violations found."""
+    return "\n".join(_lines(outcome))
+
+
+def _lines(outcome: Outcome) -> Iterator[str]:
+    yield f"chaos: seed {outcome.seed}, {outcome.seconds:g} s of faults"
+    yield ""
+    yield "faults injected"
+    for fault, count in sorted(outcome.faults.items(), key=lambda it: -it[1]):
+        yield f"  {count:7,}  {fault}"
+    yield f"  {outcome.num_swallowed:7,}  replies swallowed by these in all"
+    yield "workers that ended"
+    for queue, ends in outcome.ends.items():
+        for reason, count in sorted(ends.items(), key=lambda it: -it[1]):
+            yield f"  {count:7,}  {queue}: {reason}"
+    yield "requests accepted"
+    for (queue, told), count in sorted(outcome.requests.items()):
+        yield f"  {count:7,}  {queue}: {told}"
+    yield ""
+    yield (
+        f"{outcome.num_requests:,} requests, {outcome.num_deaths:,} worker deaths,"
+        f" {outcome.num_streams:,} streams with {outcome.num_events:,} events,"
+        f" {outcome.num_carried_on:,} of them carried on by another worker"
+    )
+    yield f"{len(outcome.violations):,} violations"
+    for violation in outcome.violations[:_MOST_SHOWN]:
+        yield f"  {violation}"
+    if len(outcome.violations) > _MOST_SHOWN:
+        yield f"  ... and {len(outcome.violations) - _MOST_SHOWN:,} more"

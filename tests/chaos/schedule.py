@@ -1,0 +1,79 @@
+"""Which fault comes when: a function of the seed and the length alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import merge
+
+
+class Fault(StrEnum):
+    """What may happen to a run. Poison, cancels and deadlines come with the requests."""
+
+    KILL = "SIGKILL of a model-free worker"
+    KILL_REAL = "SIGKILL of a shipped-model worker"
+    FREEZE = "SIGSTOP beyond the lease of a model-free worker"
+    FREEZE_REAL = "SIGSTOP beyond the lease of a shipped-model worker"
+    DRAIN = "SIGTERM of a model-free worker"
+    DRAIN_REAL = "SIGTERM of a shipped-model worker"
+    SERVER_KILL = "SIGKILL of the server"
+    SERVER_RESTART = "SIGTERM of the server"
+    CUT_WORKERS = "connections of workers cut"
+    CUT_PRODUCERS = "connections of producers cut"
+    CUT_SUBSCRIBERS = "connections of subscribers cut"
+    SWALLOW_WORKERS = "replies to workers swallowed"
+    SWALLOW_PRODUCERS = "replies to producers swallowed"
+    SWALLOW_SUBSCRIBERS = "replies to subscribers swallowed"
+    STALL_WORKERS = "link of workers stalled beyond the lease"
+    STALL_SUBSCRIBERS = "link of subscribers stalled"
+    SLOW_WORKERS = "link of workers slow"
+    SLOW_PRODUCERS = "link of producers slow"
+    SLOW_SUBSCRIBERS = "link of subscribers slow"
+
+
+MEAN_SECONDS = {
+    Fault.KILL: 3.0,
+    Fault.KILL_REAL: 24.0,
+    Fault.FREEZE: 12.0,
+    Fault.FREEZE_REAL: 45.0,
+    Fault.DRAIN: 10.0,
+    Fault.DRAIN_REAL: 45.0,
+    Fault.SERVER_KILL: 50.0,
+    Fault.SERVER_RESTART: 70.0,
+    Fault.CUT_WORKERS: 10.0,
+    Fault.CUT_PRODUCERS: 6.0,
+    Fault.CUT_SUBSCRIBERS: 5.0,
+    Fault.SWALLOW_WORKERS: 8.0,
+    Fault.SWALLOW_PRODUCERS: 8.0,
+    Fault.SWALLOW_SUBSCRIBERS: 15.0,
+    Fault.STALL_WORKERS: 40.0,
+    Fault.STALL_SUBSCRIBERS: 30.0,
+    Fault.SLOW_WORKERS: 30.0,
+    Fault.SLOW_PRODUCERS: 30.0,
+    Fault.SLOW_SUBSCRIBERS: 30.0,
+}
+"""How far apart faults of a kind come on average: each kind is a Poisson process."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Planned:
+    """A fault at so many seconds after the start; `chance` (0 to 1) says whom it hits, how hard."""
+
+    at: float
+    fault: Fault
+    chance: float
+
+
+def schedule(seed: int, seconds: float) -> Iterator[Planned]:
+    """All faults of a run, in order of time."""
+    return merge(*(_of_kind(fault, seed, seconds) for fault in Fault))
+
+
+def _of_kind(fault: Fault, seed: int, seconds: float) -> Iterator[Planned]:
+    rng = random.Random(f"{seed} {fault.name}")
+    at = rng.expovariate(1 / MEAN_SECONDS[fault])
+    while at < seconds:
+        yield Planned(at, fault, rng.random())
+        at += rng.expovariate(1 / MEAN_SECONDS[fault])

@@ -1,0 +1,65 @@
+"""Reads what the server holds of a queue, for the auditor."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import redis
+
+from shared.keys import Keys
+from tests.chaos.auditor import Snapshot
+
+_PAGE = 1000
+
+
+def hold_names(keys: Keys) -> list[str]:
+    """The sorted sets that hold ids of requests that have not ended."""
+    return [keys.pending, keys.leases, keys.deadlines, keys.delayed]
+
+
+def take_snapshot(client: redis.Redis, keys: Keys) -> Snapshot:
+    """Everything of the queue, key by key."""
+    snapshot = Snapshot()
+    names = [name.decode() for name in client.scan_iter(match=f"{keys.prefix}*", count=_PAGE)]
+    for start in range(0, len(names), _PAGE):
+        page = names[start : start + _PAGE]
+        with client.pipeline(transaction=False) as commands:
+            for name in page:
+                commands.pttl(name)
+                if name.startswith(keys.prefix + "request:"):
+                    commands.hgetall(name)
+            replies = iter(commands.execute())
+        for name in page:
+            ttl = next(replies)
+            short = name.removeprefix(keys.prefix)
+            if short.startswith("request:"):
+                snapshot.requests[short.removeprefix("request:")] = _request(next(replies))
+            if ttl != -2:  # it went meanwhile
+                snapshot.keys[short] = ttl
+    by_tenant = [name for name in names if name.startswith(keys.pending + ":")]
+    for name in hold_names(keys) + by_tenant:
+        ids = [it.decode() for it in client.zrange(name, 0, -1)]
+        snapshot.holds[name.removeprefix(keys.prefix)] = ids
+    snapshot.workers = list(_workers(client, keys))
+    return snapshot
+
+
+def _request(reply: dict[bytes, bytes]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key.decode(): value.decode() for key, value in reply.items()}
+    if "result" in fields:
+        fields["result"] = json.loads(fields["result"])
+    return fields
+
+
+def _workers(client: redis.Redis, keys: Keys) -> list[dict[str, Any]]:
+    """Heartbeats not older than two seconds: who was killed a while ago is still listed."""
+    seconds, microseconds = client.time()
+    now = seconds * 1000 + microseconds // 1000
+    found = []
+    for worker_id in client.zrange(keys.workers, 0, -1):
+        reply = client.hgetall(keys.worker(worker_id.decode()))
+        fields = {key.decode(): value.decode() for key, value in reply.items()}
+        if fields and now - int(fields["heartbeat_at"]) < 2000:
+            found.append(fields)
+    return found

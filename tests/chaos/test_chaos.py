@@ -1,0 +1,36 @@
+"""The short form of `make chaos`: two minutes with a seed of their own, shown when it fails."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+from tests.chaos.driver import Run
+from tests.chaos.report import report
+from tests.chaos.schedule import Fault, schedule
+
+SECONDS = 75.0
+"""Of faults. Loading models before and ending all afterwards takes half as long again."""
+
+
+async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
+    outcome = await Run(random.randrange(10**6), SECONDS, tmp_path).run()
+    print(report(outcome))
+    assert not outcome.violations, report(outcome)
+    assert outcome.num_deaths > 10
+    assert outcome.num_carried_on > 10
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert list(schedule(1, 600)) == list(schedule(1, 600))
+    assert list(schedule(1, 600)) != list(schedule(2, 600))
+
+
+def test_a_schedule_holds_every_fault_in_order_of_time() -> None:
+    planned = list(schedule(1, 3600))
+    assert {it.fault for it in planned} == set(Fault)
+    assert all(one.at <= other.at for one, other in pairwise(planned))
+    kills = sum(it.fault is Fault.KILL for it in planned)
+    assert kills > 900
+    assert sum(it.fault is Fault.KILL_REAL for it in planned) > 100

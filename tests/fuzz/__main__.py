@@ -1,0 +1,42 @@
+"""`make fuzz ARGS="--count 100000 --seed 7"`: malformed requests against a running worker."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from shared.embedded import EmbeddedServer
+from tests.fuzz.fuzzing import Fuzzing, report
+
+
+def main() -> int:
+    """Exit code 1 at any fault."""
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args()
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    print(f"fuzz: seed {seed}", flush=True)
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="promptq-fuzz-") as folder,
+        EmbeddedServer() as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
+        log = Path(folder) / "worker.log"
+        outcome = Fuzzing(client, server.url, log, seed).run(options.count)
+        if outcome.faults:
+            print(log.read_text(errors="replace")[-4000:])
+    print(report(outcome))
+    print(f"in {time.monotonic() - started:.0f} s")
+    return 1 if outcome.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""`make soak ARGS="--seconds 3600"`: steady load; are memory and latency flat?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.soak.soaking import report, soak
+
+
+def main() -> int:
+    """Exit code 1 if something grows, or an answer was not whole."""
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="promptq-soak-") as folder:
+        samples = asyncio.run(soak(options.seconds, Path(folder)))
+    table, is_well = report(samples)
+    print(table)
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
