@@ -122,7 +122,7 @@ def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "told twice"])
+@pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed"])
 def test_the_whole_text_is_that_of_a_quiet_run(
     fault: str, url: str, expected: dict[str, list[Any]]
 ) -> None:
@@ -132,7 +132,7 @@ def test_the_whole_text_is_that_of_a_quiet_run(
         ThreadPoolExecutor(len(REQUESTS)) as threads,
     ):
         server.flushall()
-        with started(url, "--drain-seconds", "20" if fault == "told twice" else "0") as victim:
+        with started(url, "--drain-seconds", "0") as victim:
             ids = {name: enqueue(client, name) for name in REQUESTS}
             streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
             wait_for_progress(server, list(ids.values()))
@@ -142,8 +142,6 @@ def test_the_whole_text_is_that_of_a_quiet_run(
                 victim.send_signal(signal.SIGSTOP)
             else:
                 victim.send_signal(signal.SIGTERM)
-                if fault == "told twice":
-                    victim.send_signal(signal.SIGTERM)
                 assert victim.wait() == 0
             with started(url) as other:
                 if fault == "frozen":
