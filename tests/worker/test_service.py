@@ -468,10 +468,14 @@ async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
 
 
 class FailingRunner(ModelFreeRunner):
-    """Cannot stand the token `!`."""
+    """Does nothing any more once it has met the token `!`."""
+
+    is_broken = False
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
+            self.is_broken = True
+        if self.is_broken:
             raise RuntimeError("device-side assert")
         return super().launch(batch, after)
 
