@@ -59,7 +59,6 @@ def open_redis(url: str) -> redis.Redis:
     client: redis.Redis = _make(redis.Redis, url)
     try:
         check_version(client.info("server"), url)
-        client.set_retry(_retry(redis.retry.Retry))
     except NoPermissionError:
         pass  # the role may not ask for the version; whatever it may do will tell
     except PromptqError:
@@ -71,6 +70,7 @@ def open_redis(url: str) -> redis.Redis:
     except TypeError as error:  # options in the URL that a connection does not know
         client.close()
         raise _no_url(error, url) from error
+    client.set_retry(_retry(redis.retry.Retry))
     return client
 
 
@@ -81,7 +81,6 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     pool.connection_class = _packing_in_c(pool.connection_class)
     try:
         check_version(await client.info("server"), url)
-        client.set_retry(_retry(redis.asyncio.retry.Retry))
     except NoPermissionError:
         pass  # as above
     except PromptqError:
@@ -93,6 +92,7 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     except TypeError as error:  # as above
         await client.aclose()
         raise _no_url(error, url) from error
+    client.set_retry(_retry(redis.asyncio.retry.Retry))
     return client
 
 
