@@ -29,7 +29,7 @@ T = TypeVar("T")
 SILENCE_SECONDS = 3.0
 """After so long without an event the log is read: a last event that was lost leaves no gap."""
 
-GIVE_UP_SECONDS = 20.0
+GIVE_UP_SECONDS = 60.0
 """How long a stream tries to get a connection back."""
 
 _FIRST_BACKOFF_SECONDS = 0.1

@@ -143,8 +143,8 @@ def test_a_server_that_is_killed_and_comes_back_is_served_and_read_on(
 
 @pytest.mark.parametrize(
     ("setting", "bad", "good"),
-    [("maxmemory", "1mb", "0"), ("min-replicas-to-write", "1", "0")],
-    ids=["OOM", "NOREPLICAS"],
+    [("maxmemory", "1mb", "0"), ("min-replicas-to-write", "1", "0"), ("save", "1 1", "")],
+    ids=["OOM", "NOREPLICAS", "MISCONF"],
 )
 def test_a_server_that_refuses_writes_for_a_while_loses_nothing(
     queue: RequestQueue, server: OwnServer, tmp_path: Path, setting: str, bad: str, good: str
@@ -153,19 +153,19 @@ def test_a_server_that_refuses_writes_for_a_while_loses_nothing(
         started(tmp_path, server.url, "--lease-ms", "60000", module=FAULTY) as worker,
         server.client() as client,
     ):
-        requests = [put(queue, seed=n, max_tokens=500) for n in range(8)]
+        requests = [put(queue, seed=n, max_tokens=1500) for n in range(8)]
         until(lambda: num_tokens(queue, requests[0]) > 20)
+        (server.folder / "dump.rdb").mkdir()  # no snapshot can take its place
         client.config_set(setting, bad)
-        time.sleep(2)
+        until(lambda: worker.logged("Redis does not take it, trying again"))
         so_far = num_tokens(queue, requests[0])
         time.sleep(0.5)
         assert num_tokens(queue, requests[0]) == so_far
         client.config_set(setting, good)
         for n, request_id in enumerate(requests):
             result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 500), 1)
-            check_log(queue, request_id, text_of(n, 500))
-        assert worker.logged("Redis does not take it, trying again")
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 1500), 1)
+            check_log(queue, request_id, text_of(n, 1500))
 
 
 def test_a_server_that_becomes_a_replica_for_a_while_loses_nothing(
