@@ -153,7 +153,7 @@ def test_a_server_that_refuses_writes_for_a_while_loses_nothing(
         started(tmp_path, server.url, "--lease-ms", "60000", module=FAULTY) as worker,
         server.client() as client,
     ):
-        requests = [put(queue, seed=n, max_tokens=1500) for n in range(8)]
+        requests = [put(queue, seed=n, max_tokens=1000) for n in range(8)]
         until(lambda: num_tokens(queue, requests[0]) > 20)
         (server.folder / "dump.rdb").mkdir()  # no snapshot can take its place
         client.config_set(setting, bad)
@@ -164,8 +164,8 @@ def test_a_server_that_refuses_writes_for_a_while_loses_nothing(
         client.config_set(setting, good)
         for n, request_id in enumerate(requests):
             result = result_of(queue, request_id)
-            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 1500), 1)
-            check_log(queue, request_id, text_of(n, 1500))
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 1000), 1)
+            check_log(queue, request_id, text_of(n, 1000))
 
 
 def test_a_server_that_becomes_a_replica_for_a_while_loses_nothing(
