@@ -17,8 +17,8 @@ from tests.integration.faults import WorkerProcess, check_log, num_tokens, put, 
 from tests.integration.faults import until as wait_until
 
 PROMPTS = ["Once upon a time", "The little fox", "One day, Lily", "In the garden"]
-NUM_STREAMS = 12
-MAX_TOKENS = 160
+NUM_STREAMS = 8
+MAX_TOKENS = 120
 
 
 def request_fields(n: int) -> dict[str, object]:
