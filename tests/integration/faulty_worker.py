@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ class FaultyRunner(ModelFreeRunner):
         guilty = any(ord("!") in share.sequence.token_ids for share in batch.scheduled)
         self.is_broken = self.is_broken or guilty
         if FAULT == "hang" and guilty:
+            print("a fault begins", file=sys.stderr, flush=True)
             time.sleep(SECONDS)
         if FAULT == "hang-with-lock" and guilty:
             re.match("(a+)+$", "a" * 64 + "b")
