@@ -29,7 +29,7 @@ T = TypeVar("T")
 SILENCE_SECONDS = 3.0
 """After so long without an event the log is read: a last event that was lost leaves no gap."""
 
-GIVE_UP_SECONDS = 20.0
+GIVE_UP_SECONDS = 60.0
 """How long a stream tries to get a connection back."""
 
 _FIRST_BACKOFF_SECONDS = 0.1
@@ -152,6 +152,7 @@ class _Stream:
         self._id = request_id
         self._from_index = from_index
         self._position = from_index
+        self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
         self._ended = False
         self._silence = silence
@@ -192,16 +193,50 @@ class _Stream:
         if event is None or event.index > self._position:
             yield from self._catch_up()
         else:
-            yield from self._deliver(event)
+            yield from self._continue(event)
 
     def _deliver(self, event: TokenEvent) -> Steps:
         if not event.is_last and event.end <= self._position:
             return
+        if self._text_from is None:
+            self._text_from = event.index
         self._position = max(self._position, event.end)
         self._text_length += len(event.text)
         self._ended = event.is_last
         self._failures = 0
         yield Emit(event)
+
+    def _continue(self, event: TokenEvent) -> Steps:
+        """Deliver an event of the log or the channel, less what was delivered before."""
+        is_new = event.is_last or event.end > self._position
+        if self._text_from is not None and event.index < self._position and is_new:
+            event = yield from self._beyond(event)
+        yield from self._deliver(event)
+
+    def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
+        """What an event brings beyond the tokens that were delivered.
+
+        Its log was lost in part, as in a failover, and another worker went on with other borders.
+        """
+        text = ""
+        call = scripts.log_after(self._keys, self._id, 0)
+        for entry in (yield from self._ask(call, list[bytes]())):
+            logged = _parse(entry)
+            if (
+                logged is not None
+                and logged.index >= (self._text_from or 0)
+                and logged.end <= event.end
+            ):
+                text += logged.text
+        start = self._position - event.index
+        return event.model_copy(
+            update={
+                "index": self._position,
+                "token_ids": event.token_ids[start:],
+                "text": text[self._text_length :],
+                "logprobs": event.logprobs and event.logprobs[start:],
+            }
+        )
 
     def _catch_up(self) -> Steps:
         """Deliver what the log has, or where it has nothing new, what the record tells."""
@@ -230,7 +265,7 @@ class _Stream:
             event = _parse(entry)
             if event is None or event.index > self._position:
                 break
-            yield from self._deliver(event)
+            yield from self._continue(event)
         return self._ended or self._position > before
 
     def _is_known(self) -> Generator[Action, Any, bool]:

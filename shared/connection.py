@@ -12,7 +12,9 @@ import hiredis
 import redis
 import redis.asyncio
 import redis.asyncio.retry
+import redis.asyncio.sentinel
 import redis.retry
+import redis.sentinel
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
@@ -30,7 +32,10 @@ T = TypeVar("T")
 MIN_REDIS = 7
 MIN_VALKEY = 8
 _CONNECT_TIMEOUT_SECONDS = 5.0
+_ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
+_SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+_SENTINEL_PORT = 26379
 
 
 def without_password(url: str) -> str:
@@ -54,7 +59,6 @@ def open_redis(url: str) -> redis.Redis:
     client: redis.Redis = _make(redis.Redis, url)
     try:
         check_version(client.info("server"), url)
-        client.set_retry(_retry(redis.retry.Retry))
     except NoPermissionError:
         pass  # the role may not ask for the version; whatever it may do will tell
     except PromptqError:
@@ -66,6 +70,7 @@ def open_redis(url: str) -> redis.Redis:
     except TypeError as error:  # options in the URL that a connection does not know
         client.close()
         raise _no_url(error, url) from error
+    client.set_retry(_retry(redis.retry.Retry))
     return client
 
 
@@ -76,7 +81,6 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     pool.connection_class = _packing_in_c(pool.connection_class)
     try:
         check_version(await client.info("server"), url)
-        client.set_retry(_retry(redis.asyncio.retry.Retry))
     except NoPermissionError:
         pass  # as above
     except PromptqError:
@@ -88,6 +92,7 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     except TypeError as error:  # as above
         await client.aclose()
         raise _no_url(error, url) from error
+    client.set_retry(_retry(redis.asyncio.retry.Retry))
     return client
 
 
@@ -109,15 +114,68 @@ def _packing_in_c(kind: Any) -> Any:
 
 def _make(kind: Any, url: str) -> Any:
     try:
-        return kind.from_url(url, socket_connect_timeout=_CONNECT_TIMEOUT_SECONDS)
+        if urlsplit(url).scheme in _SENTINEL_SCHEMES:
+            return _make_of_sentinels(kind, url)
+        return kind.from_url(url, **_options_of(url))
     except ValueError as error:
         raise _no_url(error, url) from error
+
+
+def _options_of(url: str) -> dict[str, Any]:
+    """A server that says nothing for so long counts as gone; the URL may say otherwise."""
+    options: dict[str, Any] = {
+        "socket_connect_timeout": _CONNECT_TIMEOUT_SECONDS,
+        "socket_timeout": _ANSWER_TIMEOUT_SECONDS,
+    }
+    if not url.startswith("unix:"):
+        options["socket_keepalive"] = True  # who only listens would else never learn of it
+    return options
+
+
+def _make_of_sentinels(kind: Any, url: str) -> Any:
+    """A client of whichever server the sentinels call the master of a service, now and later.
+
+    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
+    the options of any other. The sentinels' own credentials, if they have any, are the options
+    `sentinel_username` and `sentinel_password`.
+    """
+    parts = urlsplit(url)
+    scheme = _SENTINEL_SCHEMES[parts.scheme]
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service or not hosts:
+        raise ValueError("it names no service or no sentinel")
+    # redis-py reads what is left, with any one host in the place of all.
+    plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
+    is_async = kind is redis.asyncio.Redis
+    pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
+    options = {**pool_kind.from_url(plain, **_options_of(plain)).connection_kwargs}
+    own = {
+        name: options.pop(f"sentinel_{name}")
+        for name in ("username", "password")
+        if f"sentinel_{name}" in options
+    }
+    del options["host"]
+    secured = {name: value for name, value in options.items() if name.startswith("ssl")}
+    own |= {name: options[name] for name in options if name.startswith("socket_")} | secured
+    options["ssl"] = own["ssl"] = scheme == "rediss"
+    sentinel_kind = redis.asyncio.sentinel.Sentinel if is_async else redis.sentinel.Sentinel
+    addresses = [_host_and_port(host) for host in hosts.split(",")]
+    return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    if not parts.hostname:
+        raise ValueError(f"{address!r} is no address of a sentinel")
+    return parts.hostname, parts.port or _SENTINEL_PORT
 
 
 def _no_url(error: Exception, url: str) -> ConfigurationError:
     return ConfigurationError(
         f"redis: {without_password(url)!r} is not a Redis URL ({error}); it looks like"
-        " redis://localhost:6379/0, rediss://... or unix:///path"
+        " redis://localhost:6379/0, rediss://..., unix:///path or"
+        " redis+sentinel://host:port,host:port/service"
     )
 
 

@@ -18,10 +18,18 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore")
 
     redis_url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// address; without it, an embedded server"
+        None,
+        description="redis://, rediss://, unix:// or redis+sentinel:// address; without it, an"
+        " embedded server",
     )
     redis_wait: float = Field(
         0.0, ge=0, description="seconds a starting worker waits for the server to answer"
+    )
+    redis_retry_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="seconds a worker keeps what it has generated and tries to send it, while the"
+        " server is away or refuses it, before it exits",
     )
     queue: str = Field("default", description="name of the queue")
     log_format: Literal["auto", "console", "json"] = Field(
@@ -89,6 +97,12 @@ class Settings(BaseSettings):
         ge=1,
         description="crashes of workers, the last of them while it ran alone, that make a request a"
         " dead letter",
+    )
+    stuck_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="seconds without progress after which the engine counts as hung: its leases"
+        " are left to run out and the worker exits",
     )
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker goes on with what runs"

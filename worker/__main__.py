@@ -21,8 +21,9 @@ from shared.keys import Keys
 from shared.logs import configure_logs
 from shared.settings import Settings, flag_of, read_settings
 from worker.building import Served, build
-from worker.service import Worker
+from worker.service import EngineStuckError, Worker
 from worker.start_up import StartUp
+from worker.watchdog import watched
 
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
@@ -63,14 +64,18 @@ async def serve(settings: Settings, redis_url: str) -> None:
             start_up.close()
         _spare_the_collector()
         worker = Worker(settings, served, client, start_up.seconds)
-        await worker.start()
-        try:
-            seconds = time.monotonic() - started
-            print(_ready_line(settings, served, redis_url, seconds, str(start_up)), flush=True)
-            await worker.serve(stop)
-            await worker.drain(stop_now)
-        finally:
-            await worker.stop()
+        async with watched(settings.stuck_seconds):
+            await worker.start()
+            try:
+                seconds = time.monotonic() - started
+                print(_ready_line(settings, served, redis_url, seconds, str(start_up)), flush=True)
+                await worker.serve(stop)
+                await worker.drain(stop_now)
+            finally:
+                await worker.stop()
+    except EngineStuckError as error:
+        print(f"promptq worker: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the interpreter would wait for the thread that hangs
     finally:
         await client.aclose()
 

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from traceback import clear_frames
 
+from shared.logs import get_logger
 from shared.schemas import FinishReason
 from worker.engine.interface import (
     Engine,
@@ -46,6 +48,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
         self._failure: BaseException | None = None
+        self._log = get_logger()
         self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -117,10 +120,19 @@ class EngineThread:
             while self._apply_inbox():
                 self._last_progress = time.monotonic()
                 if self._engine.has_work:
-                    self._put(self._engine.step())
+                    self._put(self._step())
         except BaseException as error:  # it crosses to the side that can tell of it
             self._failure = error
             self._notify()
+
+    def _step(self) -> StepOutput:
+        try:
+            return self._engine.step()
+        except Exception as error:
+            self._log.exception("a step failed; it is computed again, in parts if need be")
+            clear_frames(error.__traceback__)  # what they hold is memory that the parts need
+            self._last_progress = time.monotonic()
+            return self._engine.recover(error)
 
     def _apply_inbox(self) -> bool:
         """Wait for something to do, let additions and aborts take effect; False to stop."""
@@ -133,7 +145,7 @@ class EngineThread:
         for request in additions:
             try:
                 self._engine.add(request)
-            except ValueError as error:
+            except Exception as error:  # whatever it is, it is this request's alone
                 self._put_refusal(request, str(error))
         # After the additions, so that an abort finds what was added just before it.
         for sequence_id in aborts:
@@ -151,6 +163,7 @@ class EngineThread:
 
     def _put(self, output: StepOutput) -> None:
         while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
+            self._last_progress = time.monotonic()  # it waits for the other side: no standstill
             if self._stopping:
                 return
         self.stats = output.stats

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from shared.errors import InvalidRequestError
 from shared.schemas import (
@@ -55,6 +56,8 @@ class HeldRequest:
     stats: Stats | None = None
     """How it fared, once it has its last row."""
     prompt_tokens_told: bool = False
+    rows: list[Row] = field(default_factory=list)
+    """Of this attempt, in order: should the server lose some, they are sent again."""
 
     @property
     def request_id(self) -> str:
@@ -98,6 +101,23 @@ class HeldRequest:
         length = None if told else self.num_prompt_tokens
         return Held(self.request_id, self.claim.fence, length)
 
+    @property
+    def emitted(self) -> tuple[int, int, int, int]:
+        """How far it is, for `take_back`."""
+        return (len(self.token_ids), len(self.texts), len(self.logprobs), len(self.rows))
+
+    def take_back(self, emitted: tuple[int, int, int, int]) -> None:
+        """Undo what a row noted that could not be made."""
+        parts: tuple[list[Any], ...] = (self.token_ids, self.texts, self.logprobs, self.rows)
+        for part, length in zip(parts, emitted, strict=True):
+            del part[length:]
+
+    def rows_until(self, row: Row) -> list[Row]:
+        """All rows of the log up to this one, those of earlier attempts too."""
+        claim = self.claim
+        earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
+        return [*earlier, *(it for it in self.rows if it.start < row.start), row]
+
     def next_row(
         self,
         token_ids: list[int],
@@ -116,7 +136,9 @@ class HeldRequest:
         claim = self.claim
         if finish_reason is None:
             event_json = token_event_json(index, token_ids, text, logprobs, claim.attempt)
-            return Row(claim.request_id, claim.fence, index, len(self.token_ids), event_json)
+            row = Row(claim.request_id, claim.fence, index, len(self.token_ids), event_json)
+            self.rows.append(row)
+            return row
         self.ended = True
         usage = Usage(
             prompt_tokens=self.num_prompt_tokens,

@@ -15,13 +15,15 @@ from worker.engine.interface import SequenceOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
 from worker.leases import Leases
+from worker.persistence import keep_trying
 
 
 class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
-    with each request that got its last event from this worker.
+    with each request that got its last event from this worker. What the server does not take is
+    tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class Publisher:
         engine: EngineThread,
         on_progress: Callable[[], None],
         on_finished: Callable[[HeldRequest], None],
+        retry_seconds: float = 0.0,
     ) -> None:
         self._queue = queue
         self._leases = leases
         self._engine = engine
         self._on_progress = on_progress
         self._on_finished = on_finished
+        self._retry_seconds = retry_seconds
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
@@ -51,21 +55,31 @@ class Publisher:
         while True:
             steps = await self._engine.fetch()
             outputs = [output for step in steps for output in step.outputs]
-            rows = [row for output in outputs if (row := self._row(output)) is not None]
+            rows = [row for output in outputs if (row := self._row_or_failure(output)) is not None]
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
                 self._on_progress()
 
     async def send(self, rows: Sequence[Row]) -> None:
-        """Publish rows and let go of the requests that they end or that were lost."""
+        """Publish rows and let go of the requests that they end or that were lost.
+
+        Raises what the server said last when it took nothing for `retry_seconds`.
+        """
         untold = self._untold(rows)
+        lengths = [held.as_held() for held in untold]
         self._num_sending += 1
         try:
-            published = await self._queue.publish(rows, [held.as_held() for held in untold])
+            published = await keep_trying(
+                lambda: self._queue.publish(rows, lengths), self._retry_seconds
+            )
+            statuses = [
+                await self._fill_gap(row) if status is RowStatus.GAP else status
+                for row, status in zip(rows, published.rows, strict=True)
+            ]
         finally:
             self._num_sending -= 1
-        for row, status in zip(rows, published.rows, strict=True):
+        for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
             held = self._leases.by_request(row.request_id)
@@ -87,6 +101,20 @@ class Publisher:
             with suppress(RedisError, OSError):  # else their leases run out
                 await self._queue.release([held.as_held() for held in lost])
 
+    async def _fill_gap(self, row: Row) -> RowStatus:
+        """Send all that came before `row` once more, byte for byte, and the row.
+
+        The log ends before it: the server lost writes, as a failover may do. What it still has
+        answers `duplicate`.
+        """
+        held = self._leases.by_request(row.request_id)
+        if held is None or held.claim.fence != row.fence:
+            return RowStatus.GAP
+        rows = held.rows_until(row)
+        self._log.warning("the log lost events; sending them again", request_id=row.request_id)
+        published = await keep_trying(lambda: self._queue.publish(rows), self._retry_seconds)
+        return next((status for status in published.rows if status.is_lost), published.rows[-1])
+
     def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
         """Those of the rows' requests whose exact prompt length is not in Redis yet."""
         found = [self._leases.by_request(row.request_id) for row in rows]
@@ -95,7 +123,12 @@ class Publisher:
 
     async def renew(self, held: Sequence[HeldRequest]) -> None:
         """Renew leases; drop what the server says is cancelled, expired or not ours any more."""
-        published = await self._queue.publish([], [item.as_held() for item in held])
+        try:
+            published = await self._queue.publish([], [item.as_held() for item in held])
+        except (RedisError, OSError):
+            for item in held:  # perhaps not told; to tell it twice does no harm
+                item.prompt_tokens_told = False
+            raise
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
         self._on_progress()
@@ -123,6 +156,21 @@ class Publisher:
             self._with_gaps.append(held)
         self.abort(held)
         self._leases.drop(held)
+
+    def _row_or_failure(self, output: SequenceOutput) -> Row | None:
+        """The row for an output; if making it fails, the row that ends this one request."""
+        held = self._leases.by_sequence(output.sequence_id)
+        emitted = held.emitted if held is not None else None
+        try:
+            return self._row(output)
+        except Exception as error:  # whatever it is, it is this request's alone
+            if held is None or emitted is None:
+                raise
+            self._log.exception("a request's output failed", request_id=held.request_id)
+            held.take_back(emitted)
+            self.abort(held)
+            reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
+            return held.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
     def _row(self, output: SequenceOutput) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)

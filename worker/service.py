@@ -27,13 +27,15 @@ from worker.engine_thread import EngineThread
 from worker.held import HeldRequest, Preparation
 from worker.intake import Intake, release
 from worker.leases import Leases, keep_alive
+from worker.persistence import keep_trying
 from worker.publisher import Publisher
 from worker.reaping import Reaper
 
 _HEARTBEAT_SECONDS = 1.0
 _HEARTBEAT_TTL_MS = 10_000
 _REAPS_PER_LEASE = 4
-_STUCK_SECONDS = 120.0  # no single step takes that long; a frozen engine loses its leases
+_WATCHES_PER_STANDSTILL = 8
+_MAX_WATCH_SECONDS = 1.0
 
 
 class EngineStuckError(PromptqError):
@@ -74,7 +76,12 @@ class Worker:
         # Waiting inside the engine already, so that a freed slot is filled by the very next step.
         self._lookahead = max(1, self._limits.max_num_seqs // 8)
         self._publisher = Publisher(
-            self._queue, self.leases, self.engine, self._feed, self._count_finished
+            self._queue,
+            self.leases,
+            self.engine,
+            self._feed,
+            self._count_finished,
+            settings.redis_retry_seconds,
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
@@ -110,6 +117,7 @@ class Worker:
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
+        self._spawn(self._watch_engine())
         self._spawn(self._listen())
         self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(keep_alive(self.leases, lease_ms, self._renew_when_possible, self._is_stuck))
@@ -134,11 +142,17 @@ class Worker:
                 task.cancel()
 
     async def drain(self, now: asyncio.Event) -> None:
-        """Claim no more; finish what runs within the grace time, or until `now` is set."""
+        """Claim no more; finish what runs within the grace time, or until `now` is set.
+
+        Raises what made a part of the worker fail, as `serve` does.
+        """
         self._draining = True
-        await self.intake.stop()
+        await self._survive_redis(self.intake.stop)
         deadline = time.monotonic() + self._settings.drain_seconds
         while self._is_busy and not now.is_set() and time.monotonic() < deadline:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await now.wait()
@@ -146,16 +160,15 @@ class Worker:
     async def stop(self) -> None:
         """End all parts, give back what is still held with its progress, and leave the queue."""
         self._draining = True
-        await self.intake.stop()
+        await self._survive_redis(self.intake.stop)
         await end(self._tasks)
         broken = self.engine.has_failed or self._is_stuck()
         suspects = [held for held in self.leases if held.in_engine and broken]
         for held in self.leases:
             self._publisher.abort(held)
-        await self.engine.stop(patience=_STUCK_SECONDS)
-        await release(self._queue, self.leases, suspects, crashed=True)  # one of them did it
-        await release(self._queue, self.leases, list(self.leases))
-        await self._queue.run(scripts.heartbeat(self.stats(), 0))
+        await self._survive_redis(lambda: self._give_back(suspects))
+        await self.engine.stop(patience=self._settings.stuck_seconds)
+        await self._survive_redis(self._leave)
 
     @property
     def _is_busy(self) -> bool:
@@ -276,6 +289,21 @@ class Worker:
             self._client, self._queue.keys, self.intake.wake, self._cancels.add, on_drain=drain
         )
 
+    async def _give_back(self, suspects: list[HeldRequest]) -> None:
+        """Before the step that runs has ended: others may go on at once, for it writes nothing.
+
+        One of the suspects made the engine fail, which counts against each of them.
+        """
+        others = [held for held in self.leases if held not in suspects]
+        seconds = self._queue.lease_ms / 1000  # later there is nothing to give back
+        await keep_trying(
+            lambda: release(self._queue, self.leases, suspects, crashed=True), seconds
+        )
+        await keep_trying(lambda: release(self._queue, self.leases, others), seconds)
+
+    async def _leave(self) -> None:
+        await self._queue.run(scripts.heartbeat(self.stats(), 0))
+
     async def _renew_when_possible(self, held: list[HeldRequest]) -> None:
         try:
             await self._publisher.renew(held)
@@ -283,15 +311,21 @@ class Worker:
             self._log.warning("leases not renewed", error=str(error))
 
     def _is_stuck(self) -> bool:
-        return self.engine.seconds_without_progress() > _STUCK_SECONDS
+        return self.engine.seconds_without_progress() > self._settings.stuck_seconds
+
+    async def _watch_engine(self) -> None:
+        seconds = self._settings.stuck_seconds
+        while True:
+            await asyncio.sleep(min(seconds / _WATCHES_PER_STANDSTILL, _MAX_WATCH_SECONDS))
+            if self._is_stuck():
+                self._log.error(
+                    "the engine hangs; leases are left to run out", held=len(self.leases)
+                )
+                raise EngineStuckError(f"the engine has made no progress for {seconds:g} s")
 
     async def _every(self, seconds: float, action: Any) -> None:
         while True:
             await asyncio.sleep(seconds)
-            if self._is_stuck():
-                raise EngineStuckError(
-                    f"the engine has made no progress for {_STUCK_SECONDS:.0f} s"
-                )
             await self._survive_redis(action)
 
     async def _survive_redis(self, action: Any) -> None:

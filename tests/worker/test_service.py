@@ -470,10 +470,14 @@ async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
 
 
 class FailingRunner(ModelFreeRunner):
-    """Cannot stand the token `!`."""
+    """Does nothing any more once it has met the token `!`."""
+
+    is_broken = False
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
+            self.is_broken = True
+        if self.is_broken:
             raise RuntimeError("device-side assert")
         return super().launch(batch, after)
 
@@ -487,7 +491,7 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
         engine = LLMEngine(FailingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
         served = replace(served_model_free(), engine=engine)
         async with redis.asyncio.Redis.from_url(redis_url) as client:
-            worker = Worker(Settings(lease_ms=200, max_crashes=2), served, client)
+            worker = Worker(Settings(lease_ms=1000, max_crashes=2), served, client)
             await worker.start()
             with pytest.raises(RuntimeError, match="device-side assert"):
                 await worker.serve(asyncio.Event())
@@ -495,7 +499,7 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
             await worker.stop()
         assert await queue.state(untouched) is RequestState.WAITING
         await queue.remove(untouched)
-    async with running_worker(redis_url, lease_ms=200, max_crashes=2):
+    async with running_worker(redis_url, lease_ms=1000, max_crashes=2):
         result = await finished(queue, request_id)
     assert result["error"]["type"] == "dead_letter"
 

@@ -10,7 +10,6 @@ from shared.errors import ConfigurationError
 from shared.schemas import FinishReason
 from worker.engine.block_manager import BlockManager
 from worker.engine.drafting import Drafter
-from worker.engine.grammar import GrammarError
 from worker.engine.interface import (
     EngineLimits,
     EngineRequest,
@@ -19,12 +18,15 @@ from worker.engine.interface import (
     StepOutput,
 )
 from worker.engine.pacing import Pacing
+from worker.engine.recovery import Recovery, collect, is_out_of_memory
 from worker.engine.runner import Runner, SampledToken
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 _AUDIT_INTERVAL_SECONDS = 1.0
 """An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
+_SMALL_STEPS = 256
+"""So many steps are kept smaller after one that was out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,13 @@ class LLMEngine:
         self._speculative_tokens = speculative_tokens
         self._async_scheduling = async_scheduling
         self._under_way: _Step | None = None
+        self._uncommitted: Batch | None = None  # what a step that fails was to compute
+        self._full_steps_from = 0  # the number of the first that may be of full size again
         self._block_manager = BlockManager(layout.num_blocks, layout.block_size)
         self._scheduler = Scheduler(
             max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
         )
+        self._recovery = Recovery(runner, self._commit, self._fail)
         self._pacing = Pacing()
         self._sequences: dict[int, Sequence] = {}
         self._totals = EngineStats(num_blocks=layout.num_blocks)
@@ -126,20 +131,39 @@ class LLMEngine:
         """Schedule, compute and commit one step.
 
         What the runner raises goes through to the caller. Nothing is committed then: no sequence
-        has gained a token and the same work is scheduled again, unless it is aborted.
+        has gained a token and the same work is scheduled again, unless it is aborted; `recover`
+        finds out whose fault it was.
         """
+        self._uncommitted = None
         if not self.has_work:
             return StepOutput([], self.stats)
         started_at = time.perf_counter()
         step, self._under_way = self._under_way or self._launch(), None
+        self._uncommitted = step.batch
         following = self._launch_after(step) if self._async_scheduling else None
-        sampled = self._runner.collect(step.launched)
+        sampled = collect(self._runner, step.batch, step.launched)
+        self._uncommitted = None
         outputs = self._commit(step.batch, sampled)
         self._under_way = following
         self._totals.num_steps += 1
         self._totals.step_seconds = time.perf_counter() - started_at
         self._totals.busy_seconds += self._totals.step_seconds
         self._pacing.note(step.batch, self._totals.step_seconds)
+        if self._totals.num_steps == self._full_steps_from:
+            self._scheduler.max_num_batched_tokens = self.limits.max_num_batched_tokens
+        self._check_integrity_when_idle()
+        return StepOutput(outputs, self.stats)
+
+    def recover(self, error: Exception) -> StepOutput:
+        if self._uncommitted is None:
+            raise error
+        batch, self._uncommitted, self._under_way = self._uncommitted, None, None
+        if is_out_of_memory(error):
+            smaller = max(self.limits.max_num_seqs, batch.num_tokens // 2)
+            self._scheduler.max_num_batched_tokens = smaller
+            self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
+        there = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
+        outputs = self._recovery.compute(there) if there else []
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
 
@@ -156,6 +180,7 @@ class LLMEngine:
 
     def _launch(self) -> _Step:
         batch = self._scheduler.schedule(self._pacing.chunk, self._pacing.prompt_tokens)
+        self._uncommitted = batch
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
@@ -164,6 +189,12 @@ class LLMEngine:
         if batch is None:
             return None
         return _Step(batch, self._runner.launch(batch, after=step.launched))
+
+    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+        output = _failed(sequence, error)
+        output.timing = sequence.timing
+        self._release(sequence)
+        return output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
         """None where nothing is to be drafted, or what may come next depends on what has come."""
@@ -176,9 +207,6 @@ class LLMEngine:
         return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
 
     def _commit(self, batch: Batch, sampled: list[list[SampledToken]]) -> list[SequenceOutput]:
-        counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
-        if counts != wanted:
-            raise RuntimeError(f"the runner sampled {counts} tokens where {wanted} were to come")
         tokens = iter(sampled)
         outputs = []
         for share in batch.scheduled:
@@ -226,7 +254,7 @@ class LLMEngine:
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
                 grammar.accept(sequence.token_ids[-1])
-            except GrammarError as error:
+            except Exception as error:  # whatever it is, it is this sequence's alone
                 return _failed(sequence, str(error))
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP

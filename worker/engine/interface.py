@@ -182,6 +182,14 @@ class Engine(Protocol):
         """Schedule, compute and commit one step."""
         ...
 
+    def recover(self, error: Exception) -> StepOutput:
+        """After a step that raised `error`: compute what it was to compute, in parts.
+
+        Ends, each with an error, those sequences that fail alone. Raises if the engine itself is
+        broken, or was before the step's work was known.
+        """
+        ...
+
     def check_integrity(self) -> None:
         """Audit blocks and slots; raises RuntimeError naming what does not add up."""
         ...

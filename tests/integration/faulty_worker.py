@@ -1,0 +1,92 @@
+"""`promptq worker` with the model-free engine and faults; run it as a module.
+
+FAULT in the environment names the fault, which a `!` in a prompt sets off; FAULT_FOR is how long it
+lasts, in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import worker.__main__ as command
+from shared.settings import Settings
+from tests.helpers import served_model_free
+from worker.building import Served
+from worker.engine.engine import LLMEngine
+from worker.engine.model_free import Launched, ModelFreeRunner
+from worker.engine.progress import Progress
+from worker.engine.runner import SampledToken
+from worker.engine.sequence import Batch
+
+FAULT = os.environ.get("FAULT", "")
+SECONDS = float(os.environ.get("FAULT_FOR", "0"))
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.002"))
+
+
+class FaultyRunner(ModelFreeRunner):
+    is_broken = False
+
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        guilty = any(ord("!") in share.sequence.token_ids for share in batch.scheduled)
+        self.is_broken = self.is_broken or guilty
+        if FAULT == "hang" and guilty:
+            print("a fault begins", file=sys.stderr, flush=True)
+            time.sleep(SECONDS)
+        if FAULT == "hang-with-lock" and guilty:
+            re.match("(a+)+$", "a" * 64 + "b")
+        if FAULT == "fails" and guilty:
+            raise RuntimeError("bad sampling state")
+        if FAULT == "breaks" and self.is_broken:
+            raise RuntimeError("device-side assert")
+        if FAULT == "memory" and batch.num_tokens > 40:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().launch(batch, after)
+
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+        if FAULT != "nan":
+            return super().collect(launched)
+        return [
+            [replace(token, error="no finite logits") for token in tokens]
+            if ord("!") in share.sequence.token_ids
+            else tokens
+            for share, tokens in zip(
+                launched.batch.sampling, super().collect(launched), strict=True
+            )
+        ]
+
+
+class FaultyTokenizer:
+    """Fails with the third token behind a prompt `!`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: list[int]) -> str:
+        if FAULT == "detokenise" and token_ids[:1] == [ord("!")] and len(token_ids) > 3:
+            raise RuntimeError("a stop string bug")
+        text: str = self._tokenizer.decode(token_ids)
+        return text
+
+
+def build(settings: Settings, progress: Progress) -> Served:
+    runner = FaultyRunner(num_blocks=1024, step_seconds=STEP_SECONDS)
+    engine = LLMEngine(
+        runner,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+    served = served_model_free()
+    return replace(served, engine=engine, tokenizer=FaultyTokenizer(served.tokenizer))
+
+
+if __name__ == "__main__":
+    command.build = build  # type: ignore[attr-defined]
+    command.main()

@@ -1,0 +1,123 @@
+"""Engines that hang, fail or run short of memory, in real worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from shared.request_queue import RequestQueue
+from tests.helpers import text_of
+from tests.integration.faults import check_log, num_tokens, put, result_of, started, until
+
+FAULTY = "tests.integration.faulty_worker"
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[RequestQueue]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield RequestQueue(client)
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang-with-lock"])
+def test_a_worker_whose_engine_hangs_loses_its_leases_and_exits_with_an_error(
+    queue: RequestQueue, redis_url: str, tmp_path: Path, fault: str
+) -> None:
+    options = ["--lease-ms", "1000", "--stuck-seconds", "1.5"]
+    innocent = put(queue, seed=1, max_tokens=3000)
+    environment = {"FAULT": fault, "FAULT_FOR": "3600"}
+    with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
+        until(lambda: num_tokens(queue, innocent) > 20)
+        guilty = put(queue, prompt="!", seed=2, max_tokens=3)
+        assert worker.wait() == 1
+        if fault == "hang":
+            assert "promptq worker: the engine has made no progress for 1.5 s" in worker.said
+            assert len(worker.logged("the engine hangs; leases are left to run out")) == 1
+        else:
+            assert "Timeout (" in worker.said
+            assert "in launch" in worker.said, "where it hangs"
+    with started(tmp_path, redis_url, *options, "--model", "model-free"):
+        assert result_of(queue, innocent)["text"] == text_of(1, 3000)
+        assert result_of(queue, guilty)["text"] == text_of(2, 3)
+    check_log(queue, innocent, text_of(1, 3000))
+
+
+def test_a_step_that_takes_longer_than_a_lease_loses_nothing(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    """As a long prefill or a compilation may."""
+    environment = {"FAULT": "hang", "FAULT_FOR": "0.7"}
+    with started(tmp_path, redis_url, "--lease-ms", "300", module=FAULTY, **environment):
+        slow, other = put(queue, prompt="!", seed=1, max_tokens=4), put(queue, max_tokens=4)
+        for request_id in (slow, other):
+            result = result_of(queue, request_id)
+            assert (result["finish_reason"], result["stats"]["attempts"]) == ("length", 1)
+
+
+def test_an_engine_that_hangs_while_its_worker_drains_is_noticed_too(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    environment = {"FAULT": "hang", "FAULT_FOR": "3600"}
+    options = ["--stuck-seconds", "1.5", "--drain-seconds", "3600"]
+    with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
+        put(queue, prompt="!", max_tokens=3)
+        until(lambda: "a fault begins" in worker.said)
+        worker.terminate()
+        assert worker.wait() == 1
+        assert "made no progress" in worker.said
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("fails", "the engine cannot compute it: bad sampling state"),
+        ("nan", "no finite logits"),
+        ("detokenise", "its output failed: a stop string bug"),
+    ],
+)
+def test_what_belongs_to_one_request_fails_that_one_alone(
+    queue: RequestQueue, redis_url: str, tmp_path: Path, fault: str, reason: str
+) -> None:
+    with started(tmp_path, redis_url, module=FAULTY, FAULT=fault) as worker:
+        innocents = [put(queue, seed=n, max_tokens=100) for n in range(63)]
+        until(lambda: num_tokens(queue, innocents[0]) > 3)
+        result = result_of(queue, put(queue, prompt="!", seed=3, max_tokens=9))
+        assert result["finish_reason"] == "error"
+        assert result["error"] == {"type": "internal_error", "message": reason}
+        for n, request_id in enumerate(innocents):
+            result = result_of(queue, request_id)
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 100), 1)
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+def test_a_step_that_is_out_of_memory_is_computed_in_smaller_parts(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    with started(tmp_path, redis_url, module=FAULTY, FAULT="memory") as worker:
+        prompts = ["x" * 200, *("y" * n for n in range(1, 60))]
+        requests = [put(queue, prompt=it, seed=n, max_tokens=20) for n, it in enumerate(prompts)]
+        for n, request_id in enumerate(requests):
+            result = result_of(queue, request_id)
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 20), 1)
+        assert worker.logged("a step failed")
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+def test_a_worker_whose_engine_is_broken_exits_and_others_go_on(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    options = ["--lease-ms", "500"]
+    innocent = put(queue, seed=1, max_tokens=3000)
+    with started(tmp_path, redis_url, *options, module=FAULTY, FAULT="breaks") as worker:
+        until(lambda: num_tokens(queue, innocent) > 20)
+        guilty = put(queue, prompt="!", seed=2, max_tokens=3)
+        assert worker.wait() == 1
+        assert "device-side assert" in worker.said
+    with started(tmp_path, redis_url, *options, "--model", "model-free"):
+        assert result_of(queue, guilty)["text"] == text_of(2, 3)
+        assert result_of(queue, innocent)["text"] == text_of(1, 3000)
+    check_log(queue, innocent, text_of(1, 3000))

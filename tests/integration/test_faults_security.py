@@ -1,0 +1,184 @@
+"""The three roles of deploy/redis.acl, TLS, names that reach for other keys, and secrets."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+
+from producer import AsyncClient, Client
+from shared.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    RedisAuthError,
+    RedisUnavailableError,
+    RequestFailedError,
+)
+from shared.keys import Keys, check_request_id
+from shared.schemas import RequestState
+from shared.scripts import CancelStatus
+from tests.helpers import text_of
+from tests.integration.faults import OwnServer, free_port, started
+
+ACL = Path(__file__).parents[2] / "deploy" / "redis.acl"
+FAULTY = "tests.integration.faulty_worker"
+
+
+@dataclass
+class Roles:
+    server: OwnServer
+
+    def url(self, role: str) -> str:
+        return f"redis://{role}:change-me-{role}@127.0.0.1:{self.server.port}/0"
+
+
+@pytest.fixture
+def roles(tmp_path: Path) -> Iterator[Roles]:
+    admin = {"username": "admin", "password": "change-me-admin"}
+    with OwnServer(tmp_path / "server", "--aclfile", str(ACL), connect=admin) as server:
+        yield Roles(server)
+
+
+@pytest.mark.parametrize("pubsub", ["plain", "sharded"])
+async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: str) -> None:
+    with roles.server.client() as admin:
+        admin.hset("promptq:{default}:config", "pubsub", pubsub)
+    with (
+        started(tmp_path, roles.url("worker"), "--lease-ms", "500", module=FAULTY) as worker,
+        Client(roles.url("producer")) as producer,
+        Client(roles.url("subscriber")) as subscriber,
+    ):
+        ids = [producer.enqueue("a", seed=n, max_tokens=300, tenant=f"t{n % 2}") for n in range(4)]
+        stream = subscriber.stream(ids[0])
+        first = next(stream)
+        assert producer.cancel(ids[3]) in (CancelStatus.FLAGGED, CancelStatus.CANCELLED)
+        worker.process.kill()
+        worker.process.wait()
+        with started(tmp_path, roles.url("worker"), "--lease-ms", "500", module=FAULTY) as second:
+            rest = "".join(event.text for event in stream)
+            assert first.text + rest == text_of(0, 300)
+            assert subscriber.result(ids[1]).text == text_of(1, 300)
+            assert subscriber.result(ids[3]).finish_reason == "cancelled"
+            async with (
+                AsyncClient(roles.url("producer")) as putting,
+                AsyncClient(roles.url("subscriber")) as reading,
+            ):
+                options = {"deadline_ms": 60_000, "idempotency_key": "k", "priority": -1}
+                again = [await putting.enqueue("a", seed=7, max_tokens=9, **options)] * 2
+                again[1] = await putting.enqueue("a", seed=7, max_tokens=9, **options)
+                assert again[0] == again[1]
+                assert (await reading.result(again[0])).text == text_of(7, 9)
+            late = producer.enqueue("a", seed=8, max_tokens=9, delay_ms=200)
+            assert subscriber.result(late).text == text_of(8, 9)
+            with pytest.raises(RequestFailedError):
+                subscriber.result(producer.enqueue("a", model="another"))
+            assert subscriber.stats().model == "model-free"
+            second.terminate()
+            assert second.wait() == 0
+            for told in (worker.said, second.said):
+                assert "NOPERM" not in told
+                assert "change-me" not in told
+
+
+def test_no_role_may_do_more(roles: Roles) -> None:
+    with Client(roles.url("subscriber")) as subscriber:
+        with pytest.raises(RedisAuthError, match="no permissions"):
+            subscriber.enqueue("a")
+        with pytest.raises(RedisAuthError, match="no permissions"):
+            subscriber.cancel("r")
+    forbidden = [
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG", "GET", "*"),
+        ("EVAL", "return 1", "0"),
+        ("GET", "other"),
+        ("SUBSCRIBE", "other"),
+        ("ACL", "LIST"),
+        ("SHUTDOWN",),
+    ]
+    for role in ("producer", "subscriber", "worker"):
+        with redis.Redis.from_url(roles.url(role)) as client:
+            for command in forbidden:
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*command)
+    with redis.Redis.from_url(roles.url("subscriber")) as client:
+        for command in (("DEL", "promptq:{default}:pending"), ("PUBLISH", "promptq:x", "y")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*command)
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority of its own, and a server that it vouches for."""
+    commands = [
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=authority",
+        "req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=localhost",
+        "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out server.crt -days 2"
+        " -extfile names",
+    ]
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for command in commands:
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
+async def test_workers_and_clients_speak_tls_and_check_the_certificate(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    port, authority = free_port(), str(tmp_path / "ca.crt")
+    files = {"cert-file": "server.crt", "key-file": "server.key", "ca-cert-file": "ca.crt"}
+    options = ["--tls-port", str(port), "--tls-auth-clients", "no"]
+    for name, file in files.items():
+        options += [f"--tls-{name}", str(tmp_path / file)]
+    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority}"
+    with (
+        OwnServer(tmp_path / "server", *options),
+        started(tmp_path, url, module=FAULTY) as worker,
+        Client(url) as client,
+    ):
+        assert client.generate("a", seed=1, max_tokens=50).text == text_of(1, 50)
+        async with AsyncClient(url) as asynchronous:
+            assert (await asynchronous.generate("a", seed=2, max_tokens=9)).text == text_of(2, 9)
+        with pytest.raises(RedisUnavailableError, match="certificate verify failed"):
+            Client(f"rediss://127.0.0.1:{port}/0")
+        with pytest.raises(RedisUnavailableError):
+            Client(f"redis://127.0.0.1:{port}/0")
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+@pytest.mark.parametrize("name", ["a}b", "{", "a:b", "a b", "a\n", "", "a*", "ä", "x" * 65])
+def test_a_queue_name_cannot_reach_beyond_its_keys(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^queue: "):
+        Keys(name)
+
+
+@pytest.mark.parametrize("request_id", ["", "a b", "a\r\nDEL x", "a\x00", "ä", "x" * 201, "\ud800"])
+def test_a_request_id_that_is_no_name_is_refused(request_id: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^id: "):
+        check_request_id(request_id)
+
+
+def test_a_request_id_stays_inside_its_own_keys(roles: Roles, tmp_path: Path) -> None:
+    """Whatever it looks like: no other request's key, no other queue's, no pattern."""
+    strange = ["}:pending", "promptq:{other}:pending", "*", "a:tokens:b", "../../x", "x}{y", "%s"]
+    with (
+        started(tmp_path, roles.url("worker"), module=FAULTY),
+        Client(roles.url("producer")) as client,
+        roles.server.client() as admin,
+    ):
+        for n, request_id in enumerate(strange):
+            client.enqueue("a", request_id=request_id, seed=n, max_tokens=5)
+            assert client.result(request_id).text == text_of(n, 5)
+            assert client.state(request_id) is RequestState.COMPLETED
+        found = {key.decode() for key in admin.keys("*")}
+        keys = Keys("default")
+        expected = {keys.request(it) for it in strange} | {keys.tokens(it) for it in strange}
+        own = {keys.prefix + name for name in ("config", "outputs", "workers")}
+        assert expected <= found
+        others = {key for key in found - expected - own if not key.startswith(keys.worker(""))}
+        assert others == set()

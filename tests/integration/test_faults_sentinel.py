@@ -1,0 +1,180 @@
+"""A failover under Sentinel, under load: streams go on, or end with a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from producer import AsyncClient, Client
+from shared.connection import open_redis
+from shared.errors import ConfigurationError, RedisUnavailableError
+from shared.request_queue import RequestQueue
+from tests.helpers import text_of
+from tests.integration.faults import (
+    OwnServer,
+    check_log,
+    free_port,
+    num_tokens,
+    put,
+    result_of,
+    server_program,
+    started,
+    until,
+)
+
+FAULTY = "tests.integration.faulty_worker"
+SERVICE = "promptq"
+CONFIG = """
+port {port}
+bind 127.0.0.1
+dir {folder}
+sentinel monitor {service} 127.0.0.1 {master} 2
+sentinel down-after-milliseconds {service} 700
+sentinel failover-timeout {service} 3000
+"""
+
+
+@dataclass
+class Guarded:
+    """A master and its replica, watched by three sentinels."""
+
+    master: OwnServer
+    replica: OwnServer
+    ports: list[int]
+
+    @property
+    def url(self) -> str:
+        addresses = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return f"redis+sentinel://{addresses}/{SERVICE}/0"
+
+    def lose_writes(self) -> None:
+        """From now on the replica gets nothing."""
+        with self.master.client() as master, self.replica.client() as replica:
+            replica.config_set("masteruser", "nobody")
+            replica.config_set("masterauth", "wrong")
+            master.client_kill_filter(_type="replica")
+            until(lambda: replica.info("replication")["master_link_status"] == "down")
+
+    def replica_role(self) -> str:
+        with self.replica.client() as client:
+            return str(client.info("replication")["role"])
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    with (
+        OwnServer(tmp_path / "master") as master,
+        OwnServer(tmp_path / "replica", "--replicaof", f"127.0.0.1 {master.port}") as replica,
+    ):
+        with replica.client() as client:
+            until(lambda: client.info("replication")["master_link_status"] == "up")
+        guarded = Guarded(master, replica, [free_port() for _ in range(3)])
+        sentinels = []
+        for port in guarded.ports:
+            folder = tmp_path / f"sentinel-{port}"
+            folder.mkdir()
+            config = folder / "sentinel.conf"
+            text = CONFIG.format(port=port, folder=folder, service=SERVICE, master=master.port)
+            config.write_text(text)
+            command = [server_program(), str(config), "--sentinel"]
+            sentinels.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        until(lambda: knows_all(guarded))
+        yield guarded
+        for sentinel in sentinels:
+            sentinel.kill()
+            sentinel.wait()
+
+
+def knows_all(guarded: Guarded) -> bool:
+    import redis
+
+    for port in guarded.ports:
+        try:
+            with redis.Redis(port=port) as client:
+                told = client.sentinel_master(SERVICE)
+        except redis.RedisError:
+            return False
+        if (told["num-slaves"], told["num-other-sentinels"]) != (1, 2):
+            return False
+    return True
+
+
+async def test_streams_outlive_a_failover(guarded: Guarded, tmp_path: Path) -> None:
+    options = ["--lease-ms", "2000"]
+    with (
+        started(tmp_path, guarded.url, *options, module=FAULTY) as one,
+        started(tmp_path, guarded.url, *options, module=FAULTY) as two,
+    ):
+        async with AsyncClient(guarded.url) as client:
+            ids = [await client.enqueue("a", seed=n, max_tokens=1500) for n in range(16)]
+            reading = [asyncio.create_task(client.result(request_id)) for request_id in ids]
+            with guarded.master.client() as own:
+                queue = RequestQueue(own)
+                while not all(num_tokens(queue, request_id) > 50 for request_id in ids):
+                    await asyncio.sleep(0.01)
+            guarded.master.kill()
+            for n, result in enumerate(await asyncio.gather(*reading)):
+                assert result.text == text_of(n, 1500)
+        assert guarded.replica_role() == "master"
+        with guarded.replica.client() as own:
+            for n, request_id in enumerate(ids):
+                check_log(RequestQueue(own), request_id, text_of(n, 1500))
+        for worker in (one, two):
+            worker.terminate()
+            assert worker.wait() == 0
+
+
+def test_a_failover_that_loses_writes_loses_no_stream(guarded: Guarded, tmp_path: Path) -> None:
+    """The worker sends again what the new master has not got; its reader sees no seam."""
+    with (
+        started(tmp_path, guarded.url, "--lease-ms", "20000", module=FAULTY) as worker,
+        Client(guarded.url) as client,
+        guarded.master.client() as own,
+    ):
+        request_id = client.enqueue("a", seed=1, max_tokens=1500)
+        stream = client.stream(request_id)
+        text = "".join(next(stream).text for _ in range(100))
+        guarded.lose_writes()
+        text += "".join(next(stream).text for _ in range(200))
+        written = num_tokens(RequestQueue(own), request_id)
+        guarded.master.kill()
+        with guarded.replica.client() as replica:
+            kept = num_tokens(RequestQueue(replica), request_id)
+            assert 0 < kept < written
+            text += "".join(event.text for event in stream)
+            assert text == text_of(1, 1500)
+            log = check_log(RequestQueue(replica), request_id, text)
+            assert {event["attempt"] for event in log} == {1}
+        assert worker.logged("the log lost events; sending them again")
+
+
+def test_a_claim_that_a_failover_lost_is_made_anew(guarded: Guarded, tmp_path: Path) -> None:
+    """What its worker sends is fenced off then, and the new attempt gives the same tokens."""
+    with guarded.master.client() as own, guarded.replica.client() as replica:
+        request_id = put(RequestQueue(own), seed=1, max_tokens=1500)
+        until(lambda: RequestQueue(replica).state(request_id) is not None)
+        guarded.lose_writes()
+        with (
+            started(tmp_path, guarded.url, "--lease-ms", "2000", module=FAULTY) as worker,
+            Client(guarded.url) as client,
+        ):
+            stream = client.stream(request_id)
+            text = "".join(next(stream).text for _ in range(100))
+            guarded.master.kill()
+            text += "".join(event.text for event in stream)
+            assert text == text_of(1, 1500)
+            assert result_of(RequestQueue(replica), request_id)["text"] == text
+            until(lambda: worker.logged("lease lost"))
+
+
+def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
+    for url in ("redis+sentinel://host", "redis+sentinel:///service", "redis+sentinel://h:x/s"):
+        with pytest.raises(ConfigurationError, match="is not a Redis URL"):
+            open_redis(url)
+    with pytest.raises(RedisUnavailableError, match="No master found for 'another'"):
+        open_redis(guarded.url.replace(SERVICE, "another"))

@@ -1,0 +1,112 @@
+"""A step that failed is computed again, in parts: who fails alone ends, nobody else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shared.schemas import FinishReason, SamplingParams
+from worker.engine.engine import LLMEngine
+from worker.engine.interface import EngineRequest, SequenceOutput
+from worker.engine.model_free import Launched, ModelFreeRunner, tokens_of
+from worker.engine.sequence import Batch
+
+Fault = Callable[[Batch, int], Exception | None]
+
+
+class FaultyRunner(ModelFreeRunner):
+    """Raises what `fault` says of a batch and the number of launches before it."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self._fault = fault
+        self.sizes: list[int] = []
+
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        error = self._fault(batch, len(self.sizes))
+        self.sizes.append(batch.num_tokens)
+        if error is not None:
+            raise error
+        return super().launch(batch, after)
+
+
+def run(
+    fault: Fault, count: int, *, prompt: int = 3, max_tokens: int = 10, **options: object
+) -> tuple[dict[int, list[int]], dict[int, SequenceOutput], FaultyRunner, LLMEngine]:
+    """Serve so many sequences to their ends, recovering from every step that raises."""
+    runner = FaultyRunner(fault)
+    engine = LLMEngine(runner, max_num_seqs=64, max_num_batched_tokens=256, **options)  # type: ignore[arg-type]
+    for sequence_id in range(count):
+        engine.add(
+            EngineRequest(
+                sequence_id,
+                [1] * (prompt - 1) + [sequence_id],
+                SamplingParams(),
+                seed=sequence_id,
+                max_tokens=max_tokens,
+            )
+        )
+    tokens: dict[int, list[int]] = {n: [] for n in range(count)}
+    last: dict[int, SequenceOutput] = {}
+    while engine.has_work:
+        try:
+            outputs = engine.step().outputs
+        except Exception as error:
+            outputs = engine.recover(error).outputs
+        for output in outputs:
+            tokens[output.sequence_id] += output.token_ids
+            if output.finish_reason:
+                last[output.sequence_id] = output
+    engine.check_integrity()
+    assert engine.stats.num_used_blocks == 0
+    return tokens, last, runner, engine
+
+
+def is_in(batch: Batch, sequence_id: int) -> bool:
+    return any(share.sequence.sequence_id == sequence_id for share in batch.scheduled)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-step", "a-step-ahead"])
+@pytest.mark.parametrize("since", [0, 5], ids=["prefill", "decode"])
+def test_one_guilty_among_64_ends_alone(ahead: bool, since: int) -> None:
+    def fault(batch: Batch, num_launches: int) -> Exception | None:
+        return ValueError("bad state") if num_launches >= since and is_in(batch, 40) else None
+
+    tokens, last, runner, engine = run(fault, 64, async_scheduling=ahead)
+    assert last[40].finish_reason is FinishReason.ERROR
+    assert last[40].error == "the engine cannot compute it: bad state"
+    assert tokens[40] == tokens_of(40, len(tokens[40]))
+    for n in set(range(64)) - {40}:
+        assert tokens[n] == tokens_of(n, 10)
+        assert last[n].finish_reason is FinishReason.LENGTH
+    assert engine.stats.recomputed_tokens == 0
+    assert len(runner.sizes) < 40, "found by halves"
+
+
+def test_a_step_that_fails_once_fails_nobody() -> None:
+    def fault(batch: Batch, num_launches: int) -> Exception | None:
+        return OSError("a hiccup") if num_launches in (0, 4) else None
+
+    tokens, last, _, _ = run(fault, 8)
+    assert tokens == {n: tokens_of(n, 10) for n in range(8)}
+    assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}
+
+
+def test_short_memory_makes_steps_smaller_and_fails_nobody() -> None:
+    def fault(batch: Batch, _: int) -> Exception | None:
+        return MemoryError() if batch.num_tokens > 20 else None
+
+    tokens, last, runner, engine = run(fault, 3, prompt=150)
+    assert tokens == {n: tokens_of(n, 10) for n in range(3)}
+    assert engine.stats.prompt_tokens + engine.stats.cached_tokens == 450
+    assert sum(size > 20 for size in runner.sizes) < 30
+    assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}
+
+
+def test_an_engine_that_computes_nothing_any_more_blames_nobody() -> None:
+    def fault(_: Batch, num_launches: int) -> Exception | None:
+        return OSError("the device is gone") if num_launches >= 3 else None
+
+    with pytest.raises(OSError, match="the device is gone"):
+        run(fault, 8)
