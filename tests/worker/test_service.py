@@ -552,8 +552,8 @@ async def test_a_suspect_gets_its_turn_at_a_busy_worker(
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await client.hset(queue.keys.request(suspect), "suspect", 1)
         request = Request.build({"prompt": "a", "max_tokens": 20})
-        await queue.enqueue([NewRequest(suspect, request)])
-        others = [await put(queue, max_tokens=20) for _ in range(60)]
+        new = [NewRequest(new_request_id(), request) for _ in range(60)]
+        _, *others = await queue.enqueue([NewRequest(suspect, request), *new])
         while not (state := await queue.state(suspect)) or not state.is_final:
             assert state is not RequestState.ACTIVE or len(worker.leases) <= 1
             await asyncio.sleep(0.0005)
