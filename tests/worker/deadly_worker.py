@@ -36,7 +36,7 @@ async def serve(url: str) -> None:
     )
     async with redis.asyncio.Redis.from_url(url) as client:
         served = replace(served_model_free(), engine=engine)
-        worker = Worker(Settings(lease_ms=500), served, client)
+        worker = Worker(Settings(lease_ms=2000), served, client)
         await worker.start()
         await worker.serve(asyncio.Event())
         await worker.drain(asyncio.Event())

@@ -549,16 +549,18 @@ async def test_a_suspect_gets_its_turn_at_a_busy_worker(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     served = served_model_free(max_num_seqs=2, step_seconds=0.001)
-    async with running_worker(redis_url, served, prefetch_depth=0):
+    async with running_worker(redis_url, served, prefetch_depth=0) as worker:
         first = await put(queue, max_tokens=200)
         await until_tokens(queue, first, 1)
         suspect = new_request_id()
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             await client.hset(queue.keys.request(suspect), "suspect", 1)
-        request = Request.build({"prompt": "a", "max_tokens": 3})
-        await queue.enqueue([NewRequest(suspect, request)])
-        others = [await put(queue, max_tokens=20) for _ in range(60)]
-        await finished(queue, suspect)
+        request = Request.build({"prompt": "a", "max_tokens": 20})
+        new = [NewRequest(new_request_id(), request) for _ in range(60)]
+        _, *others = await queue.enqueue([NewRequest(suspect, request), *new])
+        while not (state := await queue.state(suspect)) or not state.is_final:
+            assert state is not RequestState.ACTIVE or len(worker.leases) <= 1
+            await asyncio.sleep(0.0005)
         states = [await queue.state(request_id) for request_id in others]
         assert RequestState.WAITING in states, "it was not left to the end"
         for request_id in others:
