@@ -63,8 +63,11 @@ class Place:
         """Signal the process, if there is one that is ready."""
         if self.pid is None or not self.is_ready:
             return False
+        try:
+            os.kill(self.pid, signal_number)
+        except ProcessLookupError:  # it has just died, and nobody has heard of it yet
+            return False
         self._asked_to_end = self._asked_to_end or signal_number is signal.SIGTERM
-        os.kill(self.pid, signal_number)
         return True
 
     async def freeze(self, seconds: float) -> bool:
@@ -78,7 +81,7 @@ class Place:
         finally:
             self.is_frozen = False
             if self.pid == pid:  # it may have been killed meanwhile
-                os.kill(pid, signal.SIGCONT)
+                self.send(signal.SIGCONT)
         return True
 
     async def end(self) -> None:
