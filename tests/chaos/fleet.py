@@ -15,7 +15,7 @@ from tests.chaos.records import Queue
 
 LEASE_MS = 1000
 MAX_CRASHES = {Queue.VOLUME: 1000, Queue.REAL: 1000, Queue.POISON: 4}
-"""Where workers are killed at random, even a crash alone with its worker says nothing of a request."""
+"""Where workers are killed at random, even crashes of one that ran alone tell nothing of it."""
 
 CRASH_BACKOFF_MS = 200
 """How long a suspect waits after its second crash."""
