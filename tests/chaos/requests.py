@@ -62,7 +62,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
 """Requests to the shipped model. All that ask one of them get one answer."""
 
 
-def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.02) -> Sent:
+def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -> Sent:
     """The next request for a queue, not sent yet."""
     kinds = list(_KINDS)
     kind = rng.choices(kinds, [_KINDS[it] for it in kinds])[0]
