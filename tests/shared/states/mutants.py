@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(  # what was begun is never begun again
         "progress",
         "claim",
-        "if is_newer(fields.payload) then return end",
-        "if fields.attempt then return end",
+        "if is_newer(fields.payload) then",
+        "if fields.attempt then",
     ),
 )
