@@ -122,14 +122,20 @@ def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
 
 def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Problems:
     """Hash and log of what has ended expire, except the hash of a dead letter; nothing else does.
-    A dead letter is in its set until it is requeued.
+    A dead letter is in its set until it is requeued. (What a plain client cancelled and only then
+    put in may expire while it waits for its end.)
     """
     for request_id in filter(view.is_accepted, world.by_id):
         expires = KEYS.request(request_id) in view.expiring
         is_kept = request_id in view.dead
         if is_kept and view.state(request_id) != "dead":
             yield f"{request_id} is {view.state(request_id)} and a dead letter"
-        if expires != (view.is_final(request_id) and not is_kept):
+        is_early_cancel = (
+            world.by_id[request_id].plain
+            and view.state(request_id) == "waiting"
+            and view.fields(request_id).get("cancelled") == "1"
+        )
+        if expires != (view.is_final(request_id) and not is_kept) and not is_early_cancel:
             yield f"{request_id} is {view.state(request_id)}, its hash expires: {expires}"
         if view.log(request_id):
             expires = KEYS.tokens(request_id) in view.expiring

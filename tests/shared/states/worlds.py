@@ -13,6 +13,13 @@ SMALL = {
         max_crashes=2,
         all_positions=True,
     ),
+    "one request by plain commands, everything": World(
+        (Spec("r1", 100, plain=True),),
+        ALL - {"requeue", "time", "pause"},
+        losses=1,
+        max_crashes=2,
+        all_positions=True,
+    ),
     "a dead letter and what is made of it": World(
         (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
         REQUIRED | {"requeue", "fail"},
