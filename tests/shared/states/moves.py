@@ -13,6 +13,7 @@ expire      a lease runs out, which a crash, a freeze or a lost connection leads
 wait        a delay is over, the producer's or one that a script gave
 reap        the upkeep that any worker does
 release     a drain gives back, with the holder's fence or an earlier one
+break       the same because the engine failed, which counts as a crash
 step        one call for several requests, and with several rows of one request
 fail        a last event with an error instead of a token
 flag        a plain client's cancel, before or after the enqueue
@@ -42,6 +43,7 @@ REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire"
 ALL = REQUIRED | {
     *(
         "release",
+        "break",
         "step",
         "fail",
         "flag",
@@ -87,6 +89,7 @@ def moves(world: World, view: View) -> Iterator[Move]:
                 break  # it would only be the other's name
             for budget in world.budgets:
                 yield _claim(worker, 1, budget)
+                yield _claim(worker, len(world.specs), budget, num_held=1)
                 if len(world.specs) > 1:
                     yield _claim(worker, len(world.specs), budget)
     if "reap" in world.moves:
@@ -133,6 +136,7 @@ def _hold(world: World, view: View, spec: Spec) -> Iterator[Move]:
         yield _renew(spec.request_id, attempt)
         if attempt < newest or newest <= world.losses:
             yield _release(spec.request_id, attempt)
+            yield _release(spec.request_id, attempt, world.max_crashes)
 
 
 def _pass_time(world: World, view: View, spec: Spec) -> Iterator[Move]:
@@ -176,7 +180,8 @@ def fence_of(attempt: int) -> str:
 
 @cache
 def _enqueue(spec: Spec) -> Move:
-    call = scripts.enqueue([NewRequest(spec.request_id, request_of(spec), spec.delay_ms)], LEASE_MS)
+    new = [NewRequest(spec.request_id, request_of(spec), spec.delay_ms)]
+    call = scripts.enqueue(new, LEASE_MS, nonce=f"call-{spec.request_id}")
     return Move("produce", f"enqueue {spec.request_id}", (call,), (spec.request_id,))
 
 
@@ -219,11 +224,11 @@ def _flag(request_id: str, kind: str) -> Move:
 
 
 @cache
-def _claim(worker: str, max_count: int, budget: int) -> Move:
-    room = Room(max_count=max_count, token_budget=budget)
+def _claim(worker: str, max_count: int, budget: int, num_held: int = 0) -> Move:
+    room = Room(max_count=max_count, token_budget=budget, num_held=num_held)
     call = scripts.claim(worker, LEASE_MS, room, "n", "seeds", ModelIdentity())
-    text = f"{worker} claims up to {max_count}, with room for {budget} tokens"
-    return Move("claim", text, (call,), (), is_fair=budget == AMPLE)
+    text = f"{worker}, which holds {num_held}, claims up to {max_count} in {budget} tokens"
+    return Move("claim", text, (call,), (), is_fair=budget == AMPLE and not num_held)
 
 
 @cache
@@ -284,10 +289,17 @@ def _renew(request_id: str, attempt: int) -> Move:
 
 
 @cache
-def _release(request_id: str, attempt: int) -> Move:
-    call = scripts.release([Held(request_id, fence_of(attempt))])
-    text = f"attempt {attempt} releases {request_id}"
-    return Move("release", text, (call,), (request_id,), holders=((request_id, attempt),))
+def _release(request_id: str, attempt: int, max_crashes: int | None = None) -> Move:
+    call = scripts.release([Held(request_id, fence_of(attempt))], max_crashes)
+    how = "releases" if max_crashes is None else "gives back after its engine failed"
+    text = f"attempt {attempt} {how} {request_id}"
+    return Move(
+        "release" if max_crashes is None else "break",
+        text,
+        (call,),
+        (request_id,),
+        holders=((request_id, attempt),),
+    )
 
 
 @cache
