@@ -7,11 +7,6 @@
 local pending = KEYS[1]
 local prefix = string.sub(pending, 1, -8)
 
--- Writes nothing, but fails where nothing can be written (out of memory, a full disk, a replica, too
--- few replicas). So a script fails as a whole before it has done anything; a pcall further on would
--- take such an error for a stranger's key.
-redis.call('SETRANGE', prefix .. 'writable', 0, '')
-
 local leases, deadlines = prefix .. 'leases', prefix .. 'deadlines'
 local delayed, control, outputs = prefix .. 'delayed', prefix .. 'control', prefix .. 'outputs'
 

@@ -77,7 +77,7 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
             assert subscriber.result(late).text == text_of(8, 9)
             with pytest.raises(RequestFailedError):
                 subscriber.result(producer.enqueue("a", model="another"))
-            assert subscriber.stats().model == "model-free"
+            assert producer.stats().model == "model-free"
             second.terminate()
             assert second.wait() == 0
             for told in (worker.said, second.said):
