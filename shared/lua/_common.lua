@@ -34,13 +34,6 @@ local function config(name, default)
   return settings[name] or default
 end
 
--- Read several settings at once, for `config` to find.
-local function read_settings(names)
-  for i, value in ipairs(redis.call('HMGET', prefix .. 'config', unpack(names))) do
-    settings[names[i]] = value
-  end
-end
-
 -- What a script does once for all its requests instead of once for each: members to be removed, by
 -- their sorted set, output lengths, newest last, changes of the backlog, by their field, and service
 -- received, by its counters and the tenant. Every script that moves requests carries it out.
@@ -108,6 +101,7 @@ local function charge(key, services)
     if redis.pcall('ZADD', key, 'XX', 'INCR', string.format('%.17g', service), tenant) == false then
       local clock = score_in(key, '*') or 0
       redis.call('ZADD', key, string.format('%.17g', clock + service), tenant)
+      redis.call('PEXPIRE', key, COUNTERS_TTL_MS)
     end
   end
 end
@@ -298,7 +292,8 @@ local function tell_prompt_tokens(id, prompt_tokens, tenant, priority)
   local key = request_key(id)
   if redis.call('HSET', key, 'prompt_tokens', prompt_tokens) == 1 and tenant then
     local estimate = estimated_prompt(redis.call('HSTRLEN', key, 'payload'))
-    charge_later(tenant, whole(priority, 0), PROMPT_WEIGHT * (tonumber(prompt_tokens) - estimate))
+    local service = PROMPT_WEIGHT * (tonumber(prompt_tokens) - estimate)
+    charge_later(tenant_name(tenant), whole(priority, 0), service)
   end
 end
 

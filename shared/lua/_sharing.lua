@@ -20,7 +20,7 @@ local function step(queue)
   if queue.at > #queue.ids then load_page(queue) end
   queue.id, queue.priority = queue.ids[queue.at], nil
   queue.score = queue.id and queue.scores[queue.at]
-  queue.place = queue.id and tonumber(queue.score) or 0
+  if is_shared then queue.place = tonumber(queue.score or 0) or 0 end
 end
 
 -- How many of its queue a walk has gone past; `left` is by how many fewer there will be.
@@ -83,6 +83,7 @@ end
 -- priority is served; of the tenants that wait with this priority, the one with the least service goes
 -- first.
 local function next_queue()
+  if not is_shared then return queues[1].id and queues[1] end
   local first
   for _, queue in ipairs(queues) do
     if queue.id and (not first or is_before(queue, first)) then first = queue end

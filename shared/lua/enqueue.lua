@@ -45,10 +45,13 @@ end
 
 -- What would wait with the new ones: {requests, tokens} of each tenant, and of the whole queue.
 local added, added_in_all = {}, {0, 0}
+local function add(sums, tokens)
+  sums[1], sums[2] = sums[1] + 1, sums[2] + tokens
+end
 for _, request in ipairs(fresh) do
-  local of_tenant = added[request.tenant] or {0, 0}
-  added[request.tenant] = {of_tenant[1] + 1, of_tenant[2] + request.tokens}
-  added_in_all = {added_in_all[1] + 1, added_in_all[2] + request.tokens}
+  added[request.tenant] = added[request.tenant] or {0, 0}
+  add(added[request.tenant], request.tokens)
+  add(added_in_all, request.tokens)
 end
 
 local function counted(field)
@@ -108,13 +111,16 @@ local function refusal(name, default, new, waiting, tokens, tenant)
   end
 end
 
-if #fresh > 0 then
-  local names = {'max_pending', 'max_pending_tokens', 'tenant_max_pending', 'tenant_max_pending_tokens'}
+local function has_limits()
   for tenant in pairs(added) do
-    names[#names + 1] = 'max_pending:' .. tenant
-    names[#names + 1] = 'max_pending_tokens:' .. tenant
+    local set = redis.call('HMGET', prefix .. 'config', 'max_pending', 'max_pending_tokens',
+      'tenant_max_pending', 'tenant_max_pending_tokens', 'max_pending:' .. tenant,
+      'max_pending_tokens:' .. tenant)
+    if set[1] or set[2] or set[3] or set[4] or set[5] or set[6] then return true end
   end
-  read_settings(names)
+end
+
+if #fresh > 0 and has_limits() then
   local full = refusal('max_pending', nil, added_in_all, num_waiting_in_all, tokens_in_all)
   for tenant, new in pairs(added) do
     full = full or refusal('max_pending:' .. tenant, 'tenant_max_pending', new, function()

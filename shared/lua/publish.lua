@@ -25,13 +25,12 @@ local known = {} -- id -> what the server says of it, and how far its log will b
 
 local function look_up(id)
   if not known[id] then
-    local fields = read_request(id, 'fence', 'state', 'cancelled', 'tenant', 'priority') or {}
+    local fields = read_request(id, 'fence', 'state', 'cancelled', 'tenant') or {}
     local count, ended = log_top(id)
     local finished = ended or is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
-      was_finished = finished, finished = finished,
-      tenant = fields.tenant, priority = fields.priority,
+      was_finished = finished, finished = finished, tenant = fields.tenant,
     }
   end
   return known[id]
@@ -76,21 +75,23 @@ for n = 1, num_held do
   end
 end
 
+local function priority_of(id)
+  return (read_request(id, 'priority') or {}).priority
+end
+
 -- Write the exact length of the prompt, if it came with this call and is not written yet.
 local function tell(id)
   local request = known[id]
   if request.untold then
-    tell_prompt_tokens(id, request.untold, request.tenant, request.priority)
+    tell_prompt_tokens(id, request.untold, request.tenant, request.tenant and priority_of(id))
     request.untold = nil
   end
 end
 
 -- Count a row's tokens as service that its tenant received.
-local function charge_row(request, index, count)
-  if request.tenant then
-    local tokens = tonumber(count) - tonumber(index)
-    charge_later(tenant_name(request.tenant), whole(request.priority, 0), OUTPUT_WEIGHT * tokens)
-  end
+local function charge_row(id, index, count)
+  local tokens = tonumber(count) - tonumber(index)
+  charge_later(tenant_name(known[id].tenant), whole(priority_of(id), 0), OUTPUT_WEIGHT * tokens)
 end
 
 for n, status in ipairs(row_status) do
@@ -103,7 +104,7 @@ for n, status in ipairs(row_status) do
     if request.tenant then tell(id) end
     finish(id, reason, count, event, request.tenant, result ~= '' and result or nil, request.untold)
     request.untold = nil
-    charge_row(request, ARGV[at + 2], count)
+    if request.tenant then charge_row(id, ARGV[at + 2], count) end
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
@@ -113,7 +114,7 @@ for n, status in ipairs(row_status) do
       finish_bare(id, 'error', 'internal_error', 'tokens: the log does not take an event: ' .. message)
     else
       publish_event(id, event)
-      charge_row(known[id], ARGV[at + 2], count)
+      if known[id].tenant then charge_row(id, ARGV[at + 2], count) end
     end
   elseif status == 'cancelled' or status == 'expired' then
     tell(id)
