@@ -160,8 +160,19 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     own |= {name: options[name] for name in options if name.startswith("socket_")} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
     sentinel_kind = redis.asyncio.sentinel.Sentinel if is_async else redis.sentinel.Sentinel
+    if is_async:
+        options["connection_pool_class"] = _PoolWithSentinels
     addresses = [_host_and_port(host) for host in hosts.split(",")]
     return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+
+
+class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
+    """Closes the connections to the sentinels too, which nobody else has."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        for sentinel in self.sentinel_manager.sentinels:
+            await sentinel.connection_pool.disconnect()
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
