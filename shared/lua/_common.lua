@@ -186,8 +186,8 @@ end
 local function read_request(id, ...)
   local values = redis.pcall('HMGET', request_key(id), ...)
   if values.err then return nil end
-  local fields = {}
-  for i = 1, #values do fields[select(i, ...)] = values[i] or nil end
+  local names, fields = {...}, {}
+  for i = 1, #names do fields[names[i]] = values[i] or nil end
   return fields
 end
 

@@ -1,6 +1,6 @@
 -- Stands between `_common.lua` and `claim.lua`: how tenants share what is claimed.
 
-local MAX_TENANTS = 1000 -- as many of them does one call look at
+local MAX_TENANTS = 256 -- as many of them does one call look at; it bounds the time of one
 
 -- The tenants whose requests wait, each with a walk through its own queue. `id` is where the walk
 -- stands, nil at its end; behind its first page it goes on at `skip`.

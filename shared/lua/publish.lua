@@ -20,12 +20,14 @@ local ROW, HELD = 7, 3
 local held_from = 3 + num_rows * ROW
 local num_held = (#ARGV - held_from + 1) / HELD
 
+local has_tenants = redis.call('EXISTS', tenants_waiting) == 1 -- until nothing waits nor runs
 local expired = past_deadline()
 local known = {} -- id -> what the server says of it, and how far its log will be
 
 local function look_up(id)
   if not known[id] then
-    local fields = read_request(id, 'fence', 'state', 'cancelled', 'tenant') or {}
+    local fields = has_tenants and read_request(id, 'fence', 'state', 'cancelled', 'tenant')
+      or read_request(id, 'fence', 'state', 'cancelled') or {}
     local count, ended = log_top(id)
     local finished = ended or is_final(fields.state)
     known[id] = {

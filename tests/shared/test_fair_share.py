@@ -174,6 +174,28 @@ def test_priority_goes_before_the_share_and_within_it_each_has_its_own(queue: Re
     assert Counter(request_id[0] for request_id in taken(queue, 4)) == {"a": 2, "b": 2}
 
 
+def test_what_is_served_at_one_priority_sets_no_clock_at_another(queue: RequestQueue) -> None:
+    for n in range(9):
+        put(queue, f"l{n}", "long-here")
+    assert taken(queue, 1) == ["l0"]
+    for n in range(30):
+        put(queue, f"urgent{n}", "urgent", priority=-1, prompt="x" * 400)
+        assert taken(queue, 1) == [f"urgent{n}"]
+    for n in range(9):
+        put(queue, f"n{n}", "new-here")
+    assert Counter(request_id[0] for request_id in taken(queue, 6)) == {"l": 3, "n": 3}
+
+
+def test_those_without_a_name_pay_also_while_no_tenant_waits(queue: RequestQueue) -> None:
+    for n in range(50):
+        put(queue, f"plain{n:02}")
+    put(queue, "t1", "team", prompt="x" * 100)
+    assert "t1" in taken(queue, 2)
+    assert all(request_id.startswith("plain") for request_id in taken(queue, 20))
+    put(queue, "t2", "team")
+    assert taken(queue, 1) == ["t2"]
+
+
 def test_a_large_head_of_one_tenant_is_overtaken_only_so_often(queue: RequestQueue) -> None:
     put(queue, "large", "a", max_tokens=200)
     for n in range(20):
@@ -256,7 +278,7 @@ def test_who_served_alone_is_not_punished_when_others_come(world: World) -> None
 
 
 def test_what_an_estimate_took_too_much_is_given_back(world: World) -> None:
-    """Long payloads of short prompts are no disadvantage, also where a claim takes many at once."""
+    """Long payloads of short prompts are no disadvantage, also where lengths are told late."""
     keys = world.queue.keys
     payloads = {"short": {"prompt": "x", "max_tokens": 2}}
     payloads["long"] = {**payloads["short"], "metadata": {"note": "y" * 400}}
@@ -270,7 +292,8 @@ def test_what_an_estimate_took_too_much_is_given_back(world: World) -> None:
     counts: Counter[str] = Counter()
     for _ in range(80):
         rows, held = [], []
-        for claim in world.queue.take_batch(Room(8, 10**9)):
+        claims = [world.queue.take_batch(Room(1, 10**9))[0] for _ in range(8)]
+        for claim in claims:
             counts[claim.request_id.rstrip("0123456789")] += 1
             event = TokenEvent(
                 index=0, token_ids=[7], text="x", finish_reason=FinishReason.STOP, attempt=1,
@@ -330,9 +353,9 @@ def test_plain_clients_are_one_tenant(world: World) -> None:
     """However many they are and put in, they share with each named tenant alike."""
     while world.service.total() < 8000:
         while world.waiting[""] < 60:
-            world.put("", 5, 5, plainly=True)
+            world.put("", 5, 20, plainly=True)
         while world.waiting["named"] < 20:
-            world.put("named", 5, 5)
+            world.put("named", 5, 20)
         world.claim()
         world.step()
     assert world.service[""] == pytest.approx(world.service["named"], abs=bound_of([1]))
@@ -359,7 +382,9 @@ def test_names_that_no_key_should_hold_are_forgotten(client: Any, queue: Request
     client.zadd(queue.keys.pending, {"bad": 1})
     put(queue, "good", "team")
     assert queue.count() == 2
+    client.zadd(queue.keys.pending + ":a b", {"hidden": 1})
     assert sorted(taken(queue)) == ["bad", "good"]
+    assert client.zscore(queue.keys.pending + ":a b", "hidden") == 1
     assert client.smembers(queue.keys.tenants_waiting) <= {b"", b"text"}
 
 
