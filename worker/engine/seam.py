@@ -57,7 +57,7 @@ class SeamLayer:
         `paged_attention`."""
         context = self.context
         if context.layout is None:
-            raise UnsupportedModelError("attention outside of a packed step")
+            raise UnsupportedModelError("a layer of this model was not seen by the check at load")
         context.calls += 1
         output = context.backend(
             query[0].transpose(0, 1),
