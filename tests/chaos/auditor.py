@@ -77,17 +77,21 @@ def audit(
 
 
 def check_stream(stream: Seen) -> Iterator[Violation]:
-    """No gap, no repeat, one last event, and nothing behind it."""
+    """No gap, no repeat, no word of an earlier attempt, one last event and nothing behind it."""
     request_id, who = stream.request_id, stream.subscriber
     if stream.error:
         yield Violation("stream failed", request_id, f"{who}: {stream.error}")
-    position = 0
+    position, attempt = 0, 0
     for number, event in enumerate(stream.events):
         if event.index != position:
             word = "gap" if event.index > position else "repeat"
             told = f"{who}: event {number} begins at token {event.index} behind {position} tokens"
             yield Violation(word, request_id, told)
         position = event.index + len(event.token_ids)
+        if event.attempt < attempt:
+            told = f"{who}: event {number} is of attempt {event.attempt}, behind one of {attempt}"
+            yield Violation("zombie", request_id, told)
+        attempt = event.attempt
     ends = [number for number, event in enumerate(stream.events) if event.finish_reason]
     if len(ends) != 1:
         told = f"{who}: {len(ends)} last events among {len(stream.events)}"

@@ -101,6 +101,12 @@ def test_finds_a_repeat() -> None:
     assert "repeat" in told.rules()
 
 
+def test_finds_an_earlier_attempt_that_still_speaks() -> None:
+    told = story()
+    told.seen.events[0].attempt = told.seen.events[2].attempt = 2
+    assert told.rules() == {"zombie"}
+
+
 @pytest.mark.parametrize("position", [0, 5, LENGTH - 1])
 def test_finds_a_changed_token(position: int) -> None:
     told = story()
