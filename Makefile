@@ -10,6 +10,7 @@ SET_UP := $(VENV)/.set-up
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
 
+# In two processes: ARGS="-n 0" keeps it to one.
 test: $(SET_UP)
 	@$(BIN)/python -m pytest $(ARGS)
 

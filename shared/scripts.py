@@ -26,13 +26,14 @@ SCRIPT_NAMES = (
     "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "purge", "heartbeat",
     "waiting",
 )  # fmt: skip
+_SHARED_PARTS = ("_common", "_tenants", "_log", "_moves", "_crashes")
 
 
 @cache
 def script_text(name: str) -> str:
     """The source of one script, with what all of them share in front."""
     folder = resources.files("shared") / "lua"
-    parts = ["_common", "_sharing", name] if name == "claim" else ["_common", name]
+    parts = [*_SHARED_PARTS, *(["_sharing"] if name == "claim" else []), name]
     return "".join((folder / f"{part}.lua").read_text() for part in parts)
 
 

@@ -1,4 +1,4 @@
--- Stands between `_common.lua` and `claim.lua`: how tenants share what is claimed.
+-- Stands right in front of `claim.lua`: how tenants share what is claimed.
 
 local MAX_TENANTS = 256 -- as many of them does one call look at; it bounds the time of one
 

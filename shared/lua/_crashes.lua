@@ -1,0 +1,37 @@
+-- What a crash means to those who were aboard.
+
+local SHARED_CRASHES = 2    -- then it is a suspect and runs alone
+local MAX_BACKOFF_MS = 60000
+
+-- How long a request waits after so many crashes: not at all after the first.
+local function backoff(crashes)
+  if crashes < 2 then return 0 end
+  return math.min(whole(config('crash_backoff_ms'), 1000) * 2 ^ math.min(crashes - 2, 20), MAX_BACKOFF_MS)
+end
+
+local function bury(id, crashes)
+  finish_bare(id, 'error', 'dead_letter', string.format(
+    'the request was aboard at %d crashes of workers, the last time alone, and is not tried again',
+    crashes))
+  redis.call('HSET', request_key(id), 'state', 'dead')
+  redis.call('PERSIST', request_key(id))
+  redis.call('ZADD', prefix .. 'dead', now_text, id)
+end
+
+-- The worker that held the request crashed. Who was aboard twice is a suspect, to be run alone; only
+-- one that was alone with its worker at a crash is known to have caused it. Returns the new state.
+local function count_crash(id, score, max_crashes)
+  local fields = read_request(id, 'crashes', 'alone') or {}
+  local crashes, key = whole(fields.crashes, 0) + 1, request_key(id)
+  redis.call('HSET', key, 'crashes', crashes)
+  if fields.alone and crashes >= max_crashes then
+    note_end_of_attempt(id, 'crashed alone')
+    bury(id, crashes)
+    return 'dead'
+  end
+  if crashes >= math.max(1, math.min(SHARED_CRASHES, max_crashes - 1)) then
+    redis.call('HSET', key, 'suspect', 1)
+  end
+  back_to_waiting(id, score, fields.alone and 'crashed alone' or 'crashed', backoff(crashes))
+  return 'waiting'
+end
