@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -20,6 +21,9 @@ from tests.helpers import Server
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Where a shell starts the tests in the background, interrupts are ignored by all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SERVERS = ["fakeredis", "embedded", "redis-server"]
 
