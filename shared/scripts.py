@@ -297,9 +297,7 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
         args += row
-    for item in held:
-        prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
-        args += [item.request_id, item.fence, prompt_tokens]
+    args += _held_args(held)
 
     def parse(reply: list[Any]) -> Published:
         row_statuses, held_statuses = reply
@@ -316,10 +314,7 @@ def release(held: Sequence[Held], max_crashes: int | None = None) -> Call[list[s
 
     With `max_crashes` (see `reap`) because the engine failed: a crash of each.
     """
-    args: list[str | bytes | int] = []
-    for item in held:
-        prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
-        args += [item.request_id, item.fence, prompt_tokens]
+    args = _held_args(held)
     if max_crashes is not None:
         args.append(max_crashes)
     return Call("release", args, _texts)
@@ -451,6 +446,14 @@ def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
 
     # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
     return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
+
+
+def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:
+    args: list[str | bytes | int] = []
+    for item in held:
+        prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
+        args += [item.request_id, item.fence, prompt_tokens]
+    return args
 
 
 def _text(value: str | bytes | int) -> str:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 
 import fakeredis
@@ -16,7 +12,7 @@ import redis
 import redis.asyncio
 
 from shared.embedded import EmbeddedServer
-from tests.helpers import Server
+from tests.helpers import Server, redis_server
 
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
@@ -36,25 +32,7 @@ def embedded_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("redis-server")
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    with redis.Redis(port=port) as client:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                assert process.poll() is None, "redis-server did not start"
-                time.sleep(0.01)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.terminate()
-    process.wait()
+    yield from redis_server(tmp_path_factory)
 
 
 @pytest.fixture

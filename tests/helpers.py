@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+import redis
 import redis.asyncio
 
 from shared import scripts
@@ -28,6 +34,29 @@ class Server:
     url: str
     connect: Callable[[], Any]
     connect_async: Callable[[], Any]
+
+
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a redis-server that ends when the generator goes on; skips where there is none."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("redis-server")
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    with redis.Redis(port=port) as client:
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                assert process.poll() is None, "redis-server did not start"
+                time.sleep(0.01)
+    yield f"redis://127.0.0.1:{port}/0"
+    process.terminate()
+    process.wait()
 
 
 def served_model_free(**options: Any) -> Served:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from producer import Client
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from shared.schemas import TokenEvent
+from tests.worker.test_command import started
 
 LEASE_MS = 1500
 NUM_TOKENS = 300
@@ -69,21 +69,10 @@ def enqueue(client: Client, name: str) -> str:
     return client.enqueue(fields.pop("prompt"), **fields)
 
 
-@contextmanager
-def started(url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+def worker(url: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A worker of the shipped model that has said it is ready."""
-    command = [sys.executable, "-m", "worker", "--redis", url, "--dtype", "float32"]
-    process = subprocess.Popen(
-        [*command, "--lease-ms", str(LEASE_MS), *options], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        with process.stdout:
-            assert process.stdout.readline().startswith("ready after ")
-            yield process
-    finally:
-        process.kill()
-        process.wait()
+    fixed = ("--redis", url, "--dtype", "float32", "--lease-ms", str(LEASE_MS))
+    return started(*fixed, *options)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +84,7 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def expected(url: str) -> dict[str, list[Any]]:
     """What each request gives in a quiet run."""
-    with started(url), Client(url) as client, ThreadPoolExecutor(len(REQUESTS)) as threads:
+    with worker(url), Client(url) as client, ThreadPoolExecutor(len(REQUESTS)) as threads:
         ids = {name: enqueue(client, name) for name in REQUESTS}
         streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
         return {name: told(stream.result()) for name, stream in streams.items()}
@@ -132,7 +121,7 @@ def test_the_whole_text_is_that_of_a_quiet_run(
         ThreadPoolExecutor(len(REQUESTS)) as threads,
     ):
         server.flushall()
-        with started(url, "--drain-seconds", "0") as victim:
+        with worker(url, "--drain-seconds", "0") as victim:
             ids = {name: enqueue(client, name) for name in REQUESTS}
             streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
             wait_for_progress(server, list(ids.values()))
@@ -143,7 +132,7 @@ def test_the_whole_text_is_that_of_a_quiet_run(
             else:
                 victim.send_signal(signal.SIGTERM)
                 assert victim.wait() == 0
-            with started(url) as other:
+            with worker(url) as other:
                 if fault == "frozen":
                     wake = threading.Timer(
                         2 * LEASE_MS / 1000, victim.send_signal, [signal.SIGCONT]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +14,7 @@ from shared.embedded import EmbeddedServer
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState, WorkerStats
 from shared.scripts import CancelStatus, Claim
+from tests.helpers import redis_server
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, log_of, new, put, row
 
 Snapshot = dict[bytes, Any]
@@ -26,25 +23,7 @@ Snapshot = dict[bytes, Any]
 @pytest.fixture(scope="module")
 def own_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose memory nobody else's tests need."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed; the embedded server is tested")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("redis-server")
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    with redis.Redis(port=port) as client:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                assert process.poll() is None, "redis-server did not start"
-                time.sleep(0.01)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.terminate()
-    process.wait()
+    yield from redis_server(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

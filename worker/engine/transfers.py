@@ -33,7 +33,7 @@ class HostCopies:
                 torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
                 for each in tensors
             ]
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as is torch's Stream
             self._copied.record()
 
     def lists(self) -> list[list[Any]]:
