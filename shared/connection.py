@@ -76,9 +76,7 @@ def open_redis(url: str) -> redis.Redis:
 
 async def open_async_redis(url: str) -> redis.asyncio.Redis:
     """Like `open_redis`, for asyncio."""
-    client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
-    pool: Any = client.connection_pool
-    pool.connection_class = _packing_in_c(pool.connection_class)
+    client = make_async_redis(url)
     try:
         check_version(await client.info("server"), url)
     except NoPermissionError:
@@ -93,6 +91,17 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
         await client.aclose()
         raise _no_url(error, url) from error
     client.set_retry(_retry(redis.asyncio.retry.Retry))
+    return client
+
+
+def make_async_redis(url: str) -> redis.asyncio.Redis:
+    """A client of the server at `url`, be it there or not, which fails at once where it is not.
+
+    Raises ConfigurationError.
+    """
+    client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
+    pool: Any = client.connection_pool
+    pool.connection_class = _packing_in_c(pool.connection_class)
     return client
 
 

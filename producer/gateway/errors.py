@@ -1,0 +1,109 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from shared.errors import (
+    InvalidRequestError,
+    PromptqError,
+    QueueFullError,
+    RedisSideError,
+    RequestExistsError,
+    RequestNotFoundError,
+)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The error object."""
+        kind = _TYPES.get(self.status, "api_error" if self.status < 500 else "server_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def as_api_error(error: PromptqError) -> ApiError:
+    """The answer that one of our errors becomes."""
+    match error:
+        case InvalidRequestError():
+            return ApiError(400, str(error), param=error.field or None, code=error.error_type)
+        case RequestNotFoundError():
+            return ApiError(404, str(error), code="not_found")
+        case RequestExistsError():
+            return ApiError(409, str(error), code="exists")
+        case QueueFullError():
+            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+            return ApiError(
+                429, str(error), code="queue_full", headers={"Retry-After": str(seconds)}
+            )
+        case RedisSideError():
+            # What is wrong with the server is for the log, not for whoever calls.
+            return ApiError(
+                503,
+                "the queue cannot be reached at the moment; try again soon",
+                code="queue_unavailable",
+                headers={"Retry-After": "1"},
+            )
+    return ApiError(500, str(error))
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Give every error of every route this form."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(PromptqError)
+    async def _promptq_error(request: Request, error: PromptqError) -> JSONResponse:
+        return as_api_error(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
+        field = ".".join(where)
+        if first["type"] == "json_invalid":
+            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}").response()
+        return ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None).response()

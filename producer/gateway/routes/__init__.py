@@ -1,0 +1,1 @@
+"""One file for each part of the API; each has a `router`."""
