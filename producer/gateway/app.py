@@ -13,7 +13,7 @@ from producer.gateway import errors
 from producer.gateway.context import Gateway
 from producer.gateway.routes import health
 from shared.connection import make_async_redis
-from shared.keys import Keys
+from shared.request_queue import AsyncRequestQueue
 from shared.settings import Settings
 
 _ROUTERS = (health.router,)
@@ -27,7 +27,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         connection = make_async_redis(url)
         client = AsyncClient(connection, settings.queue)
-        app.state.gateway = Gateway(settings, client, connection, Keys(settings.queue))
+        app.state.gateway = Gateway(settings, client, AsyncRequestQueue(connection, settings.queue))
         try:
             yield
         finally:

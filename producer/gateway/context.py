@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, cast
 
-import redis.asyncio
 from fastapi import Depends, Request
 
 from producer.async_client import AsyncClient
 from shared.keys import Keys
+from shared.request_queue import AsyncRequestQueue
 from shared.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway process: its settings, its client of the queue, and a plain connection pool."""
+    """One gateway process: its settings, and its client of the queue."""
 
     settings: Settings
     client: AsyncClient
-    redis: redis.asyncio.Redis
-    """For what no client method does: API keys, limits, files, statistics."""
-    keys: Keys = field(default_factory=Keys)
+    queue: AsyncRequestQueue
+    """For calls that the client has no method for."""
+
+    @property
+    def keys(self) -> Keys:
+        return self.queue.keys
 
 
 def gateway_of(request: Request) -> Gateway:
