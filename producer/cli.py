@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from producer.gateway.command import gateway
 from producer.key_commands import keys
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
@@ -82,12 +83,12 @@ def up(
         typer.Option(
             min=0,
             max=65535,
-            help="HTTP port for a later version; nothing serves there yet.",
+            help="Serve HTTP on this port too, as `promptq gateway` does.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a server and workers in this terminal, until Ctrl-C.
+    """Run a server and workers in this terminal, with --port a gateway, until Ctrl-C.
 
     Without a Redis URL it starts an embedded server, which other promptq
     commands of this user find by themselves. Workers that die are started again.
@@ -96,6 +97,7 @@ def up(
     Examples:
 
       promptq up
+      promptq up --port 8000
       promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
       promptq up --redis redis://localhost:6379/0
       promptq up --data ./promptq-data
@@ -335,7 +337,7 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
-for _command in (pause, resume, drain):
+for _command in (gateway, pause, resume, drain):
     app.command()(_command)
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")

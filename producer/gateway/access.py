@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
@@ -14,17 +15,19 @@ from producer import api_keys
 from producer.api_keys import ApiKey
 from producer.gateway.context import Gateway, ThisGateway
 from producer.gateway.errors import ApiError
-from shared import schemas
 from shared.schemas import MAX_PRIORITY
 from shared.scripts import Rate, take_of_rates
 
-_NOBODY = ApiKey(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
+Caller = ApiKey
+"""Somebody is what their key allows."""
+
+_NOBODY = Caller(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _DEFAULT_OUTPUT = 256
 """What `enqueue` counts for an output without `max_tokens`."""
 
 
-async def caller_of(gateway: ThisGateway, request: Request) -> ApiKey:
+async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
     """The key that a call comes with. Without any key made, this machine may do everything.
 
     Raises ApiError 401.
@@ -48,7 +51,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> ApiKey:
     )
 
 
-async def admin_of(caller: ThisCaller) -> ApiKey:
+async def admin_of(caller: ThisCaller) -> Caller:
     """A caller that may see and steer the whole queue. Raises ApiError 403 for others."""
     if not caller.is_admin:
         raise ApiError(
@@ -57,30 +60,19 @@ async def admin_of(caller: ThisCaller) -> ApiKey:
     return caller
 
 
-ThisCaller = Annotated[ApiKey, Depends(caller_of)]
+ThisCaller = Annotated[Caller, Depends(caller_of)]
 """A route's parameter of this type is who calls it; a route without it is open to anybody."""
 
-ThisAdmin = Annotated[ApiKey, Depends(admin_of)]
-
-
-def check_priority(caller: ApiKey, priority: int) -> None:
-    """Raises ApiError 403 for a priority that the caller may not ask for."""
-    if priority < caller.highest_priority:
-        raise ApiError(
-            403,
-            f"priority: {priority} is more urgent than {caller.highest_priority}, the most that the"
-            f" key {caller.name!r} may ask for",
-            param="priority",
-        )
+ThisAdmin = Annotated[Caller, Depends(admin_of)]
 
 
 async def admit(
-    gateway: Gateway, caller: ApiKey, requests: Sequence[schemas.Request]
+    gateway: Gateway, caller: Caller, requests: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
     """Take what the requests need from the caller's rates; gives the headers that tell of them.
 
-    Tokens are counted before they are known, as at OpenAI: a quarter of the payload's bytes and
-    `max_tokens`. Raises ApiError 429.
+    `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
+    OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
     """
     rates = []
     if caller.requests_per_minute:
@@ -109,8 +101,10 @@ async def admit(
     raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
-def _estimated_tokens(request: schemas.Request) -> int:
-    return len(request.to_payload()) // 4 + (request.max_tokens or _DEFAULT_OUTPUT)
+def _estimated_tokens(request: Mapping[str, Any]) -> int:
+    wanted = request.get("max_tokens")  # what is no number is refused by whoever enqueues
+    output = wanted if isinstance(wanted, int) and wanted > 0 else _DEFAULT_OUTPUT
+    return len(json.dumps(request, default=str)) // 4 + output
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, cast
 
+import redis.asyncio
 from fastapi import Depends, Request
 
 from producer.async_client import AsyncClient
+from producer.gateway.cancels import Cancels
+from producer.gateway.queue_view import QueueWatch
+from producer.gateway.settings import GatewaySettings
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
-from shared.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway process: its settings, and its client of the queue."""
+    """One gateway process: its settings, its client of the queue, and a plain connection pool."""
 
-    settings: Settings
+    settings: GatewaySettings
     client: AsyncClient
+    redis: redis.asyncio.Redis
+    """For plain commands, such as those about files."""
     queue: AsyncRequestQueue
-    """For calls that the client has no method for."""
+    """For calls that the client has no method for, such as those about API keys and rates."""
+    watch: QueueWatch
+    cancels: Cancels
+    calling: asyncio.Semaphore
+    """Held around a call of the client, for the pool refuses whom it has no connection for."""
 
     @property
     def keys(self) -> Keys:
