@@ -41,7 +41,6 @@ class QueueWatch:
         async with self._looking:
             is_old = time.monotonic() - self._seen_at > _FRESH_SECONDS
             if self._seen is None or is_old or now:
-                self._seen = None  # where the server is away, nobody is told what once was
                 with explained(self._url):
                     self._seen = await self._read()
                 self._seen_at = time.monotonic()
