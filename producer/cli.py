@@ -319,14 +319,19 @@ def demo(context: typer.Context) -> None:
 
 @app.command()
 def settings(as_json: AsJson = False) -> None:
-    """List the settings, each an environment variable and an option of the worker.
+    """List the settings, each an environment variable.
+
+    Those of workers are options of `promptq worker` too; those that begin with
+    PROMPTQ_HTTP_ are the gateway's.
 
     Examples:
 
       promptq settings
       PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
-    rows = _settings_rows(read_settings())
+    from producer.gateway.settings import read_gateway_settings
+
+    rows = _settings_rows(read_gateway_settings())
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -345,14 +350,14 @@ app.add_typer(keys, name="keys")
 
 def _settings_rows(current: Settings) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for name, field in Settings.model_fields.items():
+    for name, field in type(current).model_fields.items():
         value = getattr(current, name)
         if name == "redis_url" and value is not None:
             value = without_password(value)
         rows.append(
             {
                 "variable": ENV_PREFIX + name.upper(),
-                "option": flag_of(name),
+                "option": flag_of(name) if name in Settings.model_fields else None,
                 "default": field.default,
                 "value": value,
                 "description": field.description,

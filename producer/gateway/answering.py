@@ -11,7 +11,7 @@ from starlette.responses import Response
 from producer.gateway.access import Caller, admit
 from producer.gateway.context import Gateway
 from producer.gateway.errors import ApiError
-from producer.gateway.event_stream import EventStream
+from producer.gateway.event_stream import EventStream, learned
 from producer.gateway.openai.answers import answer
 from producer.gateway.openai.calls import Call
 from producer.gateway.openai.completion import (
@@ -135,6 +135,6 @@ async def _whole_answer(gateway: Gateway, completion: Completion) -> Response:
             results = [result] * completion.num_choices
             break
         results.append(result)
-    style = (await gateway.watch.look()).tool_call_style if completion.with_tools else None
+    completion, style = await learned(gateway, completion)
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
     return JSONResponse(answer(completion, results, style), headers=headers)

@@ -99,6 +99,10 @@ def add_handlers(app: FastAPI) -> None:
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
         return as_api_error(RedisSideError(str(error))).response()
 
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, "the gateway failed; its log says why", code="gateway").response()
+
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from producer.gateway.openai.positions import Position, event_id
 from producer.gateway.presence import ClientLeftError, while_present
 from shared.errors import PromptqError
 from shared.schemas import Usage
+from shared.tool_call_style import ToolCallStyle
 
 _COMMENT = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -95,7 +97,11 @@ class EventStream(Response):
                     if (error := failure(event.finish_reason, event.error, so_far)) is not None:
                         raise error
                 if not writers:
-                    writers = await self._writers()
+                    completion, style = await learned(self._gateway, completion)
+                    writers = [
+                        ChoiceWriter(completion, place, have, style)
+                        for place, have in enumerate(self._have)
+                    ]
                     positions = [writer.position for writer in writers]
                 num_tokens += len(event.token_ids)
                 writer = writers[index]
@@ -108,14 +114,22 @@ class EventStream(Response):
             await out.write(f"data: {usage_chunk(completion, usages)}\n\n".encode("ascii"))
         await out.write(_DONE)
 
-    async def _writers(self) -> list[ChoiceWriter]:
-        """Once there is an event, as the worker that sent it has told how the model calls tools."""
-        completion, style = self._completion, None
-        if completion.with_tools:
-            style = (await self._gateway.watch.look()).tool_call_style
-        return [
-            ChoiceWriter(completion, index, have, style) for index, have in enumerate(self._have)
-        ]
+
+async def learned(
+    gateway: Gateway, completion: Completion
+) -> tuple[Completion, ToolCallStyle | None]:
+    """With what is known once there is an event: the model's name, and how it calls tools.
+
+    The worker that sent it has told them before.
+    """
+    if completion.model and not completion.with_tools:
+        return completion, None
+    view = await gateway.watch.look()
+    if not view.model or view.tool_call_style is None:  # perhaps it was told just now
+        view = await gateway.watch.look(now=True)
+    if not completion.model:
+        completion = replace(completion, model=view.model)
+    return completion, view.tool_call_style
 
 
 class _Out:

@@ -36,11 +36,11 @@ class QueueWatch:
         self._seen_at = 0.0
         self._looking = asyncio.Lock()
 
-    async def look(self) -> QueueView:
-        """The queue as it was a second ago at most."""
+    async def look(self, *, now: bool = False) -> QueueView:
+        """The queue as it was a second ago at most, or as it is `now`."""
         async with self._looking:
-            if self._seen is None or time.monotonic() - self._seen_at > _FRESH_SECONDS:
-                self._seen = None  # where the server is away, nobody is told what once was
+            is_old = time.monotonic() - self._seen_at > _FRESH_SECONDS
+            if self._seen is None or is_old or now:
                 with explained(self._url):
                     self._seen = await self._read()
                 self._seen_at = time.monotonic()

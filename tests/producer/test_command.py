@@ -337,7 +337,7 @@ def test_help_is_light(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "worker", "server", "submit", "watch", "cancel", "stats"]
+    "command", ["up", "worker", "gateway", "server", "submit", "watch", "cancel", "stats"]
 )
 def test_help_shows_examples(run: Run, command: str) -> None:
     """Each command's help has an example to paste."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from producer.gateway.access import Caller, caller_of
 from producer.gateway.app import create_app
 from producer.gateway.settings import GatewaySettings
 from tests.helpers import running_worker
@@ -72,9 +73,13 @@ def beside(living: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[A
 
 
 @asynccontextmanager
-async def serving(redis_url: str, **settings: Any) -> AsyncIterator[LiveGateway]:
-    """A gateway under uvicorn, as the command runs it."""
+async def serving(
+    redis_url: str, caller: Caller | None = None, **settings: Any
+) -> AsyncIterator[LiveGateway]:
+    """A gateway under uvicorn, as the command runs it; with a caller, everybody is that one."""
     app = create_app(GatewaySettings(redis_url=redis_url, **settings))
+    if caller is not None:
+        app.dependency_overrides[caller_of] = lambda: caller
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         app, http="httptools", lifespan="on", log_config=None, timeout_graceful_shutdown=1
@@ -91,8 +96,10 @@ async def serving(redis_url: str, **settings: Any) -> AsyncIterator[LiveGateway]
 
 
 @contextmanager
-def live_gateway(redis_url: str, **settings: Any) -> Iterator[LiveGateway]:
-    with beside(lambda: serving(redis_url, **settings)) as gateway:
+def live_gateway(
+    redis_url: str, caller: Caller | None = None, **settings: Any
+) -> Iterator[LiveGateway]:
+    with beside(lambda: serving(redis_url, caller, **settings)) as gateway:
         yield gateway
 
 

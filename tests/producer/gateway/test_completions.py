@@ -264,6 +264,10 @@ def test_an_idempotency_key_gives_the_same_answer(letters: OpenAI) -> None:
     assert ids[0] == ids[1]
     assert ids[2] == ids[3]
     assert len(set(ids)) == 2
+    chat = letters.chat.completions.create(
+        model="", messages=MESSAGES, max_tokens=2, extra_headers=keys
+    )
+    assert chat.id.startswith("chatcmpl-")
 
 
 def test_models(letters: OpenAI) -> None:

@@ -130,6 +130,13 @@ def test_bad_json(http: httpx2.Client, body: bytes) -> None:
     assert "JSON" in answer.json()["error"]["message"]
 
 
+def test_what_is_not_there(http: httpx2.Client) -> None:
+    """Wrong paths and methods get error objects too."""
+    for answer in (http.get("/v1/nothing"), http.get("/v1/completions")):
+        assert answer.status_code in (404, 405)
+        assert answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_that_is_too_large(
     start_gateway: Callable[..., LiveGateway], declared: bool

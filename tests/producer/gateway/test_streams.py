@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import redis
 
+from shared.embedded import EmbeddedServer
 from shared.schemas import FinishReason
 from shared.scripts import Claim
-from tests.producer.gateway.living import LiveGateway
-from tests.producer.playing import KEYS, HandWorker
+from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.playing import KEYS, HandWorker, free_port
 
 PROMPT = {"prompt": "Hi", "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -241,6 +244,29 @@ def test_whoever_reads_on_cancels_too_unless_it_said_otherwise(
         with continued(http, url) as again:
             again.next()
         wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+
+
+def test_a_stream_outlasts_a_restart_of_redis(tmp_path: Path) -> None:
+    """It waits for the server and goes on; the client only sees that nothing comes for a while."""
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    server = EmbeddedServer(port, tmp_path)
+    try:
+        with (
+            live_gateway(url) as gateway,
+            httpx2.Client(base_url=gateway.url, timeout=30) as http,
+            redis.Redis.from_url(url) as connection,
+            opened(http, worker := HandWorker(connection), PROMPT) as (reading, claim),
+        ):
+            reading.next()
+            server.stop()
+            server = EmbeddedServer(port, tmp_path)
+            worker.send(claim, "b")
+            assert reading.text(1) == "b"
+            worker.finish(claim, "c")
+            assert texts_of(reading.rest()) == "c"
+    finally:
+        server.stop()
 
 
 def test_a_stream_that_waits_shows_that_it_lives(
