@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import redis
 
+from tests.roles import acl_file_for_tests
+
 NUM_SLOTS = 16384
 
 
@@ -76,6 +78,7 @@ def _start(binary: str, folder: Path, port: int, bus_port: int) -> subprocess.Po
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
     command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(folder)]
+    command += ["--aclfile", str(acl_file_for_tests(folder))]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
