@@ -18,6 +18,7 @@ from shared.errors import (
     RedisAuthError,
     RedisUnavailableError,
     RequestFailedError,
+    RequestNotFoundError,
 )
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
@@ -78,6 +79,9 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
             with pytest.raises(RequestFailedError):
                 subscriber.result(producer.enqueue("a", model="another"))
             assert producer.stats().model == "model-free"
+            with pytest.raises(RequestNotFoundError):
+                subscriber.result("nobody's")
+            assert subscriber.dead_letters() == []
             second.terminate()
             assert second.wait() == 0
             for told in (worker.said, second.said):
@@ -91,6 +95,8 @@ def test_no_role_may_do_more(roles: Roles) -> None:
             subscriber.enqueue("a")
         with pytest.raises(RedisAuthError, match="no permissions"):
             subscriber.cancel("r")
+        with pytest.raises(RedisAuthError, match="no permissions"):
+            subscriber.stats()  # counts with a script
     forbidden = [
         ("FLUSHALL",),
         ("KEYS", "*"),

@@ -102,7 +102,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def _role_of(args: tuple[str, ...]) -> str:
     """Who gives a command."""
-    return {"up": "worker", "worker": "worker", "watch": "subscriber"}.get(args[0], "producer")
+    if args[0] == "watch" or args[:2] in (("dead", "list"), ("dead", "show")):
+        return "subscriber"
+    return "worker" if args[0] in ("up", "worker") else "producer"
 
 
 @pytest.fixture
