@@ -4,9 +4,9 @@ What is tested connects as a producer, a subscriber or a worker. What a test loo
 hand goes by the server's default user, who may do anything; deploy/redis.acl itself turns it off.
 
 Without roles run: fakeredis, which knows none; the servers that `promptq up`, `demo` and `server`
-start, which are for one user of one machine; those whose test stops them, or sets a password or users of its own;
-the exploration of states, which puts whole states in and takes them out; the scripts' calls in a
-cluster, which are about slots (its worker and client have roles); and the benchmarks.
+start, which are for one user of one machine; those whose test stops them, or sets a password or
+users of its own; the exploration of states, which puts whole states in and takes them out; the
+scripts' calls in a cluster, which are about slots (its worker and client have roles).
 """
 
 from __future__ import annotations
