@@ -17,7 +17,7 @@ NUM_SLOTS = 16384
 
 
 class Cluster:
-    """Starts with `binary` (redis-server or valkey-server); ends with its context. Each node has the roles."""
+    """Starts with `binary` (redis-server or valkey-server) and the roles; ends with its context."""
 
     def __init__(self, binary: str, num_nodes: int = 3) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="promptq-cluster-")
