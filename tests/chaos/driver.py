@@ -38,6 +38,7 @@ from tests.chaos.requests import TEMPLATES
 from tests.chaos.schedule import Fault, Planned, schedule
 from tests.chaos.server import PersistentServer
 from tests.chaos.snapshot import hold_names, take_snapshot
+from tests.roles import as_role, refusals
 
 WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
 RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
@@ -116,7 +117,8 @@ class Run:
             with redis.Redis(port=self._server.port) as client:
                 for queue in Queue:
                     client.hset(Keys(queue).config, mapping=_CONFIG)
-            self._fleet = Fleet(WORKERS, self._proxy.url(Role.WORKERS), self._folder, self._group)
+            url = as_role("worker", self._proxy.url(Role.WORKERS))
+            self._fleet = Fleet(WORKERS, url, self._folder, self._group)
             self._fleet.start()
             self._say("asking the shipped model undisturbed")
             references = await self._ask_references()
@@ -145,7 +147,7 @@ class Run:
         """What the shipped model answers while nothing is disturbed; one request at a time."""
         references = {}
         journal = Journal(self._folder / "references.jsonl")
-        async with AsyncClient(self._server.url, Queue.REAL) as client:
+        async with AsyncClient(as_role("producer", self._server.url), Queue.REAL) as client:
             for name, fields in TEMPLATES.items():
                 request_id = await client.enqueue(request_id=f"reference-{name}", **fields)
                 seen = Seen("reference", request_id, [])
@@ -161,7 +163,10 @@ class Run:
         return references
 
     async def _start_clients(self) -> None:
-        urls = [self._proxy.url(Role.PRODUCERS), self._proxy.url(Role.SUBSCRIBERS)]
+        urls = [
+            as_role("producer", self._proxy.url(Role.PRODUCERS)),
+            as_role("subscriber", self._proxy.url(Role.SUBSCRIBERS)),
+        ]
         for number in range(_NUM_CLIENTS):
             name = f"clients-{number}"
             rates = [f"{it}={rate * self._scale / _NUM_CLIENTS}" for it, rate in RATES.items()]
@@ -267,6 +272,8 @@ class Run:
             self.outcome.requests[request.queue, f"{request.kind} {state.get('state')}"] += 1
         seen = self._counted(record for path in paths for record in read_seen(path))
         self.outcome.violations += audit(sent, seen, snapshots, references)
+        for told in refusals(self._server.url):  # since the server's last start
+            self.outcome.violations.append(Violation("refused", "", told))
 
     def _counted(self, streams: Iterable[Seen]) -> Iterator[Seen]:
         for stream in streams:

@@ -21,6 +21,7 @@ from tests.integration.faults import (
     started,
     until,
 )
+from tests.roles import as_role
 
 FAULTY = "tests.integration.faulty_worker"
 LONG = 2500
@@ -220,7 +221,7 @@ def test_events_that_a_server_lost_are_sent_again_as_they_were(
     """As after a failover: the log is shorter than what its worker has sent, and its reader got."""
     with (
         started(tmp_path, server.url, "--lease-ms", "60000", module=FAULTY) as worker,
-        Client(server.url) as reader,
+        Client(as_role("subscriber", server.url)) as reader,
         server.client() as client,
     ):
         request_id = put(queue, seed=1, max_tokens=1000)
@@ -252,7 +253,8 @@ def test_a_reader_ahead_of_a_log_that_grows_anew_gets_each_token_once(
     """Another worker goes on from what is left, with other borders between its events."""
     from tests.producer.playing import HandWorker
 
-    with server.client() as client, Client(server.url, silence_seconds=0.2) as reader:
+    url = as_role("subscriber", server.url)
+    with server.client() as client, Client(url, silence_seconds=0.2) as reader:
         hand = HandWorker(client)
         request_id = put(queue, max_tokens=20)
         claim = hand.take()

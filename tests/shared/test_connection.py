@@ -19,6 +19,7 @@ from shared.errors import (
     RedisTooOldError,
     RedisUnavailableError,
 )
+from tests.roles import as_role
 
 
 @pytest.mark.parametrize(
@@ -87,11 +88,11 @@ def test_explains_what_the_client_library_raises() -> None:
 
 
 async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> None:
-    with open_redis(redis_url) as client, redis.Redis.from_url(redis_url) as other:
+    with open_redis(redis_url) as client, redis.Redis.from_url(as_role("", redis_url)) as other:
         other.client_kill_filter(_type="normal", skipme=True)
         assert client.ping()
     client = await open_async_redis(redis_url)
-    with redis.Redis.from_url(redis_url) as other:
+    with redis.Redis.from_url(as_role("", redis_url)) as other:
         other.client_kill_filter(_type="normal", skipme=True)
     assert await client.ping()
     await client.aclose()

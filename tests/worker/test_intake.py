@@ -16,6 +16,7 @@ from shared.errors import InvalidRequestError
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import FinishReason, Request, TokenEvent
 from shared.scripts import Claim, Claims, Held, ModelIdentity, NewRequest, Room, Row
+from tests.roles import AsyncQueueClient, as_role
 from worker.engine.interface import EngineLimits
 from worker.held import HeldRequest, Preparation
 from worker.intake import Intake
@@ -117,7 +118,7 @@ class BlockingTokenizer(ByteTokenizer):
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Any]:
-    client = redis.asyncio.Redis.from_url(redis_url)
+    client = AsyncQueueClient.from_url(as_role("", redis_url))
     yield client
     await client.aclose()
 
@@ -366,7 +367,7 @@ async def test_a_lost_connection_is_not_its_end(redis_url: str, client: Any) -> 
     house.intake.start()
     await house.put()
     await house.until_available(1)
-    async with redis.asyncio.Redis.from_url(redis_url) as other:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as other:
         await other.client_kill_filter(_type="normal", skipme=True)
         own, house.queue = house.queue, CountingQueue(other)
         await house.put()

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared import scripts
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
 from shared.scripts import Call, NewRequest, Room
+from tests.roles import AsyncQueueClient, as_role
 from worker.reaping import Reaper
 
 LEASE_SECONDS = 10.0
@@ -30,7 +30,7 @@ class Unreachable(AsyncRequestQueue):
 
 @pytest.fixture
 async def queue(redis_url: str) -> AsyncIterator[Unreachable]:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         yield Unreachable(client, lease_ms=int(LEASE_SECONDS * 1000))
 
 
@@ -45,7 +45,7 @@ async def held_past_its_lease(queue: AsyncRequestQueue, redis_url: str) -> str:
     request = NewRequest(new_request_id(), Request.build({"prompt": "a"}))
     (request_id,) = await queue.enqueue([request])
     await queue.take_batch(Room(1, 10**6))
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         await client.zadd(queue.keys.leases, {request_id: 1})
     return request_id
 
@@ -90,7 +90,7 @@ async def test_gives_others_time_to_renew_after_an_outage(
 
 async def test_no_request_is_blamed_for_a_server_that_was_away(redis_url: str) -> None:
     """With real time: a worker that renews as soon as it can keeps what it holds."""
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         queue = Unreachable(client, lease_ms=400)
         reaper = Reaper(queue)
         request = NewRequest(new_request_id(), Request.build({"prompt": "a"}))
