@@ -173,11 +173,16 @@ class Intake:
         return held
 
     async def give_back(self) -> None:
-        """Return what lies ready to the queue."""
+        """Return what lies ready to the queue. It stays here if the server does not take it."""
         self._drop_ended()
         self._account_fill()
-        ready, self._ready = self._ready, []
-        await release(self._queue, self._leases, [held for _, _, held in ready])
+        ready, self._ready = self._ready, []  # it must not be handed out meanwhile
+        try:
+            await release(self._queue, self._leases, [held for _, _, held in ready])
+        except BaseException:
+            self._account_fill()
+            self._ready = ready
+            raise
 
     async def _run(self) -> None:
         while True:
@@ -292,7 +297,15 @@ async def release(
     *,
     crashed: bool = False,
 ) -> None:
-    """Give requests back to the queue, with their progress; `crashed` counts against each."""
+    """Give requests back to the queue, with their progress; `crashed` counts against each.
+
+    They are held until the server has taken them: who fails here goes on renewing, or tries again.
+    """
+    try:
+        await queue.release([held.as_held() for held in held_requests], crashed=crashed)
+    except (RedisError, OSError):
+        for held in held_requests:  # perhaps not told; to tell it twice does no harm
+            held.prompt_tokens_told = False
+        raise
     for held in held_requests:
         leases.drop(held)
-    await queue.release([held.as_held() for held in held_requests], crashed=crashed)
