@@ -111,6 +111,10 @@ class Claim:
         """Place in the queue, or in what tenants share: lowest first."""
         return self.turn or (self.score, self.request_id)
 
+    def as_held(self) -> Held:
+        """What renews its lease or gives it back."""
+        return Held(self.request_id, self.fence)
+
 
 class Claims(list[Claim]):
     """What one claim gave, in queue order; `num_pending` requests still wait."""
