@@ -207,6 +207,7 @@ class ClaimContext:
     session: str = ""
     answered: str = ""
     skip: int = 0
+    number: int = 0
 
 
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
@@ -255,6 +256,7 @@ def claim(
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
+    args.append(context.number)
 
     def parse(reply: list[Any]) -> Claims:
         kind = _text(reply[0])
