@@ -34,6 +34,7 @@ from shared.scripts import (
     Reaped,
     Room,
     Row,
+    Swept,
 )
 
 T = TypeVar("T")
@@ -224,6 +225,10 @@ class RequestQueue(_Queue):
         """Bring back what dead workers held, end what is past its deadline."""
         return self.run(scripts.reap(self._max_crashes))
 
+    def sweep(self, cursor: str = "0") -> Swept:
+        """Let go of what nothing refers to, a page of keys at a time; go on at the cursor."""
+        return self.run(scripts.sweep(cursor))
+
     def requeue(self, dead_id: str) -> str:
         """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
         new_id = new_request_id()
@@ -332,6 +337,9 @@ class AsyncRequestQueue(_Queue):
 
     async def reap(self) -> Reaped:
         return await self.run(scripts.reap(self._max_crashes))
+
+    async def sweep(self, cursor: str = "0") -> Swept:
+        return await self.run(scripts.sweep(cursor))
 
     async def requeue(self, dead_id: str) -> str:
         new_id = new_request_id()
