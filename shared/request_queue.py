@@ -141,7 +141,10 @@ class RequestQueue(_Queue):
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:
-        """Claim what there is room for, in queue order, without waiting."""
+        """Claim what there is room for, in queue order, without waiting.
+
+        `room.num_held` counts all that the process holds; with a suspect among it, ask for none.
+        """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))
         return turn.claims
@@ -152,6 +155,8 @@ class RequestQueue(_Queue):
         """Claim one request, waiting up to `timeout` seconds (None: without end).
 
         None when the time is over or `abort` is set. Raises QueueClosedError when closed meanwhile.
+        For a process that takes one after the other: it says that nothing else is held, and may get
+        a suspect (docs/protocol.md, Crashes). Who holds several uses `take_batch`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         one = Room(max_count=1, token_budget=2**53)

@@ -88,6 +88,27 @@ def test_a_busy_worker_gets_no_suspect_but_what_stands_behind(
     assert ids(queue.take_batch(ROOM)) == ["a"]
 
 
+def test_a_process_of_several_takers_keeps_to_the_rule_by_saying_what_it_holds(
+    client: Any, queue: RequestQueue
+) -> None:
+    """`take` speaks for a process that holds nothing else; one that claims for all does not."""
+    put(queue, "first")
+    first = queue.take(timeout=0)
+    assert first is not None
+    make_suspects_beside(client, queue, first)
+    together = Room(max_count=1, token_budget=10**9, num_held=1)
+    assert queue.take_batch(together) == []
+    alone = queue.take(timeout=0)
+    assert alone is not None
+    assert alone.is_suspect, "as if another process had taken it"
+
+
+def make_suspects_beside(client: Any, queue: RequestQueue, running: Claim) -> None:
+    other = RequestQueue(client, worker_id="w2")
+    make_suspects(client, other, ["suspect"])
+    assert queue.publish([], [held(running)]).held == ["ok"]
+
+
 def test_a_suspect_does_not_join_what_the_same_call_hands_out(
     client: Any, queue: RequestQueue
 ) -> None:
