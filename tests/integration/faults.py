@@ -114,6 +114,10 @@ class Network:
         self.num_swallowed = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def lead_to(self, port: int) -> None:
+        """Take new connections to another server, and leave the old ones where they are."""
+        self._target = port
+
     def cut(self) -> None:
         """Drop all connections and take no new ones."""
         self._is_up = False

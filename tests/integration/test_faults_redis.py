@@ -189,6 +189,35 @@ def test_a_server_that_becomes_a_replica_for_a_while_loses_nothing(
     check_log(queue, request_id, text_of(1, 500))
 
 
+def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
+    server: OwnServer, network: Network, tmp_path: Path
+) -> None:
+    """The old one answers READONLY on the connections that are open, as a replica of the new."""
+    with (
+        OwnServer(tmp_path / "other") as other,
+        other.client() as new,
+        server.client() as old,
+        started(tmp_path, network.url, "--lease-ms", "60000", module=FAULTY) as worker,
+        Client(network.url) as client,
+    ):
+        new.replicaof("127.0.0.1", server.port)
+        until(lambda: new.info("replication")["master_link_status"] == "up")
+        request_id = client.enqueue("a", seed=1, max_tokens=LONG)
+        stream = client.stream(request_id)
+        text = "".join(next(stream).text for _ in range(100))
+        new.replicaof("NO", "ONE")
+        old.replicaof("127.0.0.1", other.port)
+        network.lead_to(other.port)
+        text += "".join(event.text for event in stream)
+        assert text == text_of(1, LONG)
+        log = check_log(RequestQueue(new), request_id, text)
+        assert {event["attempt"] for event in log} == {1}
+        later = client.enqueue("a", seed=2, max_tokens=5)
+        assert client.result(later).text == text_of(2, 5)
+        worker.terminate()
+        assert worker.wait() == 0
+
+
 def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
     queue: RequestQueue, network: Network, tmp_path: Path
 ) -> None:

@@ -158,6 +158,13 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.state("done") is RequestState.COMPLETED
     assert len(queue.run(scripts.log_after(queue.keys, "done", 0))) == 2
     assert queue.remove(new_id)
+    client.hset(queue.keys.request("flagged"), "cancelled", "1")
+    client.hset(queue.keys.config, "result_ttl_ms", "0")
+    client.delete(queue.keys.leases)  # whoever is held then is an orphan too
+    num_gone, cursor = 0, ""
+    while num_gone == 0 or cursor != "0":
+        swept = queue.sweep(cursor or "0")
+        num_gone, cursor = num_gone + swept.num_gone, swept.cursor
 
 
 def new(request_id: str, *, delay_ms: int = 0, **fields: Any) -> NewRequest:
