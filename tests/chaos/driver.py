@@ -260,7 +260,7 @@ class Run:
         lease_seconds = LEASE_MS / 1000
         places = self._fleet.of(Queue.VOLUME)
         first = rng.choice(places) if places else None
-        if first is None or not await first.freeze(lease_seconds * rng.uniform(1.2, 1.6)):
+        if first is None or not await first.freeze(lease_seconds * rng.uniform(1.3, 1.8)):
             return False
         others = [place for place in self._fleet.of(Queue.VOLUME) if place is not first]
         seconds = lease_seconds * rng.uniform(1, 2)
