@@ -98,7 +98,7 @@ class Run:
         self._clients: list[asyncio.subprocess.Process] = []
         self._hurting: set[asyncio.Task[None]] = set()
         self._server_is_ours = asyncio.Lock()
-        self._started = time.monotonic()
+        self._started = self._faults_end = time.monotonic()
 
     async def run(self) -> Outcome:
         await self._group.start()
@@ -186,12 +186,13 @@ class Run:
     async def _hurt(self) -> None:
         """Carry out the schedule."""
         started = time.monotonic()
+        self._faults_end = started + self.outcome.seconds
         for planned in schedule(self.outcome.seed, self.outcome.seconds, self._means):
             await asyncio.sleep(max(0.0, started + planned.at - time.monotonic()))
             task = asyncio.create_task(self._inflict(planned))
             self._hurting.add(task)
             task.add_done_callback(self._hurting.discard)
-        await asyncio.sleep(max(0.0, started + self.outcome.seconds - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._faults_end - time.monotonic()))
         await asyncio.gather(*self._hurting)
 
     async def _catch(self, references: dict[str, Expected]) -> bool:
@@ -222,6 +223,8 @@ class Run:
         role = _ROLES.get(fault)
         match fault.name.split("_")[0]:
             case "KILL":
+                if fault is Fault.KILL_REAL:
+                    await self._wait_for_worker(Queue.REAL)
                 return self._signal(fault, signal.SIGKILL, rng)
             case "DRAIN":
                 return self._signal(fault, signal.SIGTERM, rng)
@@ -247,6 +250,11 @@ class Run:
             case "SLOW":
                 await self._proxy.slow(role, rng.uniform(0.01, 0.1), rng.uniform(1, 3))
         return True
+
+    async def _wait_for_worker(self, queue: Queue) -> None:
+        """As long as faults come: a model is so long in loading that most would find nobody."""
+        while not self._fleet.of(queue) and time.monotonic() < self._faults_end:
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _signal(self, fault: Fault, number: signal.Signals, rng: random.Random) -> bool:
         places = self._fleet.of(_queue_of(fault))

@@ -36,7 +36,7 @@ class Fault(StrEnum):
 
 MEAN_SECONDS = {
     Fault.KILL: 3.0,
-    Fault.KILL_REAL: 12.0,  # not all find somebody: loading the model takes long
+    Fault.KILL_REAL: 20.0,
     Fault.FREEZE: 12.0,
     Fault.FREEZE_REAL: 45.0,
     Fault.RELAY: 15.0,
