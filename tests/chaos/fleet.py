@@ -75,6 +75,7 @@ class Place:
         except ProcessLookupError:  # it has just died, and nobody has heard of it yet
             return False
         self._asked_to_end = self._asked_to_end or signal_number is signal.SIGTERM
+        self.is_ready = self.is_ready and signal_number is not signal.SIGKILL
         return True
 
     async def freeze(self, seconds: float) -> bool:

@@ -45,12 +45,6 @@ MUTANTS = {
     "no-reap": _of_states("reap", "redis.call('ZRANGE', leases"),
     "cancel-drops-leases": _of_states("cancel", "if mode == 'any' then"),
     "finish-keeps-holds": _of_states(ALL_SCRIPTS, "leases, deadlines, delayed}"),
-    "finish-keeps-lease": Mutant(
-        "nothing_is_held_after_the_end",
-        ALL_SCRIPTS,
-        "leases, deadlines, delayed}",
-        "deadlines, delayed}",
-    ),
     "finish-without-state": _of_states(ALL_SCRIPTS, "redis.pcall('HSET', key, 'state',"),
     "half-a-result": _of_states(ALL_SCRIPTS, "last.text"),
     "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl_ms"),
