@@ -48,7 +48,6 @@ MUTANTS = {
     "finish-without-state": _of_states(ALL_SCRIPTS, "redis.pcall('HSET', key, 'state',"),
     "half-a-result": _of_states(ALL_SCRIPTS, "last.text"),
     "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl_ms"),
-    "still-active": _of_states(ALL_SCRIPTS, "'state', 'waiting')"),
     "key-astray": _of_states(ALL_SCRIPTS, "prefix .. 'tokens:'"),
     "script-raises": _of_states(ALL_SCRIPTS, "redis.call('HDEL', request_key(id), 'fence'"),
 }
