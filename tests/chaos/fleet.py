@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,7 +35,13 @@ class Place:
     """One of the workers that are to run, and the process that does."""
 
     def __init__(
-        self, queue: Queue, number: int, url: str, folder: Path, group: ProcessGroup
+        self,
+        queue: Queue,
+        number: int,
+        url: str,
+        folder: Path,
+        group: ProcessGroup,
+        environment: Mapping[str, str],
     ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
@@ -45,6 +52,7 @@ class Place:
         self._url = url
         self._log = folder / f"{self.name}.log"
         self._group = group
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._asked_to_end = False
         self._keeper: asyncio.Task[None] | None = None
@@ -67,6 +75,7 @@ class Place:
         except ProcessLookupError:  # it has just died, and nobody has heard of it yet
             return False
         self._asked_to_end = self._asked_to_end or signal_number is signal.SIGTERM
+        self.is_ready = self.is_ready and signal_number is not signal.SIGKILL
         return True
 
     async def freeze(self, seconds: float) -> bool:
@@ -83,11 +92,15 @@ class Place:
                 self.send(signal.SIGCONT)
         return True
 
-    async def end(self) -> None:
-        """Drain it, and start no other."""
+    async def leave(self) -> None:
+        """Start no other when it ends."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def end(self) -> None:
+        """Drain it, and start no other."""
+        await self.leave()
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
@@ -114,7 +127,7 @@ class Place:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
             )
             await self._read(self._process)
             code = await self._process.wait()
@@ -139,13 +152,18 @@ class Place:
 
 
 class Fleet:
-    """All workers of a run."""
+    """All workers of a run. `environment` is added to that of the processes."""
 
     def __init__(
-        self, counts: dict[Queue, int], url: str, folder: Path, group: ProcessGroup
+        self,
+        counts: Mapping[Queue, int],
+        url: str,
+        folder: Path,
+        group: ProcessGroup,
+        environment: Mapping[str, str],
     ) -> None:
         self.places = [
-            Place(queue, number, url, folder, group)
+            Place(queue, number, url, folder, group, environment)
             for queue, count in counts.items()
             for number in range(count)
         ]
@@ -161,6 +179,9 @@ class Fleet:
             for place in self.places
             if place.queue is queue and place.is_ready and not place.is_frozen
         ]
+
+    async def leave(self) -> None:
+        await asyncio.gather(*(place.leave() for place in self.places))
 
     async def end(self) -> None:
         await asyncio.gather(*(place.end() for place in self.places))

@@ -16,6 +16,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._shell: asyncio.subprocess.Process | None = None
+        self._spawned: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
         self._shell = await asyncio.create_subprocess_exec(
@@ -25,12 +26,15 @@ class ProcessGroup:
     async def spawn(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         """Start a process in the group; `options` are those of asyncio's."""
         assert self._shell is not None
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *command, process_group=self._shell.pid, **options
         )
+        self._spawned = [it for it in self._spawned if it.returncode is None] + [process]
+        return process
 
     async def end(self) -> None:
         """End at once whatever is left of it."""
         if self._shell is not None and self._shell.stdin is not None:
             self._shell.stdin.close()
             await self._shell.wait()
+            await asyncio.gather(*(process.wait() for process in self._spawned))
