@@ -1,7 +1,7 @@
 """The worker command, with a model-free engine that takes its time and can be poisoned.
 
 It notes down what it claims, for the audit, and sends the scripts of a mutant if it is told to.
-`python -m tests.chaos.chaotic_worker` takes the options of `promptq worker`.
+`main` takes the options of `promptq worker`; see `nursery.py` for who calls it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def build_chaotic(settings: Settings, *rest: Any) -> Served:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command, with `sys.argv` as its arguments."""
     command.build = build_chaotic
     service.AsyncRequestQueue = NotingQueue
     break_scripts()

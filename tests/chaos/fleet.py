@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from tests.chaos.group import ProcessGroup
+from tests.chaos.nursery import Nursery, WorkerProcess
 from tests.chaos.records import Queue
 
 LEASE_MS = 1000
@@ -28,7 +27,6 @@ _OPTIONS = {
 }
 _DRAIN_SECONDS = 2.0
 _RESTART_SECONDS = 0.05
-_COMMAND = [sys.executable, "-m", "tests.chaos.chaotic_worker"]
 
 
 class Place:
@@ -41,6 +39,7 @@ class Place:
         url: str,
         folder: Path,
         group: ProcessGroup,
+        nursery: Nursery,
         environment: Mapping[str, str],
     ) -> None:
         self.queue = queue
@@ -52,8 +51,9 @@ class Place:
         self._url = url
         self._log = folder / f"{self.name}.log"
         self._group = group
+        self._nursery = nursery
         self._environment = environment
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: WorkerProcess | None = None
         self._asked_to_end = False
         self._keeper: asyncio.Task[None] | None = None
 
@@ -103,8 +103,7 @@ class Place:
         await self.leave()
         process = self._process
         if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.terminate()
+            process.terminate()
             try:
                 async with asyncio.timeout(10 * _DRAIN_SECONDS):
                     await process.wait()
@@ -118,27 +117,22 @@ class Place:
     async def _keep(self) -> None:
         while True:
             self._asked_to_end = False
-            self._process = await self._group.spawn(
-                *_COMMAND,
+            arguments = [
                 *_OPTIONS[self.queue],
                 *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
                 *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
                 *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
-            )
+            ]
+            self._process = self._nursery.start(arguments, self._environment, self._group.id)
             await self._read(self._process)
             code = await self._process.wait()
             self.is_ready = False
             self.ends[self._reason(code)] += 1
             await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _read(self, process: WorkerProcess) -> None:
         with self._log.open("ab") as log:
-            async for line in process.stdout:
+            async for line in process.lines():
                 self.is_ready = self.is_ready or line.startswith(b"ready")
                 log.write(line)
                 log.flush()
@@ -162,8 +156,9 @@ class Fleet:
         group: ProcessGroup,
         environment: Mapping[str, str],
     ) -> None:
+        nursery = Nursery()
         self.places = [
-            Place(queue, number, url, folder, group, environment)
+            Place(queue, number, url, folder, group, nursery, environment)
             for queue, count in counts.items()
             for number in range(count)
         ]

@@ -23,12 +23,15 @@ class ProcessGroup:
             *["/bin/sh", "-c", _WAIT_FOR_OWNER], stdin=asyncio.subprocess.PIPE, process_group=0
         )
 
+    @property
+    def id(self) -> int:
+        """The group's number."""
+        assert self._shell is not None
+        return self._shell.pid
+
     async def spawn(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         """Start a process in the group; `options` are those of asyncio's."""
-        assert self._shell is not None
-        process = await asyncio.create_subprocess_exec(
-            *command, process_group=self._shell.pid, **options
-        )
+        process = await asyncio.create_subprocess_exec(*command, process_group=self.id, **options)
         self._spawned = [it for it in self._spawned if it.returncode is None] + [process]
         return process
 
