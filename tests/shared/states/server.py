@@ -15,7 +15,7 @@ import hiredis
 
 from shared import scripts
 from shared.errors import PromptqError
-from tests.shared.states.moves import Move
+from tests.shared.states.calls import Move
 from tests.shared.states.world import KEYS, NOW_MS
 
 _HEARD, _NOW = "heard", "now"

@@ -8,26 +8,41 @@ from tests.shared.states.world import AMPLE, Spec, World
 SMALL = {
     "one request, everything": World(
         (Spec("r1", 100, priority=1, delay_ms=1000, deadline_ms=1000),),
-        ALL - {"requeue", "again"},
+        ALL - {"requeue", "again", "both", "session"},
         losses=2,
         max_crashes=2,
         all_positions=True,
     ),
     "one request by plain commands, everything": World(
         (Spec("r1", 100, plain=True),),
-        ALL - {"requeue", "time", "pause"},
+        ALL - {"requeue", "time", "pause", "session"},
         losses=1,
         max_crashes=2,
         all_positions=True,
     ),
     "a dead letter and what is made of it": World(
         (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
-        REQUIRED | {"requeue", "fail"},
+        REQUIRED | {"requeue", "fail", "purge"},
         losses=2,
         max_crashes=2,
     ),
     "two requests, each losing its worker once": World(
         (Spec("r1", 100, priority=1), Spec("r2", 200)), REQUIRED, losses=1
+    ),
+    "two requests of one idempotency key, forgotten": World(
+        (
+            Spec("r1", 100, num_tokens=1, idempotency_key="once"),
+            Spec("r2", 200, num_tokens=1, idempotency_key="once"),
+        ),
+        REQUIRED - {"cancel", "renew"} | {"tidy", "forget", "lapse"},
+        losses=0,
+        num_workers=1,
+    ),
+    "claims whose reply is lost": World(
+        (Spec("r1", 100, num_tokens=1), Spec("r2", 200, num_tokens=1)),
+        REQUIRED - {"renew", "cancel"} | {"session", "lapse"},
+        losses=1,
+        num_workers=1,
     ),
 }
 LARGE = {
@@ -39,7 +54,7 @@ LARGE = {
     ),
     "one by plain commands, and what is requeued of it, everything": World(
         (Spec("r1", 100, plain=True), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
-        ALL - {"pause", "late"},
+        ALL - {"pause", "late", "session"},
         losses=2,
         max_crashes=2,
     ),
