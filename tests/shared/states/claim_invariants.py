@@ -69,17 +69,12 @@ def a_lost_claim_comes_back(step: Step) -> Problems:
 
 
 def _was_never_heard_of(step: Step, request_id: str) -> bool:
-    """Whether the request is still held by the last claim of the session that claims now, which
+    """Whether only the last claim of the session that claims now has the request, and the session
     does not know of it.
     """
-    last, given = step.before.claimed.get(step.move.context.session, ("", ()))
-    fence = step.before.fields(request_id).get("fence", "")
-    return (
-        step.move.context.answered != last
-        and request_id in given
-        and fence.partition("-")[2] == last
-        and step.before.state(request_id) == "active"
-    )
+    session, answered = step.move.context.session, step.move.context.answered
+    last, _ = step.before.claimed.get(session, ("", ()))
+    return answered != last and request_id in step.before.held_by_last_claim(session)
 
 
 CLAIM_INVARIANTS: tuple[StepInvariant, ...] = (a_claim_takes_what_waits, a_lost_claim_comes_back)

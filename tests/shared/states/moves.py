@@ -174,12 +174,13 @@ def _forget(world: World, view: View, spec: Spec) -> Iterator[Move]:
 
 
 def _claims_in_session(world: World, view: View) -> Iterator[Move]:
-    last, given = view.claimed.get(SESSION, ("", ()))
+    last, _ = view.claimed.get(SESSION, ("", ()))
     new = "s1" if last == "s0" else "s0"
     rooms = range(1, len(world.specs) + 1)
     for max_count in rooms:
         yield calls.claim_in_session(max_count, new, last, "it heard of all before")
-    if last and all(view.attempt(it) <= world.losses for it in given):
+    held = view.held_by_last_claim(SESSION)
+    if last and all(view.attempt(request_id) <= world.losses for request_id in held):
         for max_count in (0, *rooms):
             yield calls.claim_in_session(max_count, new, "", f"it never heard of {last}")
             if max_count:

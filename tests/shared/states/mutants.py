@@ -11,9 +11,9 @@ from tests.shared.states.worlds import SMALL
 ONE, TWO, PLAIN, DEAD, ONCE, LOST = (
     SMALL[name]
     for name in (
-        "one request, everything",
+        "one request, everything but that it is forgotten",
         "two requests, each losing its worker once",
-        "one request by plain commands, everything",
+        "one request of one token by plain commands, everything",
         "a dead letter and what is made of it",
         "two requests of one idempotency key, forgotten",
         "claims whose reply is lost",
@@ -131,6 +131,7 @@ MUTANTS = (
         "publish",
         "tokens_key(id), count .. '-0'",
         "tokens_key(id), 'MAXLEN', 1, count .. '-0'",
+        TWO,
     ),
     Mutant("subscribers_hear_what_the_log_gets", "publish", "      publish_event(id, event)\n", ""),
     Mutant(
@@ -144,6 +145,7 @@ MUTANTS = (
         "publish",
         "if request.fence ~= fence then return 'fenced' end",
         "if (request.fence or '0'):match('%d+') ~= fence:match('%d+') then return 'fenced' end",
+        DEAD,
     ),
     Mutant(
         "only_the_newest_attempt_writes",

@@ -166,6 +166,16 @@ class View:
         log = self.log(request_id)
         return int(log[-1][0].split("-")[0]) if log else 0
 
+    def held_by_last_claim(self, session: str) -> list[str]:
+        """What the last claim of the session gave, and nobody else has had since."""
+        nonce, given = self.claimed.get(session, ("", ()))
+        return [
+            request_id
+            for request_id in given
+            if self.state(request_id) == "active"
+            and self.fields(request_id)["fence"].partition("-")[2] == nonce
+        ]
+
     def is_past_deadline(self, request_id: str) -> bool:
         return self.deadlines.get(request_id, NOW_MS + 1) <= NOW_MS
 
