@@ -16,7 +16,7 @@ _ONE = World(
 )
 _PLAIN = World(
     (Spec("r1", 100, plain=True),),
-    ALL - {"requeue", "time", "pause", "session"},
+    ALL - {"requeue", "purge", "time", "pause", "session"},
     losses=1,
     max_crashes=2,
     all_positions=True,
@@ -29,7 +29,7 @@ SMALL = {
         moves=_ONE.moves - {"forget", "lapse", "purge"},
     ),
     "one request of one token by plain commands, everything": replace(
-        _PLAIN, specs=(replace(_PLAIN.specs[0], num_tokens=1),)
+        _PLAIN, specs=(replace(_PLAIN.specs[0], num_tokens=1),), moves=_PLAIN.moves - {"step"}
     ),
     "a dead letter and what is made of it": World(
         (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
@@ -38,14 +38,14 @@ SMALL = {
         max_crashes=2,
     ),
     "two requests, each losing its worker once": World(
-        (Spec("r1", 100, priority=1), Spec("r2", 200)), REQUIRED, losses=1
+        (Spec("r1", 100, priority=1), Spec("r2", 200, num_tokens=1)), REQUIRED, losses=1
     ),
     "two requests of one idempotency key, forgotten": World(
         (
             Spec("r1", 100, num_tokens=1, idempotency_key="once"),
             Spec("r2", 200, num_tokens=1, idempotency_key="once"),
         ),
-        REQUIRED - {"cancel", "renew"} | {"tidy", "forget", "lapse"},
+        frozenset({"produce", "claim", "publish", "tidy", "forget", "lapse"}),
         losses=0,
         num_workers=1,
     ),
