@@ -66,7 +66,7 @@ LARGE = {
         num_workers=1,
     ),
     "two requests, each losing its worker twice, several in a call": World(
-        (Spec("r1", 100, priority=1), Spec("r2", 200)),
+        (Spec("r1", 100, priority=1), Spec("r2", 200, num_tokens=2)),
         REQUIRED | {"step"},
         losses=2,
         max_crashes=2,
@@ -78,7 +78,7 @@ LARGE = {
         max_crashes=2,
     ),
     "two requests, one by plain commands, with deadline and drain": World(
-        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, plain=True)),
+        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, num_tokens=1, plain=True)),
         REQUIRED | {"release", "flag", "time", "step"},
         losses=1,
         max_crashes=2,
