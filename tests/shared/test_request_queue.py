@@ -982,6 +982,20 @@ def test_an_idempotency_key_holds_while_its_request_is_kept(client: Any) -> None
     assert queue.state("b") is RequestState.WAITING
 
 
+def test_nothing_is_left_of_a_purged_request(client: Any) -> None:
+    """Not even where a plain client put it into the queue once more."""
+    queue = RequestQueue(client, max_crashes=1)
+    put(queue, "a")
+    for _ in range(2):
+        (claim,) = queue.take_batch(ROOM)
+        queue.release([Held(claim.request_id, claim.fence)], crashed=True)
+    client.zadd(queue.keys.pending, {"a": 1})
+    assert queue.purge(["a"]) == 1
+    assert queue.is_empty()
+    assert queue.take_batch(ROOM) == []
+    assert not client.exists(queue.keys.request("a"), queue.keys.tokens("a"))
+
+
 def test_an_id_that_was_ended_without_a_payload_is_taken(client: Any, queue: RequestQueue) -> None:
     """A last event of it was published, so that it cannot begin."""
     client.zadd(queue.keys.pending, {"a": 1})
