@@ -7,7 +7,8 @@ local statuses = {}
 write_needs_no_memory()
 for n, id in ipairs(ARGV) do
   if redis.call('ZREM', prefix .. 'dead', id) == 1 then
-    drop_holds(id, (read_request(id, 'tenant') or {}).tenant) -- a stranger may have put it into a queue again
+    -- A stranger may have put it into a queue again.
+    drop_holds(id, (read_request(id, 'tenant') or {}).tenant)
     redis.call('DEL', request_key(id), tokens_key(id))
     statuses[n] = 'purged'
   else
