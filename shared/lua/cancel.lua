@@ -36,7 +36,7 @@ for n = 2, #ARGV do
   else
     status = 'unknown'
     -- A plain client's flag for what was never enqueued, or not yet.
-    if fields.cancelled then redis.call('PEXPIRE', request_key(id), whole(config('result_ttl_ms'), 3600000)) end
+    if fields.cancelled then redis.call('PEXPIRE', request_key(id), result_ttl()) end
   end
   statuses[#statuses + 1] = status
 end
