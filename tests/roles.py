@@ -36,6 +36,7 @@ _ROLE_OF_SCRIPT = {
     "publish": "worker",
     "release": "worker",
     "reap": "worker",
+    "sweep": "worker",
     "heartbeat": "worker",
 }
 """Who calls it; the worker calls `cancel` too."""

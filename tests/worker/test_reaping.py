@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared import scripts
@@ -93,7 +94,7 @@ async def reaps_and_sweeps(redis_url: str, client: Any) -> bool:
     queue = AsyncRequestQueue(client, lease_ms=int(LEASE_SECONDS * 1000))
     clock = Clock()
     reaper = Reaper(queue, clock)
-    async with redis.asyncio.Redis.from_url(redis_url) as other:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as other:
         await other.hset(queue.keys.request("never"), "cancelled", "1")
         await other.hset(queue.keys.config, "result_ttl_ms", "0")
         await beat(reaper, clock, 3)
@@ -104,7 +105,7 @@ async def reaps_and_sweeps(redis_url: str, client: Any) -> bool:
 
 
 async def test_lets_go_of_what_nothing_refers_to(redis_url: str) -> None:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         assert await reaps_and_sweeps(redis_url, client)
 
 
