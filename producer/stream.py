@@ -184,9 +184,8 @@ class _Stream:
             if isinstance(answer, bytes):
                 yield from self._hear(answer)
             else:
-                if answer is None:
-                    self._failures = 0  # the connection outlived a silence
                 yield from self._catch_up()
+                self._failures = 0  # the server answers, however short its visit
 
     def _hear(self, message: bytes) -> Steps:
         event = _parse(message)

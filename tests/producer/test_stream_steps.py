@@ -124,6 +124,20 @@ def test_lost_connections_are_tried_again_ever_later(own_worker: HandWorker) -> 
         send(lost)
 
 
+def test_a_server_that_keeps_coming_back_is_not_given_up(own_worker: HandWorker) -> None:
+    """It is away most of the time, but each time it answered before it went again."""
+    own_worker.redis.hset(KEYS.request("x"), "payload", "{}")
+    now = 0.0
+    send = sender(follow(KEYS, "x", silence=60, clock=lambda: now), own_worker)
+    send(None)
+    for _ in range(10):
+        _, action = send(redis.ConnectionError("lost"))
+        assert isinstance(action, Sleep)
+        now += GIVE_UP_SECONDS / 2
+        send(None)
+        send(Subscribed.SUBSCRIBED)
+
+
 def test_refused_credentials_are_not_tried_again(own_worker: HandWorker) -> None:
     """They will not become right."""
     send = sender(follow(KEYS, "x"), own_worker)
