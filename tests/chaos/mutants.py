@@ -16,9 +16,8 @@ VARIABLE = "PROMPTQ_CHAOS_MUTANT"
 
 
 def _of_states(script: str, old: str) -> Mutant:
-    """The one that breaks this script where it says `old`."""
-    (found,) = (it for it in states.MUTANTS if it.script == script and old in it.old)
-    return found
+    """The first that breaks this script where it says `old`."""
+    return next(it for it in states.MUTANTS if it.script == script and old in it.old)
 
 
 MUTANTS = {
@@ -47,7 +46,7 @@ MUTANTS = {
     "finish-keeps-holds": _of_states(ALL_SCRIPTS, "leases, deadlines, delayed}"),
     "finish-without-state": _of_states(ALL_SCRIPTS, "redis.pcall('HSET', key, 'state',"),
     "half-a-result": _of_states(ALL_SCRIPTS, "last.text"),
-    "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl_ms"),
+    "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl()"),
     "key-astray": _of_states(ALL_SCRIPTS, "prefix .. 'tokens:'"),
     "script-raises": _of_states(ALL_SCRIPTS, "redis.call('HDEL', request_key(id), 'fence'"),
 }
