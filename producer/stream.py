@@ -184,9 +184,8 @@ class _Stream:
             if isinstance(answer, bytes):
                 yield from self._hear(answer)
             else:
-                if answer is None:
-                    self._failures = 0  # the connection outlived a silence
                 yield from self._catch_up()
+                self._failures = 0  # the server answers, however short its visit
 
     def _hear(self, message: bytes) -> Steps:
         event = _parse(message)
@@ -269,10 +268,17 @@ class _Stream:
         return self._ended or self._position > before
 
     def _is_known(self) -> Generator[Action, Any, bool]:
-        """Whether a record that says nothing belongs to a request that plain commands enqueued."""
+        """Whether a record that says nothing belongs to a request that plain commands enqueued.
+
+        Asked by plain commands too: who only reads may run no script.
+        """
         if (yield from self._ask(scripts.state(self._keys, self._id), None)) is not None:
             return True
-        return bool((yield Ask(scripts.contains(self._keys, self._id))))
+        tenants = yield from self._ask(_tenants_waiting(self._keys), list[bytes]())
+        for key in [self._keys.pending.encode(), *tenants]:
+            if (yield from self._ask(Call("", ["ZSCORE", key, self._id], _is_there), False)):
+                return True
+        return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
         """The last event, made to hold all of the result that was not delivered."""
@@ -326,6 +332,16 @@ def _parse(event: bytes) -> TokenEvent | None:
 
 def _is_sharded(keys: Keys) -> Call[bool]:
     return Call("", ["HGET", keys.config, "pubsub"], lambda reply: reply == b"sharded")
+
+
+def _tenants_waiting(keys: Keys) -> Call[list[bytes]]:
+    """Where ids of tenants wait."""
+    prefix = keys.pending.encode() + b":"
+    return Call("", ["SMEMBERS", keys.tenants_waiting], lambda reply: [prefix + it for it in reply])
+
+
+def _is_there(score: Any) -> bool:
+    return score is not None
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:

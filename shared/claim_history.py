@@ -3,6 +3,7 @@
 A worker names with each claim the last one that gave it something. If the server gave more since,
 the worker never heard of it, and it goes back to waiting at once, without counting as a crash. That
 is right only for calls one after the other, so those that are made beside another one tell nothing.
+It also numbers them, so that the server knows one that is late, when the worker has gone on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class ClaimHistory:
         self._session = secrets.token_hex(8)
         self._answered = ""
         self._skip = 0
+        self._number = 0
         self._is_under_way = False
         self._lock = threading.Lock()
 
@@ -32,9 +34,12 @@ class ClaimHistory:
         """Around one claim; hand its reply to the turn."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
+            self._number += is_alone
         self.is_unanswered = True
         turn = ClaimTurn(
-            ClaimContext(self._session, self._answered, self._skip) if is_alone else ClaimContext()
+            ClaimContext(self._session, self._answered, self._skip, self._number)
+            if is_alone
+            else ClaimContext()
         )
         try:
             yield turn

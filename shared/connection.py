@@ -203,10 +203,12 @@ def _retry(kind: Callable[..., T]) -> T:
     """What a dropped connection is worth: some seconds of trying. `from_url` would try nothing.
 
     Repeating is safe: the scripts say `duplicate` or `finished` of what they have done already. A
-    server that takes the connection and then says nothing is not asked again.
+    server that takes the connection and then says nothing is not asked again. One that has become a
+    replica is left: each try connects anew, to wherever its name or load balancer leads by then.
     """
     backoff = ExponentialWithJitterBackoff(cap=1, base=0.01)
-    return kind(backoff, _RETRIES, supported_errors=(redis.exceptions.ConnectionError,))
+    worth_trying = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
+    return kind(backoff, _RETRIES, supported_errors=worth_trying)
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:

@@ -34,6 +34,7 @@ from shared.scripts import (
     Reaped,
     Room,
     Row,
+    Swept,
 )
 
 T = TypeVar("T")
@@ -140,7 +141,10 @@ class RequestQueue(_Queue):
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:
-        """Claim what there is room for, in queue order, without waiting."""
+        """Claim what there is room for, in queue order, without waiting.
+
+        `room.num_held` counts all that the process holds; with a suspect among it, ask for none.
+        """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))
         return turn.claims
@@ -151,6 +155,8 @@ class RequestQueue(_Queue):
         """Claim one request, waiting up to `timeout` seconds (None: without end).
 
         None when the time is over or `abort` is set. Raises QueueClosedError when closed meanwhile.
+        For a process that takes one after the other: it says that nothing else is held, and may get
+        a suspect (docs/protocol.md, Crashes). Who holds several uses `take_batch`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         one = Room(max_count=1, token_budget=2**53)
@@ -223,6 +229,10 @@ class RequestQueue(_Queue):
     def reap(self) -> Reaped:
         """Bring back what dead workers held, end what is past its deadline."""
         return self.run(scripts.reap(self._max_crashes))
+
+    def sweep(self, cursor: str = "0") -> Swept:
+        """Let go of what nothing refers to, a page of keys at a time; go on at the cursor."""
+        return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
         """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
@@ -332,6 +342,9 @@ class AsyncRequestQueue(_Queue):
 
     async def reap(self) -> Reaped:
         return await self.run(scripts.reap(self._max_crashes))
+
+    async def sweep(self, cursor: str = "0") -> Swept:
+        return await self.run(scripts.sweep(cursor))
 
     async def requeue(self, dead_id: str) -> str:
         new_id = new_request_id()

@@ -25,16 +25,17 @@ T = TypeVar("T")
 
 SCRIPT_NAMES = (
     "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "purge", "heartbeat",
-    "waiting", "limit",
+    "sweep", "waiting", "limit",
 )  # fmt: skip
 _SHARED_PARTS = ("_common", "_tenants", "_log", "_moves", "_crashes")
+_FURTHER_PARTS = {"claim": ["_sharing"], "cancel": ["_places"], "sweep": ["_places"]}
 
 
 @cache
 def script_text(name: str) -> str:
     """The source of one script, with what all of them share in front."""
     folder = resources.files("shared") / "lua"
-    parts = [*_SHARED_PARTS, *(["_sharing"] if name == "claim" else []), name]
+    parts = [*_SHARED_PARTS, *_FURTHER_PARTS.get(name, []), name]
     return "".join((folder / f"{part}.lua").read_text() for part in parts)
 
 
@@ -112,6 +113,10 @@ class Claim:
         """Place in the queue, or in what tenants share: lowest first."""
         return self.turn or (self.score, self.request_id)
 
+    def as_held(self) -> Held:
+        """What renews its lease or gives it back."""
+        return Held(self.request_id, self.fence)
+
 
 class Claims(list[Claim]):
     """What one claim gave, in queue order; `num_pending` requests still wait."""
@@ -167,6 +172,18 @@ class Reaped:
 
 
 @dataclass(frozen=True, slots=True)
+class Swept:
+    """`cursor` is where the next call goes on, "0" if that was the last page of keys.
+
+    `refusal` is what the server says if it does not let this user see what keys there are.
+    """
+
+    cursor: str
+    num_gone: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """What a worker has room for.
 
@@ -204,6 +221,7 @@ class ClaimContext:
     session: str = ""
     answered: str = ""
     skip: int = 0
+    number: int = 0
 
 
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
@@ -252,6 +270,7 @@ def claim(
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
+    args.append(context.number)
 
     def parse(reply: list[Any]) -> Claims:
         kind = _text(reply[0])
@@ -347,6 +366,15 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
         return Reaped(*(int(count) for count in reply))
 
     return Call("reap", [max_crashes, limit], parse)
+
+
+def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
+    """Look at a page of the server's keys, and let go of what nothing has referred to for long."""
+
+    def parse(reply: list[Any]) -> Swept:
+        return Swept(_text(reply[0]), int(reply[1]), *_texts(reply[2:]))
+
+    return Call("sweep", [cursor, limit], parse)
 
 
 def requeue(dead_id: str, new_id: str) -> Call[str]:

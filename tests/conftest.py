@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import fakeredis
 import pytest
@@ -13,6 +14,14 @@ import redis.asyncio
 
 from shared.embedded import EmbeddedServer
 from tests.helpers import Server, redis_server
+from tests.roles import (
+    AsyncQueueClient,
+    QueueClient,
+    as_role,
+    bring_in_roles,
+    forget_refusals,
+    refusals,
+)
 
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
@@ -26,39 +35,57 @@ SERVERS = ["fakeredis", "embedded", "redis-server"]
 
 @pytest.fixture(scope="session")
 def embedded_url() -> Iterator[str]:
+    """Its default user's, who may do anything."""
     with EmbeddedServer() as server:
+        bring_in_roles(server.url)
         yield server.url
 
 
 @pytest.fixture(scope="session")
 def redis_server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """As `embedded_url`."""
     yield from redis_server(tmp_path_factory)
 
 
 @pytest.fixture
-def redis_url(embedded_url: str) -> str:
-    """An empty embedded server."""
-    with redis.Redis.from_url(embedded_url) as client:
-        client.flushall()
-    return embedded_url
+def redis_url(embedded_url: str) -> Iterator[str]:
+    """An empty embedded server, for a producer; `as_role` makes it another's.
+
+    Afterwards no role may have been refused anything.
+    """
+    with _emptied(embedded_url):
+        yield as_role("producer", embedded_url)
 
 
 @pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest) -> Server:
-    """An empty server of each kind in turn."""
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """An empty server of each kind in turn. fakeredis knows no roles."""
     if request.param == "fakeredis":
         state = fakeredis.FakeServer(version=(7,))
-        return Server(
+        yield Server(
             url="",
-            connect=lambda: fakeredis.FakeRedis(server=state),
-            connect_async=lambda: fakeredis.FakeAsyncRedis(server=state),
+            connect=lambda *_: fakeredis.FakeRedis(server=state),
+            connect_async=lambda *_: fakeredis.FakeAsyncRedis(server=state),
         )
+        return
     fixture = "embedded_url" if request.param == "embedded" else "redis_server_url"
     url = request.getfixturevalue(fixture)
+    with _emptied(url):
+        yield Server(
+            url=url,
+            connect=lambda role="": (redis.Redis if role else QueueClient).from_url(
+                as_role(role, url)
+            ),
+            connect_async=lambda role="": (
+                redis.asyncio.Redis if role else AsyncQueueClient
+            ).from_url(as_role(role, url)),
+        )
+
+
+@contextmanager
+def _emptied(url: str) -> Iterator[None]:
     with redis.Redis.from_url(url) as client:
         client.flushall()
-    return Server(
-        url=url,
-        connect=lambda: redis.Redis.from_url(url),
-        connect_async=lambda: redis.asyncio.Redis.from_url(url),
-    )
+    forget_refusals(url)
+    yield
+    assert refusals(url) == []

@@ -21,6 +21,7 @@ from shared import scripts
 from shared.request_queue import AsyncRequestQueue
 from shared.scripts import ModelIdentity
 from shared.settings import Settings
+from tests.roles import acl_file_for_tests, as_role
 from worker.building import Served
 from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine, tokens_of
 from worker.service import Worker
@@ -29,15 +30,21 @@ from worker.tokenizer import ByteTokenizer
 
 @dataclass
 class Server:
-    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process."""
+    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process.
+
+    Both take a role; without one the client is for a `RequestQueue` and for the test, see `roles`.
+    """
 
     url: str
-    connect: Callable[[], Any]
-    connect_async: Callable[[], Any]
+    connect: Callable[..., Any]
+    connect_async: Callable[..., Any]
 
 
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a redis-server that ends when the generator goes on; skips where there is none."""
+    """The URL of a redis-server that ends when the generator goes on; skips where there is none.
+
+    It has the roles, and its default user may do anything.
+    """
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
     with socket.socket() as probe:
@@ -45,7 +52,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port = probe.getsockname()[1]
     folder = tmp_path_factory.mktemp("redis-server")
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    command += ["--dir", str(folder), "--aclfile", str(acl_file_for_tests(folder))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     with redis.Redis(port=port) as client:
         while True:
             try:
@@ -80,11 +88,11 @@ def text_of(seed: int, num_tokens: int) -> str:
 async def running_worker(
     url: str, served: Served | None = None, **settings: Any
 ) -> AsyncIterator[Worker]:
-    """A worker in this event loop, on the model-free engine unless told otherwise.
+    """A worker in this event loop and its role, on the model-free engine unless told otherwise.
 
     It is drained at the end, and must then hold nothing.
     """
-    async with redis.asyncio.Redis.from_url(url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
         worker = Worker(Settings(**settings), served or served_model_free(), client)
         await worker.start()
         stop = asyncio.Event()

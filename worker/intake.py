@@ -17,10 +17,10 @@ from redis.exceptions import RedisError
 from shared.errors import InvalidRequestError
 from shared.logs import get_logger
 from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
-from shared.scripts import Claim, Held, Room
+from shared.scripts import Claim, Room
 from worker.ending import end
 from worker.held import HeldRequest, Preparation
-from worker.leases import Leases
+from worker.leases import Leased, Leases, release
 
 _WORK_AHEAD_SECONDS = 0.1
 _RATE_WINDOW_SECONDS = 2.0
@@ -61,7 +61,8 @@ class Intake:
     `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
     to generate; `renew` renews leases and tells prompt lengths; `on_ready` hears that something is
     available. `depth` None adapts to the rate of hand-outs, so
-    that about 100 ms of work lie ready.
+    that about 100 ms of work lie ready. Claims are in `leases` from the first, to be renewed there;
+    one whose preparation takes longer than `stuck_seconds` counts as hung.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Intake:
         on_invalid: Callable[[Claim, InvalidRequestError], Awaitable[None]],
         on_complete: Callable[[HeldRequest], Awaitable[None]],
         depth: int | None = None,
+        stuck_seconds: float = math.inf,
     ) -> None:
         self.metrics = IntakeMetrics()
         self.num_workers = 1
@@ -89,6 +91,8 @@ class Intake:
         self._on_invalid = on_invalid
         self._on_complete = on_complete
         self._fixed_depth = depth
+        self._stuck_seconds = stuck_seconds
+        self._preparing: tuple[Claim, float] | None = None  # and since when
         self._ready: list[tuple[tuple[float, str], float, HeldRequest]] = []
         self._hand_outs: deque[float] = deque()
         self._fill_changed_at = time.monotonic()
@@ -143,6 +147,15 @@ class Intake:
         rate = len(self._hand_outs) / _RATE_WINDOW_SECONDS
         return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
 
+    @property
+    def stuck_on(self) -> Claim | None:
+        """The claim whose preparation hangs, if one does."""
+        if self._preparing is None:
+            return None
+        claim, since = self._preparing
+        hangs = time.monotonic() - since > self._stuck_seconds
+        return claim if hangs and self._leases.has_claim(claim) else None
+
     def wake(self) -> None:
         """New work may have come, perhaps more urgent than what runs."""
         self._work_came = True
@@ -173,11 +186,24 @@ class Intake:
         return held
 
     async def give_back(self) -> None:
-        """Return what lies ready to the queue."""
+        """Return to the queue what lies ready or is being prepared; what hangs there, as a crash.
+
+        It stays here if the server does not take it.
+        """
         self._drop_ended()
         self._account_fill()
-        ready, self._ready = self._ready, []
-        await release(self._queue, self._leases, [held for _, _, held in ready])
+        ready, self._ready = self._ready, []  # it must not be handed out meanwhile
+        stuck_on = self.stuck_on
+        claims = [claim for claim in self._leases.claims if claim is not stuck_on]
+        held: list[Leased] = [*(held for _, _, held in ready), *claims]
+        try:
+            await release(self._queue, self._leases, held)
+            if stuck_on is not None:
+                await release(self._queue, self._leases, [stuck_on], crashed=True)
+        except BaseException:
+            self._account_fill()
+            self._ready = ready
+            raise
 
     async def _run(self) -> None:
         while True:
@@ -203,6 +229,8 @@ class Intake:
     async def _fill(self) -> int:
         """Claim and prepare once; gives how many were claimed."""
         self._wake_up.clear()
+        if left := self._leases.claims:  # by an earlier turn that failed
+            await release(self._queue, self._leases, left)
         work_came, self._work_came = self._work_came, False
         room = self._room(self.depth)
         if room.max_count <= 0 and not (work_came and room.preemptible):
@@ -217,14 +245,14 @@ class Intake:
         if not claims:
             return 0
         self.metrics.num_claimed += len(claims)
-        try:
-            prepared = await asyncio.to_thread(self._prepare, claims)
-        except asyncio.CancelledError:
-            await self._give_back_claims(claims)
-            raise
+        self._leases.add_claims(claims)
+        prepared = await asyncio.to_thread(self._prepare, claims)
+        self._preparing = None
         self._account_fill()
         failed, complete = [], []
         for claim, outcome in zip(claims, prepared, strict=True):
+            if outcome is None or not self._leases.has_claim(claim):
+                continue
             if isinstance(outcome, InvalidRequestError):
                 failed.append((claim, outcome))
             elif outcome.is_at_end:
@@ -234,15 +262,12 @@ class Intake:
                 heapq.heappush(self._ready, (claim.order, time.monotonic(), outcome))
         self._on_ready()
         self.metrics.num_failed += len(failed)
-        try:
-            for claim, error in failed:
-                await self._on_invalid(claim, error)
-            for held in complete:
-                await self._on_complete(held)
-        except (asyncio.CancelledError, RedisError, OSError):
-            untold = [claim for claim, _ in failed] + [held.claim for held in complete]
-            await self._give_back_claims(untold)
-            raise
+        for claim, error in failed:
+            await self._on_invalid(claim, error)
+            self._leases.drop(claim)
+        for held in complete:
+            await self._on_complete(held)
+            self._leases.drop(held.claim)
         return len(claims)
 
     async def _tell_prompt_tokens(self) -> None:
@@ -251,14 +276,14 @@ class Intake:
             with suppress(RedisError, OSError):  # a renewal of the leases tells them too
                 await self._renew(untold)
 
-    async def _give_back_claims(self, claims: list[Claim]) -> None:
-        with suppress(RedisError, OSError):  # else their leases run out
-            await self._queue.release([Held(claim.request_id, claim.fence) for claim in claims])
-
-    def _prepare(self, claims: list[Claim]) -> list[HeldRequest | InvalidRequestError]:
-        """Runs in a thread of its own: long prompts take their time."""
-        outcomes: list[HeldRequest | InvalidRequestError] = []
+    def _prepare(self, claims: list[Claim]) -> list[HeldRequest | InvalidRequestError | None]:
+        """None for what was lost meanwhile. Runs in a thread of its own: long prompts take time."""
+        outcomes: list[HeldRequest | InvalidRequestError | None] = []
         for claim in claims:
+            if not self._leases.has_claim(claim):
+                outcomes.append(None)
+                continue
+            self._preparing = (claim, time.monotonic())
             try:
                 outcomes.append(self._preparation.prepare(claim))
             except InvalidRequestError as error:
@@ -283,16 +308,3 @@ class Intake:
 
 def _more(room: Room, than: Room) -> bool:
     return room.max_count > than.max_count or room.token_budget > than.token_budget
-
-
-async def release(
-    queue: AsyncRequestQueue,
-    leases: Leases,
-    held_requests: list[HeldRequest],
-    *,
-    crashed: bool = False,
-) -> None:
-    """Give requests back to the queue, with their progress; `crashed` counts against each."""
-    for held in held_requests:
-        leases.drop(held)
-    await queue.release([held.as_held() for held in held_requests], crashed=crashed)

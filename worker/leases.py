@@ -4,35 +4,61 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+from redis.exceptions import RedisError
 
 from shared.logs import get_logger
+from shared.request_queue import AsyncRequestQueue
+from shared.scripts import Claim
 from worker.held import HeldRequest
+
+Leased = HeldRequest | Claim
+"""What a worker has a lease of: a claim, until it is prepared."""
 
 RENEWALS_PER_LEASE = 4
 
 
 class Leases:
-    """Held requests by their id and by the engine's."""
+    """Held requests by their id and by the engine's, and claims that are being prepared."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, HeldRequest] = {}
         self._by_sequence: dict[int, HeldRequest] = {}
+        self._claims: dict[str, Claim] = {}
         self._in_engine: Counter[int] = Counter()  # by priority
         self.num_in_engine = 0
 
     def __len__(self) -> int:
-        return len(self._by_request)
+        return len(self._by_request) + len(self._claims)
 
     def __iter__(self) -> Iterator[HeldRequest]:
         return iter(list(self._by_request.values()))
 
+    def add_claims(self, claims: Iterable[Claim]) -> None:
+        """Hold claims until `add` has what was made of them, or until they are dropped."""
+        self._claims.update({claim.request_id: claim for claim in claims})
+
+    @property
+    def claims(self) -> list[Claim]:
+        """What was claimed and is not prepared yet."""
+        return list(self._claims.values())
+
+    def has_claim(self, claim: Claim) -> bool:
+        """Whether it is held still and not prepared yet. For any thread."""
+        return self._claims.get(claim.request_id) is claim
+
     def add(self, held: HeldRequest) -> None:
+        self._claims.pop(held.request_id, None)
         self._by_request[held.request_id] = held
         self._by_sequence[held.sequence_id] = held
 
-    def drop(self, held: HeldRequest) -> None:
+    def drop(self, held: Leased) -> None:
         """Hold it no longer; doing it twice does no harm."""
+        if isinstance(held, Claim):
+            if self.has_claim(held):
+                del self._claims[held.request_id]
+            return
         if self._by_sequence.pop(held.sequence_id, None) is None:
             return
         if self._by_request.get(held.request_id) is held:
@@ -62,12 +88,14 @@ class Leases:
     @property
     def kv_need(self) -> int:
         """KV tokens that all held requests are counted with."""
-        return sum(held.kv_need for held in self._by_request.values())
+        claimed = sum(claim.cost for claim in self._claims.values())
+        return claimed + sum(held.kv_need for held in self._by_request.values())
 
     @property
     def has_suspect(self) -> bool:
         """Whether something is held that must have the worker to itself."""
-        return any(held.claim.is_suspect for held in self._by_request.values())
+        claims = [*self._claims.values(), *(held.claim for held in self._by_request.values())]
+        return any(claim.is_suspect for claim in claims)
 
     def has_less_urgent_in_engine(self, priority: int) -> bool:
         """Whether a request of this priority would find somebody to preempt."""
@@ -84,14 +112,36 @@ class Leases:
 async def keep_alive(
     leases: Leases,
     lease_ms: int,
-    renew: Callable[[list[HeldRequest]], Awaitable[None]],
+    renew: Callable[[list[Leased]], Awaitable[None]],
     is_stuck: Callable[[], bool],
 ) -> None:
-    """Renew all leases several times a lease, as long as the engine makes progress."""
+    """Renew all leases several times a lease, as long as there is progress."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / RENEWALS_PER_LEASE)
         if is_stuck():
-            log.error("engine makes no progress; leases are left to run out", held=len(leases))
-        elif held := list(leases):
+            log.error("no progress; leases are left to run out", held=len(leases))
+        elif held := [*leases, *leases.claims]:
             await renew(held)
+
+
+async def release(
+    queue: AsyncRequestQueue,
+    leases: Leases,
+    held: Sequence[Leased],
+    *,
+    crashed: bool = False,
+) -> None:
+    """Give requests back to the queue, with their progress; `crashed` counts against each.
+
+    They are held until the server has taken them: who fails here goes on renewing, or tries again.
+    """
+    try:
+        await queue.release([item.as_held() for item in held], crashed=crashed)
+    except (RedisError, OSError):
+        for item in held:  # perhaps not told; to tell it twice does no harm
+            if isinstance(item, HeldRequest):
+                item.prompt_tokens_told = False
+        raise
+    for item in held:
+        leases.drop(item)

@@ -14,7 +14,7 @@ from shared.scripts import Row, RowStatus
 from worker.engine.interface import SequenceOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
-from worker.leases import Leases
+from worker.leases import Leased, Leases
 from worker.persistence import keep_trying
 
 
@@ -124,13 +124,14 @@ class Publisher:
         untold = [it for it in found if it is not None and not it.prompt_tokens_told]
         return list(dict.fromkeys(untold))
 
-    async def renew(self, held: Sequence[HeldRequest]) -> None:
+    async def renew(self, held: Sequence[Leased]) -> None:
         """Renew leases; drop what the server says is cancelled, expired or not ours any more."""
         try:
             published = await self._queue.publish([], [item.as_held() for item in held])
         except (RedisError, OSError):
             for item in held:  # perhaps not told; to tell it twice does no harm
-                item.prompt_tokens_told = False
+                if isinstance(item, HeldRequest):
+                    item.prompt_tokens_told = False
             raise
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
@@ -148,16 +149,17 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
-    def _settle(self, held: HeldRequest, status: RowStatus) -> None:
+    def _settle(self, held: Leased, status: RowStatus) -> None:
         if not status.is_lost:
             return
         if status in (RowStatus.GAP, RowStatus.ERROR):
             self._log.error("row refused", request_id=held.request_id, status=status)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
-        if status is RowStatus.GAP:
-            self._with_gaps.append(held)
-        self.abort(held)
+        if isinstance(held, HeldRequest):
+            if status is RowStatus.GAP:
+                self._with_gaps.append(held)
+            self.abort(held)
         self._leases.drop(held)
 
     def _row_or_failure(self, output: SequenceOutput) -> Row | None:

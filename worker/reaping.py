@@ -1,10 +1,11 @@
-"""Brings back what crashed workers held, but blames nobody for an outage."""
+"""Brings back what crashed workers held, but blames nobody for an outage; lets go of orphans."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 
 
@@ -14,6 +15,9 @@ class Reaper:
     While the server was away nobody could renew, so leases that ran out prove no crash. A worker
     that could not reach it for half a lease therefore gives the others half a lease to renew before
     it reaps again. The same goes for one that was itself frozen.
+
+    Each turn also looks for orphans on one page of the server's keys, unless the server's access
+    rules do not let workers see what keys there are.
     """
 
     def __init__(
@@ -26,6 +30,8 @@ class Reaper:
         self._clock = clock
         self._reached_at = clock()
         self._patient_until = self._reached_at
+        self._cursor = "0"
+        self._may_sweep = True
 
     async def run_once(self) -> None:
         """Reap, unless others may not have had the time to renew. Raises RedisError, OSError."""
@@ -35,6 +41,17 @@ class Reaper:
             await self._queue.count()
         else:
             await self._queue.reap()
+            await self._sweep()
         self._reached_at = self._clock()
         if was_silent:
             self._patient_until = self._reached_at + self._patience
+
+    async def _sweep(self) -> None:
+        if not self._may_sweep:
+            return
+        swept = await self._queue.sweep(self._cursor)
+        self._cursor, self._may_sweep = swept.cursor, not swept.refusal
+        if swept.refusal:
+            get_logger().warning("orphans stay: their keys cannot be seen", error=swept.refusal)
+        if swept.num_gone:
+            get_logger().info("let go of what nothing referred to", requests=swept.num_gone)

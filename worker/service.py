@@ -25,8 +25,8 @@ from worker.control import Cancels, listen
 from worker.ending import end
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest, Preparation
-from worker.intake import Intake, release
-from worker.leases import Leases, keep_alive
+from worker.intake import Intake
+from worker.leases import Leased, Leases, keep_alive, release
 from worker.persistence import keep_trying
 from worker.publisher import Publisher
 from worker.reaping import Reaper
@@ -39,7 +39,8 @@ _MAX_WATCH_SECONDS = 1.0
 
 
 class EngineStuckError(PromptqError):
-    """The engine has made no progress for so long that its leases were left to run out."""
+    """The engine, or the preparation of a request, has made no progress for so long that the
+    worker's leases were left to run out."""
 
 
 class Worker:
@@ -102,6 +103,7 @@ class Worker:
             on_invalid=self._fail_claim,
             on_complete=self._complete,
             depth=settings.prefetch_depth,
+            stuck_seconds=settings.stuck_seconds,
         )
         self._start_up = dict(start_up_seconds or {})
         self._draining = False
@@ -165,8 +167,8 @@ class Worker:
         self._draining = True
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
-        broken = self.engine.has_failed or self._is_stuck()
-        suspects = [held for held in self.leases if held.in_engine and broken]
+        broken = self.engine.has_failed or self._engine_hangs()
+        suspects: list[Leased] = [held for held in self.leases if held.in_engine and broken]
         for held in self.leases:
             self._publisher.abort(held)
         await self._survive_redis(lambda: self._give_back(suspects))
@@ -292,12 +294,14 @@ class Worker:
             self._client, self._queue.keys, self.intake.wake, self._cancels.add, on_drain=drain
         )
 
-    async def _give_back(self, suspects: list[HeldRequest]) -> None:
+    async def _give_back(self, suspects: list[Leased]) -> None:
         """Before the step that runs has ended: others may go on at once, for it writes nothing.
 
         One of the suspects made the engine fail, which counts against each of them.
         """
-        others = [held for held in self.leases if held not in suspects]
+        stuck_on = self.intake.stuck_on  # where the intake itself could not give it back
+        suspects = [*suspects, stuck_on] if stuck_on is not None else suspects
+        others = [held for held in (*self.leases, *self.leases.claims) if held not in suspects]
         seconds = self._queue.lease_ms / 1000  # later there is nothing to give back
         await keep_trying(
             lambda: release(self._queue, self.leases, suspects, crashed=True), seconds
@@ -307,24 +311,31 @@ class Worker:
     async def _leave(self) -> None:
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
-    async def _renew_when_possible(self, held: list[HeldRequest]) -> None:
+    async def _renew_when_possible(self, held: list[Leased]) -> None:
         try:
             await self._publisher.renew(held)
         except (RedisError, OSError) as error:
             self._log.warning("leases not renewed", error=str(error))
 
-    def _is_stuck(self) -> bool:
+    def _engine_hangs(self) -> bool:
         return self.engine.seconds_without_progress() > self._settings.stuck_seconds
+
+    def _is_stuck(self) -> bool:
+        return self._engine_hangs() or self.intake.stuck_on is not None
 
     async def _watch_engine(self) -> None:
         seconds = self._settings.stuck_seconds
         while True:
             await asyncio.sleep(min(seconds / _WATCHES_PER_STANDSTILL, _MAX_WATCH_SECONDS))
-            if self._is_stuck():
-                self._log.error(
-                    "the engine hangs; leases are left to run out", held=len(self.leases)
-                )
-                raise EngineStuckError(f"the engine has made no progress for {seconds:g} s")
+            if (stuck_on := self.intake.stuck_on) is not None:
+                what, of = "the preparation of a request", {"request_id": stuck_on.request_id}
+            elif self._engine_hangs():
+                what, of = "the engine", {}
+            else:
+                continue
+            held = len(self.leases)
+            self._log.error(f"{what} hangs; leases are left to run out", held=held, **of)
+            raise EngineStuckError(f"{what} has made no progress for {seconds:g} s")
 
     async def _every(self, seconds: float, action: Any) -> None:
         while True:

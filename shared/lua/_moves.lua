@@ -30,13 +30,18 @@ local function drop_holds(id, tenant)
   for i = 1, #HOLDS do remove_later(HOLDS[i], id) end
 end
 
+-- For how long logs and hashes outlive the end (ms): a hash at least as long as its log, as an id whose
+-- hash is gone may be used again.
+local function log_ttl() return whole(config('log_ttl_ms'), 60000) end
+local function result_ttl() return math.max(log_ttl(), whole(config('result_ttl_ms'), 3600000)) end
+
 -- Append and publish the last event (`count`, as text, tokens come before its end), fold the log into the result, let go of every hold. `result`
 -- is given by a worker that has it at hand; otherwise the log is read once more. So is the exact
 -- length of the prompt, where the hash does not say it yet.
 local function finish(id, reason, count, event, tenant, result, prompt_tokens)
   redis.pcall('XADD', tokens_key(id), count .. '-1', 'event', event)
   result = result or fold_log(id)
-  redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))
+  redis.pcall('PEXPIRE', tokens_key(id), log_ttl())
   publish_event(id, event)
   local key = request_key(id)
   if prompt_tokens then
@@ -46,7 +51,7 @@ local function finish(id, reason, count, event, tenant, result, prompt_tokens)
     redis.pcall('HSET', key, 'state', STATE_AFTER[reason], 'finish_reason', reason,
       'finished_at', now_text, 'last_event', event, 'result', result)
   end
-  redis.pcall('PEXPIRE', key, whole(config('result_ttl_ms'), 3600000))
+  redis.pcall('PEXPIRE', key, result_ttl())
   drop_holds(id, tenant)
   if reason == 'stop' or reason == 'length' then
     finished_outputs[#finished_outputs + 1] = now_text .. ' ' .. count

@@ -14,6 +14,7 @@
 --         for one that makes several at once
 --      14 nonce of the last call of the session that gave something, as far as the worker knows
 --      15 how many to skip behind the first few: 0 at first, then what the last reply said
+--      16 number of the call within its session, from 1 on; left out: a call that is late is not known
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
@@ -33,30 +34,39 @@ local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled 
 
 if max_count > 0 or ARGV[10] ~= '' then write_needs_memory() else write_needs_no_memory() end
 
--- What the last call gave and the worker does not know of: its reply was lost. The worker lives, so
--- this is no crash.
-local claimed_key = prefix .. 'claimed:' .. session
-local function take_back_unanswered()
+-- The last call that gave something, and this one. If the worker does not know what that gave, its
+-- reply was lost; the worker lives, so this is no crash. If it is this very call, which was sent twice,
+-- it gives the same once more, whichever of the two the worker hears. If it came later than this one,
+-- nobody waits for this one any more.
+local claimed_key, number = prefix .. 'claimed:' .. session, tonumber(ARGV[16]) or 0
+local is_late, given_before = false, {}
+local function look_at_last_call()
   local last = redis.pcall('GET', claimed_key)
   if type(last) ~= 'string' then return end
   local words = string.gmatch(last, '%S+')
-  local last_nonce = words() or ''
-  if last_nonce == answered then return end
-  redis.call('DEL', claimed_key)
+  local last_nonce, last_number = words() or '', tonumber(words() or 0) or 0
+  is_late = number > 0 and number < last_number
+  if is_late or last_nonce == answered then return end
+  if last_nonce ~= nonce then redis.call('DEL', claimed_key) end
   for id in words do
     local fields = read_request(id, 'state', 'fence', 'score') or {}
     if fields.state == 'active' and fields.fence
         and string.match(fields.fence, '^%d+%-(.*)$') == last_nonce then
-      back_to_waiting(id, fields.score, 'its claim was lost')
+      if last_nonce == nonce then
+        given_before[#given_before + 1] = id
+      else
+        back_to_waiting(id, fields.score, 'its claim was lost')
+      end
     end
   end
 end
 if session ~= '' then
-  take_back_unanswered()
+  look_at_last_call()
   carry_out()
 end
 
-if config('paused') == '1' then return {'paused'} end
+if is_late then return {'ok', now_text, 0, 0} end
+if #given_before == 0 and config('paused') == '1' then return {'paused'} end
 if fingerprint ~= '' then
   redis.call('HSETNX', prefix .. 'config', 'fingerprint', fingerprint)
   redis.call('HSETNX', prefix .. 'config', 'model', model)
@@ -128,6 +138,15 @@ end
 
 local taken = {} -- a stranger may have put an id into the queues of two tenants
 
+-- What is said of a claim. Its lease begins with it.
+local function reply_of(id, fields, cost, has_log, turn)
+  new_leases[#new_leases + 1] = expiry
+  new_leases[#new_leases + 1] = id
+  return {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
+    fields.enqueued_at, whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {},
+    fields.suspect and '1' or '', has_log and exact((log_top(id))) or '0', is_shared and turn or nil}
+end
+
 local function claim(queue, fields, cost, has_log, turn)
   local id, score = queue.id, queue.score
   local attempt = whole(fields.attempt, 0) + 1
@@ -152,11 +171,9 @@ local function claim(queue, fields, cost, has_log, turn)
     redis.call('HSET', request_key(id), 'alone', 1)
     redis.call('SET', alone_key, id, 'PX', ALONE_MS)
   end
-  new_leases[#new_leases + 1] = expiry
-  new_leases[#new_leases + 1] = id
-  return {id, fields.payload, fence, attempt, score, seed, enqueued_at,
-    whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {},
-    fields.suspect and '1' or '', has_log and exact((log_top(id))) or '0', is_shared and turn or nil}
+  fields.fence, fields.attempt, fields.score = fence, attempt, score
+  fields.seed, fields.enqueued_at = seed, enqueued_at
+  return reply_of(id, fields, cost, has_log, turn)
 end
 
 promote_delayed()
@@ -226,6 +243,14 @@ local function examine(queue, turn)
   claims[#claims + 1] = claim(queue, fields, cost, kind == 'stream', turn)
 end
 
+for _, id in ipairs(given_before) do
+  local fields = read_request(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
+    'prompt_tokens', 'suspect')
+  local has_log = redis.call('TYPE', tokens_key(id)).ok == 'stream'
+  claims[#claims + 1] = reply_of(id, fields, cost_of(fields, output), has_log)
+  walking = false
+end
+
 open_all()
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
   local queue, turn = next_queue()
@@ -247,8 +272,8 @@ if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
   for _, queue in ipairs(queues) do next_skip = math.max(next_skip, queue.left + position_of(queue)) end
 end
 if session ~= '' and #claims > 0 then
-  local words = {nonce}
-  for i, given in ipairs(claims) do words[i + 1] = given[1] end
+  local words = {nonce, exact(number)}
+  for i, given in ipairs(claims) do words[i + 2] = given[1] end
   redis.call('SET', claimed_key, table.concat(words, ' '), 'PX', lease_ms)
 end
 local reply = {'ok', now_text, count_waiting(#claims)}

@@ -17,24 +17,31 @@ local nonce = (#ARGV - 1) % num_fields == 1 and ARGV[#ARGV] or nil
 
 local function idempotency_key(name) return prefix .. 'idempotency:' .. name end
 
+-- Who is known by an idempotency key: as long as the request is kept, which a purge may end early.
+local function known_by(name)
+  local id = redis.call('GET', idempotency_key(name))
+  return id and redis.pcall('HEXISTS', request_key(id), 'payload') == 1 and id
+end
+
 local ids, fresh, seen = {'ok'}, {}, {}
 for n = 0, count - 1 do
   local at = 2 + n * num_fields
   local id, key = ARGV[at], ARGV[at + 5]
-  local known = key ~= '' and (seen[key] or redis.call('GET', idempotency_key(key)))
+  local known = key ~= '' and (seen[key] or known_by(key))
   if known then
     ids[#ids + 1] = known
   else
-    -- A cancel may come before its request: a hash without payload is no request yet.
-    local payload = redis.pcall('HEXISTS', request_key(id), 'payload')
+    -- A cancel may come before its request: a hash without payload is no request yet, unless an id
+    -- that waited without one was ended.
+    local fields = read_request(id, 'payload', 'state', 'nonce')
     if seen['id ' .. id] then return {'exists', id} end
-    if payload == 0 then
+    if fields and not fields.payload and not is_final(fields.state) then
       fresh[#fresh + 1] = {
         id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
         deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
         tenant = tenant_name(num_fields > 6 and ARGV[at + 6]), tokens = estimated_tokens(ARGV[at + 1]),
       }
-    elseif not nonce or (read_request(id, 'nonce') or {}).nonce ~= nonce then
+    elseif not nonce or (fields or {}).nonce ~= nonce then
       return {'exists', id}
     end
     seen['id ' .. id] = true

@@ -17,7 +17,7 @@ if fields.tenant then redis.call('HSET', request_key(new), 'tenant', fields.tena
 put_waiting(new, score, fields.tenant)
 count_later('tokens', tenant_name(fields.tenant), tokens)
 redis.call('ZREM', prefix .. 'dead', old)
-redis.call('PEXPIRE', request_key(old), whole(config('result_ttl_ms'), 3600000))
+redis.call('PEXPIRE', request_key(old), result_ttl())
 carry_out()
 wake_workers()
 return {'ok'}

@@ -1,4 +1,8 @@
-"""`make chaos ARGS="--seconds 3600 --seed 7"`: real processes under seeded faults, and an audit."""
+"""`make chaos ARGS="--seconds 3600 --seed 7"`: real processes under seeded faults, and an audit.
+
+`--mutant lost-fence` has all processes send scripts that are broken in one place, until that is
+caught; `--mutant all` takes everything in `mutants.py`, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,49 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos.driver import Run
-from tests.chaos.report import report
+from tests.chaos.mutants import MUTANTS
+from tests.chaos.outcome import Outcome
+from tests.chaos.records import Queue
+from tests.chaos.report import mutant_table, report
 
 
 def main() -> int:
-    """Exit code 1 at any violation."""
+    """Exit code 1 at any violation; of mutants, if there is none."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults come")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and the requests")
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
     parser.add_argument("--keep", type=Path, help="folder that keeps logs and records")
+    parser.add_argument(
+        "--queues", nargs="+", type=Queue, default=list(Queue), help="which there are, of all"
+    )
+    parser.add_argument("--mutant", choices=[*MUTANTS, "all"], help="broken scripts, to be caught")
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"chaos: seed {seed}", flush=True)
-    if options.keep is None:
-        with tempfile.TemporaryDirectory(prefix="promptq-chaos-") as folder:
-            outcome = asyncio.run(Run(seed, options.seconds, Path(folder), options.load).run())
-    else:
-        options.keep.mkdir(parents=True, exist_ok=False)
-        outcome = asyncio.run(Run(seed, options.seconds, options.keep, options.load).run())
+    if options.mutant:
+        names = list(MUTANTS) if options.mutant == "all" else [options.mutant]
+        outcomes = {name: run(options, seed, name) for name in names}
+        print(mutant_table(outcomes))
+        return 0 if all(it.violations for it in outcomes.values()) else 1
+    outcome = run(options, seed)
     print(report(outcome))
     return 1 if outcome.violations else 0
+
+
+def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
+    """One run; `--keep` has a folder in it for each mutant."""
+    with tempfile.TemporaryDirectory(prefix="promptq-chaos-") as temporary:
+        folder = Path(temporary)
+        if options.keep is not None:
+            folder = options.keep / mutant
+            folder.mkdir(parents=True, exist_ok=False)
+        if mutant:
+            print(f"mutant {mutant}", flush=True)
+        chaos = Run(
+            *(seed, options.seconds, folder, options.load), queues=options.queues, mutant=mutant
+        )
+        return asyncio.run(chaos.run())
 
 
 if __name__ == "__main__":

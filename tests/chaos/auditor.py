@@ -6,11 +6,13 @@ seen. `snapshot.py` reads the server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.records import Expected, Kind, Queue, Seen, Sent
+from tests.chaos.fleet import LEASE_MS
+from tests.chaos.records import Claimed, Expected, Kind, Queue, Seen, Sent
 
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}
 _HOLDS = {"pending", "leases", "deadlines", "delayed"}
@@ -49,8 +51,12 @@ def audit(
     seen: Iterable[Seen],
     snapshots: dict[Queue, Snapshot],
     references: dict[str, Expected],
+    claimed: Iterable[Claimed] = (),
 ) -> Iterator[Violation]:
     """Every violation of a run that is over. `seen` is gone through once, stream by stream."""
+    claims: defaultdict[str, list[Claimed]] = defaultdict(list)
+    for claim in claimed:
+        claims[claim.request_id].append(claim)
     requests: dict[str, Sent] = {}
     known: dict[Queue, set[str]] = {queue: set() for queue in snapshots}
     for request in sent:
@@ -59,13 +65,14 @@ def audit(
         state = snapshots[request.queue].requests.get(request.request_id, {})
         yield from _check_sending(request)
         yield from _check_end(request, state)
+        yield from _check_attempts(request, state, claims[request.request_id])
         if result := state.get("result"):
             expected = request.expected(references)
             yield from _check_tokens(None, result["token_ids"], result["text"], expected, request)
     unseen = set(requests)
     for stream in seen:
         unseen.discard(stream.request_id)
-        yield from check_stream(stream)
+        yield from check_stream(stream, claims[stream.request_id])
         if found := requests.get(stream.request_id):
             expected = found.expected(references)
             yield from _check_tokens(stream, stream.token_ids, stream.text, expected, found)
@@ -76,7 +83,7 @@ def audit(
         yield from check_leftovers(queue, snapshot, known[queue])
 
 
-def check_stream(stream: Seen) -> Iterator[Violation]:
+def check_stream(stream: Seen, claims: Sequence[Claimed] = ()) -> Iterator[Violation]:
     """No gap, no repeat, no word of an earlier attempt, one last event and nothing behind it."""
     request_id, who = stream.request_id, stream.subscriber
     if stream.error:
@@ -92,6 +99,12 @@ def check_stream(stream: Seen) -> Iterator[Violation]:
             told = f"{who}: event {number} is of attempt {event.attempt}, behind one of {attempt}"
             yield Violation("zombie", request_id, told)
         attempt = event.attempt
+        for claim in claims:
+            is_late = position > claim.num_tokens or event.finish_reason
+            if event.attempt < claim.attempt and is_late:
+                told = f"{who}: event {number} is of attempt {event.attempt} and brings token"
+                told += f" {position}; attempt {claim.attempt} had begun behind {claim.num_tokens}"
+                yield Violation("zombie", request_id, told)
     ends = [number for number, event in enumerate(stream.events) if event.finish_reason]
     if len(ends) != 1:
         told = f"{who}: {len(ends)} last events among {len(stream.events)}"
@@ -126,6 +139,20 @@ def _check_end(request: Sent, state: dict[str, Any]) -> Iterator[Violation]:
     if deadline_ms and ended == "expired" and lived < deadline_ms:
         told = f"expired after {lived} ms, before its deadline of {deadline_ms}"
         yield Violation("deadline", request_id, told)
+
+
+def _check_attempts(
+    request: Sent, state: dict[str, Any], claims: Sequence[Claimed]
+) -> Iterator[Violation]:
+    """Each attempt is one worker's, for as long as a lease lasts at least."""
+    attempts = sorted(claim.attempt for claim in claims)
+    if len(set(attempts)) != len(attempts):
+        yield Violation("attempt twice", request.request_id, f"workers were handed {attempts}")
+    for past in state.get("history", []):
+        held_ms = past["ended_at"] - past["claimed_at"]
+        if past["how"].startswith("crashed") and held_ms < LEASE_MS:
+            told = f"attempt {past['attempt']} was taken for a crash after {held_ms} ms"
+            yield Violation("short lease", request.request_id, told)
 
 
 def _allowed_states(request: Sent) -> set[str]:

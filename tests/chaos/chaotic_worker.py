@@ -1,6 +1,7 @@
 """The worker command, with a model-free engine that takes its time and can be poisoned.
 
-`python -m tests.chaos.chaotic_worker` takes the options of `promptq worker`.
+It notes down what it claims, for the audit, and sends the scripts of a mutant if it is told to.
+`main` takes the options of `promptq worker`; see `nursery.py` for who calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ import os
 from typing import Any
 
 import worker.__main__ as command
+from shared.logs import get_logger
+from shared.request_queue import AsyncRequestQueue
+from shared.scripts import Claims, Room
 from shared.settings import Settings
+from tests.chaos.mutants import break_scripts
+from worker import service
 from worker.building import MODEL_FREE, Served, build
 from worker.engine.engine import LLMEngine
 from worker.engine.model_free import END_TOKEN_ID, Launched, ModelFreeRunner
@@ -38,6 +44,17 @@ class PoisonableRunner(ModelFreeRunner):
         return super().launch(batch, after)
 
 
+class NotingQueue(AsyncRequestQueue):
+    """Logs each claim, and how many tokens there were before it."""
+
+    async def take_batch(self, room: Room) -> Claims:
+        claims = await super().take_batch(room)
+        for claim in claims:
+            noted = {"request_id": claim.request_id, "attempt": claim.attempt}
+            get_logger().info("claimed", **noted, num_tokens=claim.num_logged)
+        return claims
+
+
 def build_chaotic(settings: Settings, *rest: Any) -> Served:
     """As `worker.building.build`, but for the model-free engine."""
     if settings.model != MODEL_FREE:
@@ -55,6 +72,9 @@ def build_chaotic(settings: Settings, *rest: Any) -> Served:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command, with `sys.argv` as its arguments."""
     command.build = build_chaotic
+    service.AsyncRequestQueue = NotingQueue
+    break_scripts()
     command.main()

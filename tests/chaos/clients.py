@@ -26,6 +26,7 @@ from shared.errors import RedisSideError, RequestExistsError
 from shared.keys import Keys
 from shared.schemas import Request, TokenEvent
 from shared.scripts import CancelStatus
+from tests.chaos.mutants import break_scripts
 from tests.chaos.records import Journal, Kind, Queue, Seen, SeenEvent, Sent
 from tests.chaos.requests import make_request
 
@@ -208,4 +209,5 @@ async def main(name: str, seed: str, producers: str, subscribers: str, *rest: st
 
 
 if __name__ == "__main__":
+    break_scripts()
     asyncio.run(main(*sys.argv[1:]))

@@ -8,9 +8,8 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ import redis.asyncio
 
 from producer.async_client import AsyncClient
 from shared.keys import Keys
-from tests.chaos.auditor import Violation, audit
+from tests.chaos.auditor import Violation
 from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.chaos.group import ProcessGroup
+from tests.chaos.mutants import VARIABLE
+from tests.chaos.outcome import Outcome
 from tests.chaos.proxy import Proxy, Role
 from tests.chaos.records import (
     Expected,
@@ -31,13 +32,12 @@ from tests.chaos.records import (
     Seen,
     SeenEvent,
     Sent,
-    read_seen,
-    read_sent,
 )
 from tests.chaos.requests import TEMPLATES
-from tests.chaos.schedule import Fault, Planned, schedule
+from tests.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
 from tests.chaos.server import PersistentServer
-from tests.chaos.snapshot import hold_names, take_snapshot
+from tests.chaos.snapshot import hold_names
+from tests.roles import as_role, refusals
 
 WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
 RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
@@ -46,9 +46,12 @@ RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
 _NUM_CLIENTS = 2
 _PATIENCE_SECONDS = 60.0
 """So long nothing may end while requests are open, once all faults are over."""
+_PATIENCE_WITH_MUTANTS_SECONDS = 10.0
+"""Longer than a lease and a subscriber's silence, after which a lost event would have come."""
 _CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
 _IDLE_SECONDS = 2.5  # two heartbeats
 _LOOK_SECONDS = 0.1
+_WATCH_SECONDS = 0.5
 
 _ROLES = {
     Fault.CUT_WORKERS: Role.WORKERS,
@@ -65,48 +68,38 @@ _ROLES = {
 }
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a run was and what it found."""
-
-    seed: int
-    seconds: float
-    faults: Counter[str] = field(default_factory=Counter)
-    ends: dict[Queue, Counter[str]] = field(default_factory=dict)
-    requests: Counter[tuple[Queue, str]] = field(default_factory=Counter)
-    """By queue, and kind and final state."""
-    num_swallowed: int = 0
-    """Replies that were in fact swallowed: a link that sends nothing has none."""
-    num_streams: int = 0
-    num_events: int = 0
-    num_carried_on: int = 0
-    """Streams in which several attempts speak."""
-    violations: list[Violation] = field(default_factory=list)
-
-    @property
-    def num_requests(self) -> int:
-        return sum(self.requests.values())
-
-    @property
-    def num_deaths(self) -> int:
-        """Workers that went without giving anything back."""
-        return sum(ends["killed"] + ends["poisoned"] for ends in self.ends.values())
-
-
 class Run:
-    """One run in `folder`, which keeps the logs and the records."""
+    """One run in `folder`, which keeps the logs and the records.
 
-    def __init__(self, seed: int, seconds: float, folder: Path, scale: float = 1.0) -> None:
+    `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
+    that name of `mutants.py`, and the run is over at the first violation.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        seconds: float,
+        folder: Path,
+        scale: float = 1.0,
+        *,
+        queues: Iterable[Queue] = Queue,
+        means: Mapping[Fault, float] = MEAN_SECONDS,
+        mutant: str = "",
+    ) -> None:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
         self._scale = scale
+        self._queues = list(queues)
+        self._means = means
+        self._mutant = mutant
+        self._environment = {VARIABLE: mutant}
         self._group = ProcessGroup()
         self._server = PersistentServer(folder, self._group)
         self._proxy = Proxy(self._server.port)
         self._clients: list[asyncio.subprocess.Process] = []
         self._hurting: set[asyncio.Task[None]] = set()
         self._server_is_ours = asyncio.Lock()
-        self._started = time.monotonic()
+        self._started = self._faults_end = time.monotonic()
 
     async def run(self) -> Outcome:
         await self._group.start()
@@ -116,27 +109,42 @@ class Run:
             with redis.Redis(port=self._server.port) as client:
                 for queue in Queue:
                     client.hset(Keys(queue).config, mapping=_CONFIG)
-            self._fleet = Fleet(WORKERS, self._proxy.url(Role.WORKERS), self._folder, self._group)
+            self._fleet = Fleet(
+                {queue: WORKERS[queue] for queue in self._queues},
+                *(as_role("worker", self._proxy.url(Role.WORKERS)), self._folder, self._group),
+                self._environment,
+            )
             self._fleet.start()
-            self._say("asking the shipped model undisturbed")
-            references = await self._ask_references()
+            references = {}
+            if Queue.REAL in self._queues:
+                self._say("asking the shipped model undisturbed")
+                references = await self._ask_references()
             await self._start_clients()
             self._say(f"faults come for {self.outcome.seconds:g} s")
-            await self._hurt()
-            self._say("faults are over; what was accepted ends")
-            await self._let_finish()
-            await asyncio.sleep(_IDLE_SECONDS)
-            self._say("auditing")
-            self._audit(references)
-            await self._fleet.end()
-            await self._server.stop()
+            if self._mutant and await self._catch(references):
+                await self._fleet.leave()
+            else:
+                if not self._mutant:
+                    await self._hurt()
+                await self._close(references)
         finally:
             await self._group.end()
             await self._proxy.stop()
         self.outcome.num_swallowed = self._proxy.num_swallowed
-        self.outcome.ends = {queue: self._fleet.ends(queue) for queue in Queue}
-        self.outcome.violations += self._bad_ends()
+        self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         return self.outcome
+
+    async def _close(self, references: dict[str, Expected]) -> None:
+        """Let all come to its end, and audit."""
+        self._say("faults are over; what was accepted ends")
+        await self._let_finish()
+        await asyncio.sleep(_IDLE_SECONDS)
+        self._say("auditing")
+        self._audit(references)
+        await self._fleet.end()
+        await self._server.stop()
+        self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
+        self.outcome.violations += self._bad_ends()
 
     def _say(self, what: str) -> None:
         print(f"{time.monotonic() - self._started:6.1f} s  {what}", flush=True)
@@ -145,7 +153,7 @@ class Run:
         """What the shipped model answers while nothing is disturbed; one request at a time."""
         references = {}
         journal = Journal(self._folder / "references.jsonl")
-        async with AsyncClient(self._server.url, Queue.REAL) as client:
+        async with AsyncClient(as_role("producer", self._server.url), Queue.REAL) as client:
             for name, fields in TEMPLATES.items():
                 request_id = await client.enqueue(request_id=f"reference-{name}", **fields)
                 seen = Seen("reference", request_id, [])
@@ -161,10 +169,13 @@ class Run:
         return references
 
     async def _start_clients(self) -> None:
-        urls = [self._proxy.url(Role.PRODUCERS), self._proxy.url(Role.SUBSCRIBERS)]
+        urls = [
+            as_role("producer", self._proxy.url(Role.PRODUCERS)),
+            as_role("subscriber", self._proxy.url(Role.SUBSCRIBERS)),
+        ]
         for number in range(_NUM_CLIENTS):
             name = f"clients-{number}"
-            rates = [f"{it}={rate * self._scale / _NUM_CLIENTS}" for it, rate in RATES.items()]
+            rates = [f"{it}={RATES[it] * self._scale / _NUM_CLIENTS}" for it in self._queues]
             with (self._folder / f"{name}.log").open("ab") as log:
                 process = await self._group.spawn(
                     sys.executable,
@@ -172,20 +183,39 @@ class Run:
                     *[str(self._folder / f"{name}.jsonl"), *rates],
                     stdout=log,
                     stderr=log,
-                    env=os.environ,
+                    env={**os.environ, **self._environment},
                 )
             self._clients.append(process)
 
     async def _hurt(self) -> None:
         """Carry out the schedule."""
         started = time.monotonic()
-        for planned in schedule(self.outcome.seed, self.outcome.seconds):
+        self._faults_end = started + self.outcome.seconds
+        for planned in schedule(self.outcome.seed, self.outcome.seconds, self._means):
             await asyncio.sleep(max(0.0, started + planned.at - time.monotonic()))
             task = asyncio.create_task(self._inflict(planned))
             self._hurting.add(task)
             task.add_done_callback(self._hurting.discard)
-        await asyncio.sleep(max(0.0, started + self.outcome.seconds - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._faults_end - time.monotonic()))
         await asyncio.gather(*self._hurting)
+
+    async def _catch(self, references: dict[str, Expected]) -> bool:
+        """Carry out the schedule until what has ended shows a violation; whether it did."""
+        started = time.monotonic()
+        hurting = asyncio.create_task(self._hurt())
+        while not hurting.done() and not self.outcome.violations:
+            await asyncio.wait({hurting}, timeout=_WATCH_SECONDS)
+            with suppress(redis.RedisError):  # the server may just be down
+                await asyncio.to_thread(self._audit, references, is_over=False)
+        if self.outcome.violations:
+            self.outcome.caught_after = time.monotonic() - started
+        tasks = [hurting, *self._hurting]
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+        return bool(self.outcome.violations)
 
     async def _inflict(self, planned: Planned) -> None:
         rng = random.Random(planned.chance)
@@ -197,6 +227,8 @@ class Run:
         role = _ROLES.get(fault)
         match fault.name.split("_")[0]:
             case "KILL":
+                if fault is Fault.KILL_REAL:
+                    await self._wait_for_worker(Queue.REAL)
                 return self._signal(fault, signal.SIGKILL, rng)
             case "DRAIN":
                 return self._signal(fault, signal.SIGTERM, rng)
@@ -204,6 +236,8 @@ class Run:
                 places = self._fleet.of(_queue_of(fault))
                 seconds = LEASE_MS / 1000 * rng.uniform(1.3, 3)
                 return bool(places) and await rng.choice(places).freeze(seconds)
+            case "RELAY":
+                return await self._freeze_in_turn(rng)
             case "SERVER":
                 is_kill = fault is Fault.SERVER_KILL
                 return await self._restart_server(is_kill, down_seconds=rng.uniform(0, 0.7))
@@ -221,9 +255,29 @@ class Run:
                 await self._proxy.slow(role, rng.uniform(0.01, 0.1), rng.uniform(1, 3))
         return True
 
+    async def _wait_for_worker(self, queue: Queue) -> None:
+        """As long as faults come: a model is so long in loading that most would find nobody."""
+        while not self._fleet.of(queue) and time.monotonic() < self._faults_end:
+            await asyncio.sleep(_LOOK_SECONDS)
+
     def _signal(self, fault: Fault, number: signal.Signals, rng: random.Random) -> bool:
         places = self._fleet.of(_queue_of(fault))
         return bool(places) and rng.choice(places).send(number)
+
+    async def _freeze_in_turn(self, rng: random.Random) -> bool:
+        """Stop a worker until others have its requests, and stop these as it wakes.
+
+        Nobody is faster than it then, so that only the fence keeps it from going on.
+        """
+        lease_seconds = LEASE_MS / 1000
+        places = self._fleet.of(Queue.VOLUME)
+        first = rng.choice(places) if places else None
+        if first is None or not await first.freeze(lease_seconds * rng.uniform(1.3, 1.8)):
+            return False
+        others = [place for place in self._fleet.of(Queue.VOLUME) if place is not first]
+        seconds = lease_seconds * rng.uniform(1, 2)
+        await asyncio.gather(*(place.freeze(seconds) for place in others))
+        return True
 
     async def _restart_server(self, is_kill: bool, down_seconds: float) -> bool:
         async with self._server_is_ours:
@@ -236,12 +290,13 @@ class Run:
         """No more faults, no more requests: all that was accepted must now come to its end."""
         for process in self._clients:
             process.terminate()
+        patience = _PATIENCE_WITH_MUTANTS_SECONDS if self._mutant else _PATIENCE_SECONDS
         waits: list[Coroutine[Any, Any, Any]] = [process.wait() for process in self._clients]
         ending = asyncio.gather(*waits)
         async with redis.asyncio.Redis(port=self._server.port) as client:
             last: tuple[int, ...] = ()
             changed = time.monotonic()
-            while not ending.done() and time.monotonic() - changed < _PATIENCE_SECONDS:
+            while not ending.done() and time.monotonic() - changed < patience:
                 await asyncio.sleep(_LOOK_SECONDS)
                 progress = await self._progress(client)
                 if progress != last:
@@ -257,23 +312,10 @@ class Run:
         sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
         return (sizes, *[await client.zcard(name) for name in holds])
 
-    def _audit(self, references: dict[str, Expected]) -> None:
-        with redis.Redis(port=self._server.port) as client:
-            snapshots = {queue: take_snapshot(client, Keys(queue)) for queue in Queue}
-        paths = sorted(self._folder.glob("*.jsonl"))
-        sent = [record for path in paths for record in read_sent(path)]
-        for request in sent:
-            state = snapshots[request.queue].requests.get(request.request_id, {})
-            self.outcome.requests[request.queue, f"{request.kind} {state.get('state')}"] += 1
-        seen = self._counted(record for path in paths for record in read_seen(path))
-        self.outcome.violations += audit(sent, seen, snapshots, references)
-
-    def _counted(self, streams: Iterable[Seen]) -> Iterator[Seen]:
-        for stream in streams:
-            self.outcome.num_streams += 1
-            self.outcome.num_events += len(stream.events)
-            self.outcome.num_carried_on += len({it.attempt for it in stream.events}) > 1
-            yield stream
+    def _audit(self, references: dict[str, Expected], is_over: bool = True) -> None:
+        self.outcome.audit(self._folder, self._server.port, references, is_over)
+        for told in refusals(self._server.url):  # since the server's last start
+            self.outcome.violations.append(Violation("refused", "", told))
 
     def _bad_ends(self) -> Iterator[Violation]:
         """At the end nothing runs, so every worker must go cleanly; clients must have, too."""

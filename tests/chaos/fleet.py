@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.group import ProcessGroup
+from tests.chaos.nursery import Nursery, WorkerProcess
 from tests.chaos.records import Queue
 
 LEASE_MS = 1000
@@ -27,14 +27,20 @@ _OPTIONS = {
 }
 _DRAIN_SECONDS = 2.0
 _RESTART_SECONDS = 0.05
-_COMMAND = [sys.executable, "-m", "tests.chaos.chaotic_worker"]
 
 
 class Place:
     """One of the workers that are to run, and the process that does."""
 
     def __init__(
-        self, queue: Queue, number: int, url: str, folder: Path, group: ProcessGroup
+        self,
+        queue: Queue,
+        number: int,
+        url: str,
+        folder: Path,
+        group: ProcessGroup,
+        nursery: Nursery,
+        environment: Mapping[str, str],
     ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
@@ -45,7 +51,9 @@ class Place:
         self._url = url
         self._log = folder / f"{self.name}.log"
         self._group = group
-        self._process: asyncio.subprocess.Process | None = None
+        self._nursery = nursery
+        self._environment = environment
+        self._process: WorkerProcess | None = None
         self._asked_to_end = False
         self._keeper: asyncio.Task[None] | None = None
 
@@ -67,6 +75,7 @@ class Place:
         except ProcessLookupError:  # it has just died, and nobody has heard of it yet
             return False
         self._asked_to_end = self._asked_to_end or signal_number is signal.SIGTERM
+        self.is_ready = self.is_ready and signal_number is not signal.SIGKILL
         return True
 
     async def freeze(self, seconds: float) -> bool:
@@ -83,15 +92,18 @@ class Place:
                 self.send(signal.SIGCONT)
         return True
 
-    async def end(self) -> None:
-        """Drain it, and start no other."""
+    async def leave(self) -> None:
+        """Start no other when it ends."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def end(self) -> None:
+        """Drain it, and start no other."""
+        await self.leave()
         process = self._process
         if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.terminate()
+            process.terminate()
             try:
                 async with asyncio.timeout(10 * _DRAIN_SECONDS):
                     await process.wait()
@@ -105,27 +117,22 @@ class Place:
     async def _keep(self) -> None:
         while True:
             self._asked_to_end = False
-            self._process = await self._group.spawn(
-                *_COMMAND,
+            arguments = [
                 *_OPTIONS[self.queue],
                 *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
                 *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
                 *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            ]
+            self._process = self._nursery.start(arguments, self._environment, self._group.id)
             await self._read(self._process)
             code = await self._process.wait()
             self.is_ready = False
             self.ends[self._reason(code)] += 1
             await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _read(self, process: WorkerProcess) -> None:
         with self._log.open("ab") as log:
-            async for line in process.stdout:
+            async for line in process.lines():
                 self.is_ready = self.is_ready or line.startswith(b"ready")
                 log.write(line)
                 log.flush()
@@ -139,13 +146,19 @@ class Place:
 
 
 class Fleet:
-    """All workers of a run."""
+    """All workers of a run. `environment` is added to that of the processes."""
 
     def __init__(
-        self, counts: dict[Queue, int], url: str, folder: Path, group: ProcessGroup
+        self,
+        counts: Mapping[Queue, int],
+        url: str,
+        folder: Path,
+        group: ProcessGroup,
+        environment: Mapping[str, str],
     ) -> None:
+        nursery = Nursery()
         self.places = [
-            Place(queue, number, url, folder, group)
+            Place(queue, number, url, folder, group, nursery, environment)
             for queue, count in counts.items()
             for number in range(count)
         ]
@@ -161,6 +174,9 @@ class Fleet:
             for place in self.places
             if place.queue is queue and place.is_ready and not place.is_frozen
         ]
+
+    async def leave(self) -> None:
+        await asyncio.gather(*(place.leave() for place in self.places))
 
     async def end(self) -> None:
         await asyncio.gather(*(place.end() for place in self.places))

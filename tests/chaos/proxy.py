@@ -12,6 +12,7 @@ from contextlib import suppress
 from enum import StrEnum
 
 _CHUNK = 65536
+_LOOK_SECONDS = 0.01
 
 
 class Role(StrEnum):
@@ -76,8 +77,11 @@ class Proxy:
         for listener in self._listeners.values():
             listener.close()
         for road in self._roads.values():
+            road.is_open.set()
             for link in list(road.links):
                 link.cut()
+        while any(road.links for road in self._roads.values()):
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def cut(self, role: Role, share: float, rng: random.Random) -> int:
         """Cut about this share of the role's connections; gives how many."""

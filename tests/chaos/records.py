@@ -110,6 +110,16 @@ class Seen:
         return "".join(event.text for event in self.events)
 
 
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a worker was handed, as it noted it down itself."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    """So many the log held then: what comes behind them is this attempt's or a later one's."""
+
+
 class Journal:
     """A file of records, one JSON object a line."""
 
@@ -137,8 +147,17 @@ def read_seen(path: Path) -> Iterator[Seen]:
         yield Seen(events=events, **fields)
 
 
+def read_claimed(path: Path) -> Iterator[Claimed]:
+    """What a worker was handed, of its log."""
+    with path.open() as lines:
+        for line in lines:
+            if line.startswith("{") and '"event": "claimed"' in line and line.endswith("\n"):
+                told = json.loads(line)
+                yield Claimed(told["request_id"], told["attempt"], told["num_tokens"])
+
+
 def _records(path: Path, name: str) -> Iterator[dict[str, Any]]:
     with path.open() as lines:
         for line in lines:
-            if line.startswith(f'{{"{name}":'):
+            if line.startswith(f'{{"{name}":') and line.endswith("\n"):  # else it is being written
                 yield json.loads(line)[name]

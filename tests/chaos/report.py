@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
-from tests.chaos.driver import Outcome
+from tests.chaos.outcome import Outcome
 
 _MOST_SHOWN = 100
 
@@ -12,6 +13,17 @@ _MOST_SHOWN = 100
 def report(outcome: Outcome) -> str:
     """A table of the faults injected and the violations found."""
     return "\n".join(_lines(outcome))
+
+
+def mutant_table(outcomes: Mapping[str, Outcome]) -> str:
+    """When each mutant was caught, by which rules."""
+    rows = ["| mutant | caught after | violations |", "|---|---|---|"]
+    for name, outcome in outcomes.items():
+        rules = Counter(violation.rule for violation in outcome.violations)
+        found = ", ".join(f"{rule} ({count})" for rule, count in rules.most_common())
+        when = f"{outcome.caught_after:.0f} s" if outcome.caught_after is not None else "the end"
+        rows.append(f"| `{name}` | {when if found else 'not'} | {found} |")
+    return "\n".join(rows)
 
 
 def _lines(outcome: Outcome) -> Iterator[str]:

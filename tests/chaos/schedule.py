@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import merge
@@ -16,6 +16,7 @@ class Fault(StrEnum):
     KILL_REAL = "SIGKILL of a shipped-model worker"
     FREEZE = "SIGSTOP beyond the lease of a model-free worker"
     FREEZE_REAL = "SIGSTOP beyond the lease of a shipped-model worker"
+    RELAY = "SIGSTOP beyond the lease of a model-free worker, of all others as it wakes"
     DRAIN = "SIGTERM of a model-free worker"
     DRAIN_REAL = "SIGTERM of a shipped-model worker"
     SERVER_KILL = "SIGKILL of the server"
@@ -35,9 +36,10 @@ class Fault(StrEnum):
 
 MEAN_SECONDS = {
     Fault.KILL: 3.0,
-    Fault.KILL_REAL: 12.0,  # not all find somebody: loading the model takes long
+    Fault.KILL_REAL: 20.0,
     Fault.FREEZE: 12.0,
     Fault.FREEZE_REAL: 45.0,
+    Fault.RELAY: 15.0,
     Fault.DRAIN: 10.0,
     Fault.DRAIN_REAL: 45.0,
     Fault.SERVER_KILL: 50.0,
@@ -66,14 +68,16 @@ class Planned:
     chance: float
 
 
-def schedule(seed: int, seconds: float) -> Iterator[Planned]:
-    """All faults of a run, in order of time."""
-    return merge(*(_of_kind(fault, seed, seconds) for fault in Fault))
+def schedule(
+    seed: int, seconds: float, means: Mapping[Fault, float] = MEAN_SECONDS
+) -> Iterator[Planned]:
+    """All faults of a run, in order of time. Kinds that `means` leaves out do not come."""
+    return merge(*(_of_kind(fault, seed, seconds, mean) for fault, mean in means.items()))
 
 
-def _of_kind(fault: Fault, seed: int, seconds: float) -> Iterator[Planned]:
+def _of_kind(fault: Fault, seed: int, seconds: float, mean: float) -> Iterator[Planned]:
     rng = random.Random(f"{seed} {fault.name}")
-    at = rng.expovariate(1 / MEAN_SECONDS[fault])
+    at = rng.expovariate(1 / mean)
     while at < seconds:
         yield Planned(at, fault, rng.random())
-        at += rng.expovariate(1 / MEAN_SECONDS[fault])
+        at += rng.expovariate(1 / mean)

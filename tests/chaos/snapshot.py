@@ -45,10 +45,17 @@ def take_snapshot(client: redis.Redis, keys: Keys) -> Snapshot:
     return snapshot
 
 
+def find_strays(client: redis.Redis, prefixes: tuple[str, ...]) -> list[str]:
+    """Names of keys that belong to no queue."""
+    names = (name.decode() for name in client.scan_iter(count=_PAGE))
+    return sorted(name for name in names if not name.startswith(prefixes))
+
+
 def _request(reply: dict[bytes, bytes]) -> dict[str, Any]:
     fields: dict[str, Any] = {key.decode(): value.decode() for key, value in reply.items()}
-    if "result" in fields:
-        fields["result"] = json.loads(fields["result"])
+    for name in ("result", "history"):
+        if name in fields:
+            fields[name] = json.loads(fields[name])
     return fields
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.auditor import Snapshot, Violation, audit
-from tests.chaos.records import Expected, Kind, Queue, Seen, SeenEvent, Sent
+from tests.chaos.fleet import LEASE_MS
+from tests.chaos.records import Claimed, Expected, Kind, Queue, Seen, SeenEvent, Sent
 
 SEED, LENGTH = 5, 12
 PREFIX_LENGTH = 7
@@ -23,6 +24,7 @@ class Story:
     seen: Seen
     snapshot: Snapshot
     references: dict[str, Expected] = field(default_factory=dict)
+    claimed: list[Claimed] = field(default_factory=list)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -30,7 +32,7 @@ class Story:
 
     def violations(self) -> list[Violation]:
         snapshots = {self.sent.queue: self.snapshot}
-        return list(audit([self.sent], [self.seen], snapshots, self.references))
+        return list(audit([self.sent], [self.seen], snapshots, self.references, self.claimed))
 
     def rules(self) -> set[str]:
         found = self.violations()
@@ -105,6 +107,47 @@ def test_finds_an_earlier_attempt_that_still_speaks() -> None:
     told = story()
     told.seen.events[0].attempt = told.seen.events[2].attempt = 2
     assert told.rules() == {"zombie"}
+
+
+@pytest.mark.parametrize(("num_tokens", "rules"), [(6, set()), (5, {"zombie"}), (3, {"zombie"})])
+def test_finds_an_event_of_an_attempt_that_had_lost_the_request(
+    num_tokens: int, rules: set[str]
+) -> None:
+    told = story()
+    for event in told.seen.events[2:]:
+        event.attempt = 2
+    told.claimed = [Claimed("r", 1, 0), Claimed("r", 2, num_tokens)]
+    assert told.rules() == rules
+
+
+def test_finds_an_end_by_an_attempt_that_had_lost_the_request() -> None:
+    told = story()
+    told.claimed = [Claimed("r", 1, 0), Claimed("r", 2, LENGTH)]
+    assert told.rules() == {"zombie"}
+    told.seen.events[-1].attempt = 2
+    assert told.violations() == []
+
+
+def test_finds_an_attempt_that_two_workers_were_handed() -> None:
+    told = story()
+    told.claimed = [Claimed("r", 1, 0), Claimed("r", 1, 0)]
+    assert told.rules() == {"attempt twice"}
+
+
+@pytest.mark.parametrize(
+    ("held_ms", "how", "rules"),
+    [
+        (LEASE_MS, "crashed", set()),
+        (LEASE_MS - 1, "crashed", {"short lease"}),
+        (LEASE_MS - 1, "crashed alone", {"short lease"}),
+        (5, "given back", set()),
+    ],
+)
+def test_finds_a_lease_that_was_cut_short(held_ms: int, how: str, rules: set[str]) -> None:
+    told = story()
+    past = {"attempt": 1, "claimed_at": 1000, "ended_at": 1000 + held_ms, "how": how}
+    told.state["history"] = [past]
+    assert told.rules() == rules
 
 
 @pytest.mark.parametrize("position", [0, 5, LENGTH - 1])

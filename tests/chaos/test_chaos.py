@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.chaos.driver import Run
+from tests.chaos.mutants import MUTANTS
+from tests.chaos.records import Queue
 from tests.chaos.report import report
 from tests.chaos.schedule import Fault, schedule
 
@@ -22,6 +24,18 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
     assert outcome.num_carried_on > 10
 
 
+async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:
+    """Its workers publish whatever attempt they are of, and one after the other is overtaken."""
+    often = {Fault.RELAY: 3.0}  # with this seed the first one when all workers are up
+    run = Run(268, 120, tmp_path, 2.0, queues=[Queue.VOLUME], means=often, mutant="lost-fence")
+    outcome = await run.run()
+    assert "zombie" in {violation.rule for violation in outcome.violations}
+
+
+def test_every_mutant_can_be_made() -> None:
+    assert all(mutant.texts() for mutant in MUTANTS.values())
+
+
 def test_a_schedule_is_a_function_of_its_seed() -> None:
     assert list(schedule(1, 600)) == list(schedule(1, 600))
     assert list(schedule(1, 600)) != list(schedule(2, 600))
@@ -33,4 +47,4 @@ def test_a_schedule_holds_every_fault_in_order_of_time() -> None:
     assert all(one.at <= other.at for one, other in pairwise(planned))
     kills = sum(it.fault is Fault.KILL for it in planned)
     assert kills > 900
-    assert sum(it.fault is Fault.KILL_REAL for it in planned) > 240
+    assert sum(it.fault is Fault.KILL_REAL for it in planned) > 140

@@ -13,6 +13,7 @@ import redis
 
 from shared.embedded import EmbeddedServer
 from tests.fuzz.fuzzing import Fuzzing, report
+from tests.roles import bring_in_roles
 
 
 def main() -> int:
@@ -29,6 +30,7 @@ def main() -> int:
         EmbeddedServer() as server,
         redis.Redis.from_url(server.url) as client,
     ):
+        bring_in_roles(server.url)
         log = Path(folder) / "worker.log"
         outcome = Fuzzing(client, server.url, log, seed).run(options.count)
         if outcome.faults:

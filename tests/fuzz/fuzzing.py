@@ -17,6 +17,7 @@ from producer.processes import WorkerProcess
 from shared.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
 from tests.helpers import text_of
+from tests.roles import as_role
 
 _ROUND = 5000
 _CONTROL_SHARE = 0.1
@@ -41,7 +42,7 @@ class Outcome:
 
 
 class Fuzzing:
-    """One worker process and what is thrown at it."""
+    """One worker process, in its role, and what is thrown at it by a client that may do more."""
 
     def __init__(self, client: redis.Redis, url: str, log: Path, seed: int) -> None:
         self.outcome = Outcome(seed)
@@ -78,7 +79,7 @@ class Fuzzing:
     @contextmanager
     def _worker(self) -> Iterator[WorkerProcess]:
         with self._log.open("w") as log:
-            options = [*_OPTIONS, "--redis", self._url]
+            options = [*_OPTIONS, "--redis", as_role("worker", self._url)]
             worker = WorkerProcess(options, {}, lambda line: print(line, file=log, flush=True))
             try:
                 while not worker.is_ready and worker.exit_code is None:

@@ -27,6 +27,7 @@ from shared import scripts
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
 from shared.scripts import NewRequest
+from tests.roles import QueueClient, acl_file_for_tests, as_role
 
 
 def server_program() -> str:
@@ -41,22 +42,27 @@ def free_port() -> int:
 
 
 class OwnServer:
-    """A server with append-only persistence that a test may kill and start again."""
+    """A server with append-only persistence that a test may kill and start again.
+
+    It has the roles; `url` is a producer's, and `client` does what a test does by hand.
+    """
 
     def __init__(self, folder: Path, *options: str, connect: dict[str, Any] | None = None) -> None:
         self.port = free_port()
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.options = list(options)
+        if "--aclfile" not in options:
+            self.options += ["--aclfile", str(acl_file_for_tests(self.folder))]
         self._connect = {"port": self.port, **(connect or {})}
         self.start()
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return as_role("producer", f"redis://127.0.0.1:{self.port}/0")
 
     def client(self) -> Any:
-        return redis.Redis(**self._connect)
+        return QueueClient(**self._connect)
 
     def start(self, wait: bool = True) -> None:
         command = [server_program(), "--port", str(self.port), "--bind", "127.0.0.1"]
@@ -98,7 +104,7 @@ class Network:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = as_role("producer", f"redis://127.0.0.1:{self.port}/0")
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_up = True
@@ -107,6 +113,10 @@ class Network:
         self._swallow: Callable[[bytes], bool] | None = None
         self.num_swallowed = 0
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def lead_to(self, port: int) -> None:
+        """Take new connections to another server, and leave the old ones where they are."""
+        self._target = port
 
     def cut(self) -> None:
         """Drop all connections and take no new ones."""
@@ -188,14 +198,14 @@ class Network:
 
 
 class WorkerProcess:
-    """`python -m worker`, or the one with faults; its output goes to files."""
+    """`python -m worker`, or the one with faults, in its role; its output goes to files."""
 
     def __init__(
         self, folder: Path, url: str, *options: str, module: str = "worker", **environment: str
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._errors = folder / f"worker-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", module, "--redis", url, *options]
+        command = [sys.executable, "-m", module, "--redis", as_role("worker", url), *options]
         with self._errors.open("w") as errors:
             self.process = subprocess.Popen(
                 command,

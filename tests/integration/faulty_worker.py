@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import worker.__main__ as command
+from shared.schemas import Request
 from shared.settings import Settings
 from tests.helpers import served_model_free
 from worker.building import Served
@@ -61,13 +62,19 @@ class FaultyRunner(ModelFreeRunner):
 
 
 class FaultyTokenizer:
-    """Fails with the third token behind a prompt `!`."""
+    """Fails with the third token behind a prompt `!`, or hangs over that prompt."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+    def encode_prompt(self, request: Request) -> list[int]:
+        if FAULT == "hang-in-preparation" and request.prompt == "!":
+            time.sleep(SECONDS)
+        tokens: list[int] = self._tokenizer.encode_prompt(request)
+        return tokens
 
     def decode(self, token_ids: list[int]) -> str:
         if FAULT == "detokenise" and token_ids[:1] == [ord("!")] and len(token_ids) > 3:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from shared import scripts
 from shared.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import check_log, num_tokens, put, result_of, started, until
@@ -54,6 +55,31 @@ def test_a_step_that_takes_longer_than_a_lease_loses_nothing(
         for request_id in (slow, other):
             result = result_of(queue, request_id)
             assert (result["finish_reason"], result["stats"]["attempts"]) == ("length", 1)
+
+
+def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    """The worker gives the others back, with their progress, and exits."""
+    options = ["--lease-ms", "60000", "--stuck-seconds", "1"]
+    environment = {"FAULT": "hang-in-preparation", "FAULT_FOR": "3600"}
+    innocent = put(queue, seed=1, max_tokens=2000)
+    with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
+        until(lambda: num_tokens(queue, innocent) > 20)
+        guilty, beside = put(queue, prompt="!", seed=2, max_tokens=3), put(queue, priority=9)
+        assert worker.wait() == 1
+        assert "the preparation of a request has made no progress for 1 s" in worker.said
+        (told,) = worker.logged("the preparation of a request hangs")
+        assert told["request_id"] == guilty
+    crashes = {
+        request_id: queue.run(scripts.record(queue.keys, request_id)).get("crashes")
+        for request_id in (innocent, guilty, beside)
+    }
+    assert crashes == {innocent: None, guilty: "1", beside: None}
+    with started(tmp_path, redis_url, *options, "--model", "model-free"):
+        assert result_of(queue, innocent)["text"] == text_of(1, 2000)
+        assert result_of(queue, guilty)["text"] == text_of(2, 3)
+    check_log(queue, innocent, text_of(1, 2000))
 
 
 def test_an_engine_that_hangs_while_its_worker_drains_is_noticed_too(

@@ -21,6 +21,7 @@ from tests.integration.faults import (
     started,
     until,
 )
+from tests.roles import as_role
 
 FAULTY = "tests.integration.faulty_worker"
 LONG = 2500
@@ -188,6 +189,35 @@ def test_a_server_that_becomes_a_replica_for_a_while_loses_nothing(
     check_log(queue, request_id, text_of(1, 500))
 
 
+def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
+    server: OwnServer, network: Network, tmp_path: Path
+) -> None:
+    """The old one answers READONLY on the connections that are open, as a replica of the new."""
+    with (
+        OwnServer(tmp_path / "other") as other,
+        other.client() as new,
+        server.client() as old,
+        started(tmp_path, network.url, "--lease-ms", "60000", module=FAULTY) as worker,
+        Client(network.url) as client,
+    ):
+        new.replicaof("127.0.0.1", server.port)
+        until(lambda: new.info("replication")["master_link_status"] == "up")
+        request_id = client.enqueue("a", seed=1, max_tokens=LONG)
+        stream = client.stream(request_id)
+        text = "".join(next(stream).text for _ in range(100))
+        new.replicaof("NO", "ONE")
+        old.replicaof("127.0.0.1", other.port)
+        network.lead_to(other.port)
+        text += "".join(event.text for event in stream)
+        assert text == text_of(1, LONG)
+        log = check_log(RequestQueue(new), request_id, text)
+        assert {event["attempt"] for event in log} == {1}
+        later = client.enqueue("a", seed=2, max_tokens=5)
+        assert client.result(later).text == text_of(2, 5)
+        worker.terminate()
+        assert worker.wait() == 0
+
+
 def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
     queue: RequestQueue, network: Network, tmp_path: Path
 ) -> None:
@@ -220,7 +250,7 @@ def test_events_that_a_server_lost_are_sent_again_as_they_were(
     """As after a failover: the log is shorter than what its worker has sent, and its reader got."""
     with (
         started(tmp_path, server.url, "--lease-ms", "60000", module=FAULTY) as worker,
-        Client(server.url) as reader,
+        Client(as_role("subscriber", server.url)) as reader,
         server.client() as client,
     ):
         request_id = put(queue, seed=1, max_tokens=1000)
@@ -252,7 +282,8 @@ def test_a_reader_ahead_of_a_log_that_grows_anew_gets_each_token_once(
     """Another worker goes on from what is left, with other borders between its events."""
     from tests.producer.playing import HandWorker
 
-    with server.client() as client, Client(server.url, silence_seconds=0.2) as reader:
+    url = as_role("subscriber", server.url)
+    with server.client() as client, Client(url, silence_seconds=0.2) as reader:
         hand = HandWorker(client)
         request_id = put(queue, max_tokens=20)
         claim = hand.take()

@@ -18,14 +18,15 @@ from shared.errors import (
     RedisAuthError,
     RedisUnavailableError,
     RequestFailedError,
+    RequestNotFoundError,
 )
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
 from shared.scripts import CancelStatus
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, free_port, started
+from tests.roles import ACL_FILE, as_role
 
-ACL = Path(__file__).parents[2] / "deploy" / "redis.acl"
 FAULTY = "tests.integration.faulty_worker"
 
 
@@ -34,13 +35,13 @@ class Roles:
     server: OwnServer
 
     def url(self, role: str) -> str:
-        return f"redis://{role}:change-me-{role}@127.0.0.1:{self.server.port}/0"
+        return as_role(role, self.server.url)
 
 
 @pytest.fixture
 def roles(tmp_path: Path) -> Iterator[Roles]:
     admin = {"username": "admin", "password": "change-me-admin"}
-    with OwnServer(tmp_path / "server", "--aclfile", str(ACL), connect=admin) as server:
+    with OwnServer(tmp_path / "server", "--aclfile", str(ACL_FILE), connect=admin) as server:
         yield Roles(server)
 
 
@@ -78,6 +79,9 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
             with pytest.raises(RequestFailedError):
                 subscriber.result(producer.enqueue("a", model="another"))
             assert producer.stats().model == "model-free"
+            with pytest.raises(RequestNotFoundError):
+                subscriber.result("nobody's")
+            assert subscriber.dead_letters() == []
             second.terminate()
             assert second.wait() == 0
             for told in (worker.said, second.said):
@@ -91,6 +95,8 @@ def test_no_role_may_do_more(roles: Roles) -> None:
             subscriber.enqueue("a")
         with pytest.raises(RedisAuthError, match="no permissions"):
             subscriber.cancel("r")
+        with pytest.raises(RedisAuthError, match="no permissions"):
+            subscriber.stats()  # counts with a script
     forbidden = [
         ("FLUSHALL",),
         ("KEYS", "*"),
@@ -106,6 +112,12 @@ def test_no_role_may_do_more(roles: Roles) -> None:
             for command in forbidden:
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(*command)
+    for role in ("producer", "subscriber"):
+        with (
+            redis.Redis.from_url(roles.url(role)) as client,
+            pytest.raises(redis.exceptions.NoPermissionError),
+        ):
+            client.scan()
     with redis.Redis.from_url(roles.url("subscriber")) as client:
         for command in (("DEL", "promptq:{default}:pending"), ("PUBLISH", "promptq:x", "y")):
             with pytest.raises(redis.exceptions.NoPermissionError):
@@ -134,7 +146,7 @@ async def test_workers_and_clients_speak_tls_and_check_the_certificate(tmp_path:
     options = ["--tls-port", str(port), "--tls-auth-clients", "no"]
     for name, file in files.items():
         options += [f"--tls-{name}", str(tmp_path / file)]
-    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority}"
+    url = as_role("producer", f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority}")
     with (
         OwnServer(tmp_path / "server", *options),
         started(tmp_path, url, module=FAULTY) as worker,

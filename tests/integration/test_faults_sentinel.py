@@ -26,6 +26,7 @@ from tests.integration.faults import (
     started,
     until,
 )
+from tests.roles import as_role
 
 FAULTY = "tests.integration.faulty_worker"
 SERVICE = "promptq"
@@ -50,7 +51,7 @@ class Guarded:
     @property
     def url(self) -> str:
         addresses = ",".join(f"127.0.0.1:{port}" for port in self.ports)
-        return f"redis+sentinel://{addresses}/{SERVICE}/0"
+        return as_role("producer", f"redis+sentinel://{addresses}/{SERVICE}/0")
 
     def lose_writes(self) -> None:
         """From now on the replica gets nothing."""
@@ -161,7 +162,7 @@ def test_a_claim_that_a_failover_lost_is_made_anew(guarded: Guarded, tmp_path: P
         guarded.lose_writes()
         with (
             started(tmp_path, guarded.url, "--lease-ms", "2000", module=FAULTY) as worker,
-            Client(guarded.url) as client,
+            Client(as_role("subscriber", guarded.url)) as client,
         ):
             stream = client.stream(request_id)
             text = "".join(next(stream).text for _ in range(100))

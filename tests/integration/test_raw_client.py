@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.helpers import running_worker, served_model_free, text_of
+from tests.roles import as_role
 
 
 class RawClient:
@@ -20,6 +21,7 @@ class RawClient:
         parts = urlsplit(url)
         self._socket = socket.create_connection((parts.hostname or "", parts.port or 0))
         self._replies = self._socket.makefile("rb")
+        self.call("AUTH", parts.username or "", parts.password or "")
 
     def send(self, *words: str) -> None:
         encoded = [word.encode() for word in words]
@@ -60,7 +62,9 @@ def enqueue(client: RawClient, request_id: str, payload: dict[str, Any], priorit
 
 def converse(url: str, outcome: dict[str, Any]) -> None:
     """Blocking, in a thread of its own beside the worker's event loop."""
-    client, listener = RawClient(url), RawClient(url)
+    client, reader, listener = (
+        RawClient(as_role(role, url)) for role in ("producer", "subscriber", "subscriber")
+    )
     listener.call("SUBSCRIBE", "promptq:{default}:events:live", "promptq:{default}:events:stopped")
     listener.receive()
 
@@ -69,10 +73,10 @@ def converse(url: str, outcome: dict[str, Any]) -> None:
     while not live or live[-1]["finish_reason"] is None:
         live.append(json.loads(listener.receive()[2]))
     outcome["live"] = live
-    log = client.call("XRANGE", "promptq:{default}:tokens:live", "-", "+")
+    log = reader.call("XRANGE", "promptq:{default}:tokens:live", "-", "+")
     outcome["log"] = [json.loads(fields[1]) for _, fields in log]
     outcome["log ids"] = [entry_id for entry_id, _ in log]
-    outcome["state"] = client.call("HGET", "promptq:{default}:request:live", "state")
+    outcome["state"] = reader.call("HGET", "promptq:{default}:request:live", "state")
 
     enqueue(client, "stopped", {"prompt": "Hello", "max_tokens": 5000, "seed": 5}, priority=-1)
     stopped: list[dict[str, Any]] = [json.loads(listener.receive()[2]) for _ in range(5)]
@@ -87,11 +91,12 @@ def converse(url: str, outcome: dict[str, Any]) -> None:
     last_id = "0"
     while not read or read[-1]["finish_reason"] is None:
         command = ("XREAD", "BLOCK", "5000", "STREAMS", "promptq:{default}:tokens:read", last_id)
-        for _, entries in client.call(*command) or []:
+        for _, entries in reader.call(*command) or []:
             read += [json.loads(fields[1]) for _, fields in entries]
             last_id = entries[-1][0]
     outcome["read"] = read
     client.close()
+    reader.close()
     listener.close()
 
 

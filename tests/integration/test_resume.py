@@ -21,6 +21,7 @@ from producer import Client
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from shared.schemas import TokenEvent
+from tests.roles import as_role, bring_in_roles
 from tests.worker.test_command import started
 
 LEASE_MS = 1500
@@ -71,14 +72,15 @@ def enqueue(client: Client, name: str) -> str:
 
 def worker(url: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A worker of the shipped model that has said it is ready."""
-    fixed = ("--redis", url, "--dtype", "float32", "--lease-ms", str(LEASE_MS))
+    fixed = ("--redis", as_role("worker", url), "--dtype", "float32", "--lease-ms", str(LEASE_MS))
     return started(*fixed, *options)
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with EmbeddedServer() as server:
-        yield server.url
+        bring_in_roles(server.url)
+        yield as_role("producer", server.url)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def test_the_whole_text_is_that_of_a_quiet_run(
     fault: str, url: str, expected: dict[str, list[Any]]
 ) -> None:
     with (
-        redis.Redis.from_url(url) as server,
+        redis.Redis.from_url(as_role("", url)) as server,
         Client(url) as client,
         ThreadPoolExecutor(len(REQUESTS)) as threads,
     ):

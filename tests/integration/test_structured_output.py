@@ -13,6 +13,7 @@ from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
 from shared.scripts import NewRequest
 from tests.helpers import finished, running_worker
+from tests.roles import AsyncQueueClient, as_role
 from tests.worker.structured import SCHEMAS, TOOLS, json_schema, served
 
 
@@ -55,7 +56,7 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(redis_
 async def test_another_worker_goes_on_in_the_middle(redis_url: str) -> None:
     schema = {"type": "array", "items": SCHEMAS["pattern"], "minItems": 8, "maxItems": 8}
     fields: dict[str, Any] = {"seed": 9, "response_format": json_schema(schema), "max_tokens": 400}
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         queue = AsyncRequestQueue(client)
         async with running_worker(redis_url, served()):
             whole = await finished(queue, await put(queue, **fields))

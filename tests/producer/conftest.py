@@ -7,11 +7,11 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from producer import Client
 from tests.producer.playing import (
@@ -24,6 +24,7 @@ from tests.producer.playing import (
     read_async,
     read_sync,
 )
+from tests.roles import QueueClient, as_role
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -43,7 +44,7 @@ def read(server: Any, kind: str) -> Iterator[Callable[..., Reader]]:
     def read(request_id: str, *, from_index: int = 0, silence_seconds: float = 60.0) -> Reader:
         """A silence so long shows that nothing but the rule under test brought the events."""
         options = {"silence_seconds": silence_seconds}
-        readers.append(start(connect, request_id, options, from_index))
+        readers.append(start(partial(connect, "subscriber"), request_id, options, from_index))
         return readers[-1]
 
     return read
@@ -57,14 +58,14 @@ def worker(server: Any) -> Iterator[HandWorker]:
 
 @pytest.fixture
 def client(server: Any) -> Iterator[Client]:
-    with closing(server.connect()) as connection, Client(connection) as client:
+    with closing(server.connect("producer")) as connection, Client(connection) as client:
         yield client
 
 
 @pytest.fixture
 def own_worker(redis_url: str) -> Iterator[HandWorker]:
     """A worker on the embedded server alone."""
-    with redis.Redis.from_url(redis_url) as connection:
+    with QueueClient.from_url(as_role("", redis_url)) as connection:
         yield HandWorker(connection)
 
 
@@ -99,13 +100,21 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**kept, "XDG_RUNTIME_DIR": str(tmp_path), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
 
 
+def _role_of(args: tuple[str, ...]) -> str:
+    """Who gives a command."""
+    if args[0] == "watch" or args[:2] in (("dead", "list"), ("dead", "show")):
+        return "subscriber"
+    return "worker" if args[0] in ("up", "worker") else "producer"
+
+
 @pytest.fixture
 def run(environment: dict[str, str], redis_url: str) -> Run:
     """Runs the command to its end, on the embedded server unless told otherwise."""
 
     def run(
-        *args: str, stdin: str = "", url: str = redis_url, **env: str
+        *args: str, stdin: str = "", url: str | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
+        url = as_role(_role_of(args), redis_url) if url is None else url
         return subprocess.run(
             [*PROMPTQ, *args],
             input=stdin,
@@ -122,7 +131,8 @@ def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
     """Starts the command; what still runs after the test is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*args: str, url: str = redis_url, **env: str) -> subprocess.Popen[str]:
+    def start(*args: str, url: str | None = None, **env: str) -> subprocess.Popen[str]:
+        url = as_role(_role_of(args), redis_url) if url is None else url
         process = subprocess.Popen(
             [*PROMPTQ, *args],
             stdin=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from producer import AsyncClient, Client
 from shared.keys import Keys
@@ -246,11 +247,11 @@ def losing_one_reply(url: str, to: bytes) -> Iterator[str]:
 
     The command is one that the server carries out, so NOSCRIPT does not count.
     """
-    server_port = int(url.split(":")[2].split("/")[0])
+    port = urlsplit(url).port
     lost = threading.Event()
 
     def carry(client: socket.socket) -> None:
-        with client, socket.create_connection(("127.0.0.1", server_port)) as server:
+        with client, socket.create_connection(("127.0.0.1", port)) as server:
             while request := client.recv(2**20):
                 server.sendall(request)
                 reply = server.recv(2**20)
@@ -271,7 +272,7 @@ def losing_one_reply(url: str, to: bytes) -> Iterator[str]:
 
         accepting = threading.Thread(target=accept)
         accepting.start()
-        yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
+        yield url.replace(f":{port}/", f":{listener.getsockname()[1]}/")
         assert lost.is_set()
         listener.shutdown(socket.SHUT_RDWR)
         accepting.join()

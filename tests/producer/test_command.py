@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -432,7 +433,7 @@ def test_up_gives_up_on_workers_that_cannot_start(start: Start) -> None:
 
 def test_up_on_a_port_that_is_taken(run: Run, redis_url: str) -> None:
     """A port asked for is not silently another one."""
-    port = redis_url.split(":")[2][:-2]
+    port = str(urlsplit(redis_url).port)
     done = run("up", "--redis-port", port, url="")
     assert done.returncode == 1
     assert f"port {port} on 127.0.0.1 is taken" in done.stderr

@@ -8,7 +8,6 @@ import subprocess
 from typing import Any
 
 import pytest
-import redis
 
 from producer import Client
 from shared.errors import RequestNotFoundError
@@ -17,13 +16,15 @@ from shared.request_queue import RequestQueue
 from shared.schemas import RequestState
 from tests.helpers import text_of
 from tests.producer.playing import HandWorker, Run, Start
+from tests.roles import QueueClient, as_role
 
 KEYS = Keys("default")
 
 
 def bury(redis_url: str, *request_ids: str) -> None:
     """Make dead letters of new requests, by crashes of workers that nobody sees."""
-    with redis.Redis.from_url(redis_url) as connection, Client(redis_url) as client:
+    by_hand = QueueClient.from_url(as_role("", redis_url))
+    with by_hand as connection, Client(redis_url) as client:
         connection.hset(KEYS.config, "crash_backoff_ms", "0")
         for request_id in request_ids:
             client.enqueue("[bold]boom[/]", request_id=request_id, max_tokens=9)

@@ -63,18 +63,21 @@ def test_nothing_is_read_before_the_subscription_stands(own_worker: HandWorker) 
     assert advance(steps, None) == Wait(3.0)
 
 
+@pytest.mark.parametrize("tenant", ["", "acme"])
 @pytest.mark.parametrize("hash_type", ["none", "string", "plain"])
-def test_a_pending_id_is_known(own_worker: HandWorker, hash_type: str) -> None:
+def test_a_pending_id_is_known(own_worker: HandWorker, hash_type: str, tenant: str) -> None:
     """Whatever its hash is, a worker will find it and end it."""
     if hash_type == "plain":
         own_worker.redis.hset(KEYS.request("raw"), "payload", "{}")
     elif hash_type == "string":
         own_worker.redis.set(KEYS.request("raw"), "what is this")
-    own_worker.redis.zadd(KEYS.pending, {"raw": 1})
+    own_worker.redis.zadd(KEYS.pending_of(tenant), {"raw": 1})
+    if tenant:
+        own_worker.redis.sadd(KEYS.tenants_waiting, "another", tenant)
     send = sender(follow(KEYS, "raw"), own_worker)
     send(None)
     assert send(Subscribed.SUBSCRIBED) == ([], Wait(3.0))
-    own_worker.redis.zrem(KEYS.pending, "raw")
+    own_worker.redis.zrem(KEYS.pending_of(tenant), "raw")
     if hash_type != "plain":
         with pytest.raises(RequestNotFoundError):
             send(None)
@@ -119,6 +122,20 @@ def test_lost_connections_are_tried_again_ever_later(own_worker: HandWorker) -> 
     now += GIVE_UP_SECONDS / 2
     with pytest.raises(redis.ConnectionError):
         send(lost)
+
+
+def test_a_server_that_keeps_coming_back_is_not_given_up(own_worker: HandWorker) -> None:
+    """It is away most of the time, but each time it answered before it went again."""
+    own_worker.redis.hset(KEYS.request("x"), "payload", "{}")
+    now = 0.0
+    send = sender(follow(KEYS, "x", silence=60, clock=lambda: now), own_worker)
+    send(None)
+    for _ in range(10):
+        _, action = send(redis.ConnectionError("lost"))
+        assert isinstance(action, Sleep)
+        now += GIVE_UP_SECONDS / 2
+        send(None)
+        send(Subscribed.SUBSCRIBED)
 
 
 def test_refused_credentials_are_not_tried_again(own_worker: HandWorker) -> None:

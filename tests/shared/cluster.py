@@ -11,11 +11,13 @@ from typing import Any, Self
 
 import redis
 
+from tests.roles import acl_file_for_tests
+
 NUM_SLOTS = 16384
 
 
 class Cluster:
-    """Starts with `binary` (redis-server or valkey-server); ends with its context."""
+    """Starts with `binary` (redis-server or valkey-server) and the roles; ends with its context."""
 
     def __init__(self, binary: str, num_nodes: int = 3) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="promptq-cluster-")
@@ -76,6 +78,7 @@ def _start(binary: str, folder: Path, port: int, bus_port: int) -> subprocess.Po
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
     command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(folder)]
+    command += ["--aclfile", str(acl_file_for_tests(folder))]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 

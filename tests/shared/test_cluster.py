@@ -19,6 +19,7 @@ from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, Request, RequestState, TokenEvent, Usage, WorkerStats
 from shared.scripts import CancelStatus, Claim, Held, NewRequest, Room, Row, RowStatus
 from tests.helpers import running_worker, text_of
+from tests.roles import as_role
 from tests.shared.cluster import Cluster
 
 ROOM = Room(max_count=100, token_budget=10**9)
@@ -103,7 +104,7 @@ async def test_streams_come_through_a_cluster(
 
 
 def stream_some(url: str, queue: str) -> None:
-    with Client(url, queue) as producer:
+    with Client(as_role("producer", url), queue) as producer:
         ids = [producer.enqueue("p", max_tokens=8, seed=seed, ignore_eos=True) for seed in (1, 2)]
         for seed, request_id in zip((1, 2), ids, strict=True):
             assert producer.result(request_id).text == text_of(seed, 8)
@@ -157,6 +158,13 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.state("done") is RequestState.COMPLETED
     assert len(queue.run(scripts.log_after(queue.keys, "done", 0))) == 2
     assert queue.remove(new_id)
+    client.hset(queue.keys.request("flagged"), "cancelled", "1")
+    client.hset(queue.keys.config, "result_ttl_ms", "0")
+    client.delete(queue.keys.leases)  # whoever is held then is an orphan too
+    num_gone, cursor = 0, ""
+    while num_gone == 0 or cursor != "0":
+        swept = queue.sweep(cursor or "0")
+        num_gone, cursor = num_gone + swept.num_gone, swept.cursor
 
 
 def new(request_id: str, *, delay_ms: int = 0, **fields: Any) -> NewRequest:

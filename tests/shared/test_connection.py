@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import redis
 
@@ -19,6 +22,8 @@ from shared.errors import (
     RedisTooOldError,
     RedisUnavailableError,
 )
+from tests.integration.faults import Network, OwnServer
+from tests.roles import as_role
 
 
 @pytest.mark.parametrize(
@@ -87,11 +92,54 @@ def test_explains_what_the_client_library_raises() -> None:
 
 
 async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> None:
-    with open_redis(redis_url) as client, redis.Redis.from_url(redis_url) as other:
+    with open_redis(redis_url) as client, redis.Redis.from_url(as_role("", redis_url)) as other:
         other.client_kill_filter(_type="normal", skipme=True)
         assert client.ping()
     client = await open_async_redis(redis_url)
-    with redis.Redis.from_url(redis_url) as other:
+    with redis.Redis.from_url(as_role("", redis_url)) as other:
         other.client_kill_filter(_type="normal", skipme=True)
     assert await client.ping()
     await client.aclose()
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> Iterator[tuple[Network, OwnServer, OwnServer]]:
+    """An address that leads to the first of two servers."""
+    with OwnServer(tmp_path / "old") as old, OwnServer(tmp_path / "new") as new:
+        network = Network(old.port)
+        yield network, old, new
+        network.close()
+
+
+def move(network: Network, old: OwnServer, new: OwnServer) -> None:
+    """The address leads to the second server now; the first is its replica, and still answers."""
+    with old.client() as client:
+        client.replicaof("127.0.0.1", new.port)
+    network.lead_to(new.port)
+
+
+async def test_a_server_that_became_a_replica_is_left_for_where_its_address_leads(
+    moved: tuple[Network, OwnServer, OwnServer],
+) -> None:
+    network, old, new = moved
+    with open_redis(network.url) as client, new.client() as at_new:
+        asynchronous = await open_async_redis(network.url)
+        client.set("promptq:who", "sync")
+        await asynchronous.set("promptq:who", "async")
+        move(network, old, new)
+        client.set("promptq:who", "sync again")
+        assert at_new.get("promptq:who") == b"sync again"
+        await asynchronous.set("promptq:who", "async again")
+        assert at_new.get("promptq:who") == b"async again"
+        await asynchronous.aclose()
+
+
+def test_a_server_that_stays_a_replica_is_named_as_what_it_is(
+    moved: tuple[Network, OwnServer, OwnServer],
+) -> None:
+    network, old, new = moved
+    with open_redis(network.url) as client:
+        move(network, old, new)
+        network.lead_to(old.port)
+        with pytest.raises(redis.exceptions.ReadOnlyError):
+            client.set("promptq:k", "1")

@@ -88,6 +88,27 @@ def test_a_busy_worker_gets_no_suspect_but_what_stands_behind(
     assert ids(queue.take_batch(ROOM)) == ["a"]
 
 
+def test_a_process_of_several_takers_keeps_to_the_rule_by_saying_what_it_holds(
+    client: Any, queue: RequestQueue
+) -> None:
+    """`take` speaks for a process that holds nothing else; one that claims for all does not."""
+    put(queue, "first")
+    first = queue.take(timeout=0)
+    assert first is not None
+    make_suspects_beside(client, queue, first)
+    together = Room(max_count=1, token_budget=10**9, num_held=1)
+    assert queue.take_batch(together) == []
+    alone = queue.take(timeout=0)
+    assert alone is not None
+    assert alone.is_suspect, "as if another process had taken it"
+
+
+def make_suspects_beside(client: Any, queue: RequestQueue, running: Claim) -> None:
+    other = RequestQueue(client, worker_id="w2")
+    make_suspects(client, other, ["suspect"])
+    assert queue.publish([], [held(running)]).held == ["ok"]
+
+
 def test_a_suspect_does_not_join_what_the_same_call_hands_out(
     client: Any, queue: RequestQueue
 ) -> None:
@@ -332,16 +353,97 @@ def test_replies_lost_again_and_again_are_noticed(losing: LosingQueue) -> None:
     assert losing.publish([row(kept, 0)]).rows == ["ok"]
 
 
-def test_a_call_that_is_sent_twice_gives_its_requests_once(
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_call_that_is_sent_twice_gives_the_same_twice(
+    client: Any, queue: RequestQueue, is_paused: bool
+) -> None:
+    """As redis-py does when the connection breaks before the reply; either may be the one heard."""
+    for name in "abc":
+        put(queue, name)
+    (earlier,) = queue.take_batch(Room(1, 10**9))
+    queue.publish([row(earlier, 0)])
+    queue.release([held(earlier)])
+    two, any_model = Room(2, 10**9), ModelIdentity()
+    context = ClaimContext(session="s", number=1)
+    call = scripts.claim("w1", 10_000, two, "nonce", "seed", any_model, context)
+    first = queue.run(call)
+    client.hset(queue.keys.config, "paused", int(is_paused))
+    second = queue.run(call)
+    for claims in (first, second):
+        for claim in claims:
+            claim.claimed_at_ms = 0
+    assert first == second
+    assert ids(first) == ["a", "b"]
+    assert [len(claim.events) for claim in first] == [1, 0]
+    rows = [row(claim, claim.num_logged) for claim in (*first, *second)]
+    assert queue.publish(rows).rows == ["ok", "ok", "duplicate", "duplicate"]
+    assert queue.state("c") is RequestState.WAITING
+    assert "its claim was lost" not in str([history_of(queue, name) for name in "ab"])
+
+
+def test_a_repeated_call_does_not_bring_back_what_it_gave_and_another_has(
     client: Any, queue: RequestQueue
 ) -> None:
-    """As redis-py does when the connection breaks before the reply."""
     put(queue, "a")
-    one, any_model, context = Room(1, 10**9), ModelIdentity(), ClaimContext(session="s")
+    one, any_model = Room(1, 10**9), ModelIdentity()
+    context = ClaimContext(session="s", number=1)
     call = scripts.claim("w1", 10_000, one, "nonce", "seed", any_model, context)
-    first, second = queue.run(call), queue.run(call)
-    assert ids(first) == ids(second) == ["a"]
-    assert queue.publish([row(first[0], 0), row(second[0], 0)]).rows == ["fenced", "ok"]
+    queue.release([held(claim) for claim in queue.run(call)])
+    (others,) = queue.take_batch(ROOM)
+    assert queue.run(call) == []
+    assert queue.publish([row(others, 0)]).rows == ["ok"]
+
+
+class LateQueue(RequestQueue):
+    """While `is_late`, what it sends is on its way until `arrive`, and nobody waits for it."""
+
+    is_late = False
+
+    def run(self, call: Any) -> Any:
+        if self.is_late:
+            self.on_its_way = call
+            raise ConnectionError("the connection broke")
+        return super().run(call)
+
+    def arrive(self) -> Any:
+        return super().run(self.on_its_way)
+
+
+def test_a_call_that_comes_after_the_next_one_takes_nothing(
+    client: Any, queue: RequestQueue
+) -> None:
+    """Nobody would know of what it took, nor does it take back what the next one gave."""
+    for name in "abc":
+        put(queue, name)
+    late = LateQueue(client, worker_id="w1")
+    one = Room(1, 10**9)
+    (a,) = late.take_batch(one)
+    late.is_late = True
+    with pytest.raises(ConnectionError):
+        late.take_batch(one)
+    late.is_late = False
+    (b,) = late.take_batch(one)
+    assert late.arrive() == []
+    assert late.publish([row(a, 0), row(b, 0)]).rows == ["ok", "ok"]
+    assert queue.state("c") is RequestState.WAITING
+    assert ids(late.take_batch(one)) == ["c"]
+    assert [history_of(queue, name) for name in "abc"] == [[], [], []]
+
+
+def test_what_a_late_call_takes_comes_back_with_the_next_claim(
+    client: Any, queue: RequestQueue
+) -> None:
+    """Where the one that overtook it gave nothing, the server cannot know that it is late."""
+    late = LateQueue(client, worker_id="w1")
+    late.is_late = True
+    with pytest.raises(ConnectionError):
+        late.take_batch(ROOM)
+    late.is_late = False
+    assert late.take_batch(ROOM) == []
+    put(queue, "a")
+    assert ids(late.arrive()) == ["a"]
+    (claim,) = late.take_batch(ROOM)
+    assert (claim.request_id, claim.attempt) == ("a", 2)
     assert crashes_of(queue, "a") is None
 
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import redis
 
 from shared import scripts
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, Request, RequestState, TokenEvent, Usage
 from shared.scripts import CancelStatus, Held, NewRequest, Room, Row
 from tests.helpers import Server
+from tests.roles import QueueClient, as_role
 from tests.shared.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
 
 LARGEST_PROMPT, LARGEST_OUTPUT = 40, 20
@@ -41,7 +41,7 @@ def client(server: Server) -> Iterator[Any]:
 def world(redis_url: str) -> Iterator[World]:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    with redis.Redis.from_url(redis_url) as client:
+    with QueueClient.from_url(as_role("", redis_url)) as client:
         largest = (LARGEST_PROMPT, LARGEST_OUTPUT)
         yield World(client, random.Random(seed), room=ROOM, largest=largest)
 

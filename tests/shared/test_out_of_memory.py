@@ -15,6 +15,7 @@ from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState, WorkerStats
 from shared.scripts import CancelStatus, Claim
 from tests.helpers import redis_server
+from tests.roles import QueueClient, bring_in_roles
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, log_of, new, put, row
 
 Snapshot = dict[bytes, Any]
@@ -29,12 +30,13 @@ def own_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def own_embedded_server() -> Iterator[str]:
     with EmbeddedServer() as server:
+        bring_in_roles(server.url)
         yield server.url
 
 
 @pytest.fixture(params=["own_embedded_server", "own_redis_server"])
 def client(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with redis.Redis.from_url(request.getfixturevalue(request.param)) as client:
+    with QueueClient.from_url(request.getfixturevalue(request.param)) as client:
         client.config_set("maxmemory", 0)
         client.flushall()
         yield client

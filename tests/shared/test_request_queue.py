@@ -799,6 +799,14 @@ def test_logs_and_results_live_as_long_as_the_queue_says(client: Any, queue: Req
     assert 5000 < client.pttl(queue.keys.request("a")) <= 9000
 
 
+def test_a_hash_lives_at_least_as_long_as_its_log(client: Any, queue: RequestQueue) -> None:
+    """Else the id might be used again while a last event stands in its log."""
+    client.hset(queue.keys.config, mapping={"log_ttl_ms": "9000", "result_ttl_ms": "1"})
+    put(queue, "a")
+    queue.cancel("a")
+    assert client.pttl(queue.keys.request("a")) >= client.pttl(queue.keys.tokens("a")) > 1
+
+
 def test_only_answers_that_ended_by_themselves_are_measured(
     client: Any, queue: RequestQueue
 ) -> None:
@@ -959,6 +967,42 @@ def test_an_idempotency_key_holds_within_a_batch_and_for_its_time(client: Any) -
     assert first == again
     assert queue.count() == 1
     assert 0 < client.pttl(queue.keys.prefix + "idempotency:k") <= 5000
+
+
+def test_an_idempotency_key_holds_while_its_request_is_kept(client: Any) -> None:
+    queue = RequestQueue(client, max_crashes=1)
+    put(queue, "a", idempotency_key="k")
+    for _ in range(2):
+        (claim,) = queue.take_batch(ROOM)
+        queue.release([Held(claim.request_id, claim.fence)], crashed=True)
+    assert put(queue, "b", idempotency_key="k") == "a"
+    assert queue.purge(["a"]) == 1
+    assert put(queue, "b", idempotency_key="k") == "b"
+    assert put(queue, "c", idempotency_key="k") == "b"
+    assert queue.state("b") is RequestState.WAITING
+
+
+def test_nothing_is_left_of_a_purged_request(client: Any) -> None:
+    """Not even where a plain client put it into the queue once more."""
+    queue = RequestQueue(client, max_crashes=1)
+    put(queue, "a")
+    for _ in range(2):
+        (claim,) = queue.take_batch(ROOM)
+        queue.release([Held(claim.request_id, claim.fence)], crashed=True)
+    client.zadd(queue.keys.pending, {"a": 1})
+    assert queue.purge(["a"]) == 1
+    assert queue.is_empty()
+    assert queue.take_batch(ROOM) == []
+    assert not client.exists(queue.keys.request("a"), queue.keys.tokens("a"))
+
+
+def test_an_id_that_was_ended_without_a_payload_is_taken(client: Any, queue: RequestQueue) -> None:
+    """A last event of it was published, so that it cannot begin."""
+    client.zadd(queue.keys.pending, {"a": 1})
+    assert queue.take_batch(ROOM) == []
+    with pytest.raises(RequestExistsError):
+        put(queue, "a")
+    assert queue.state("a") is RequestState.FAILED
 
 
 def test_a_full_queue_still_knows_its_idempotency_keys(client: Any, queue: RequestQueue) -> None:

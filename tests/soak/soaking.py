@@ -17,6 +17,7 @@ from producer.async_client import AsyncClient
 from producer.processes import WorkerProcess
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
+from tests.roles import as_role, bring_in_roles
 from tests.soak.trends import trend_of
 
 SAMPLE_SECONDS = 5.0
@@ -81,12 +82,15 @@ async def soak(seconds: float, folder: Path) -> Samples:
     samples = Samples()
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
+        bring_in_roles(server.url)
         control = await stack.enter_async_context(redis.asyncio.Redis.from_url(server.url))
         pids, clients = {}, {}
         for load in LOADS:
             await control.hset(Keys(load.queue).config, mapping=_CONFIG)  # type: ignore[misc]
-            stack.enter_context(_worker(load, server.url, folder / f"{load.queue}.log"))
-            client = await stack.enter_async_context(AsyncClient(server.url, load.queue))
+            log = folder / f"{load.queue}.log"
+            stack.enter_context(_worker(load, as_role("worker", server.url), log))
+            url = as_role("producer", server.url)
+            client = await stack.enter_async_context(AsyncClient(url, load.queue))
             for seed in range(_WARM_UP_REQUESTS):
                 await client.generate("Once", seed=seed, max_tokens=load.max_tokens)
             clients[load.queue] = client

@@ -22,6 +22,7 @@ from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
 from shared.scripts import NewRequest
 from tests.helpers import text_of
+from tests.roles import as_role
 
 COMMAND = [sys.executable, "-m", "worker"]
 
@@ -48,6 +49,11 @@ def started(*options: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def worker_url(redis_url: str) -> str:
+    return as_role("worker", redis_url)
 
 
 def one_sentence(outcome: subprocess.CompletedProcess[str]) -> str:
@@ -115,29 +121,29 @@ def test_says_that_a_url_is_none() -> None:
         (["--model", "model-free", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens"),
     ],
 )
-def test_says_which_option_is_wrong(redis_url: str, options: list[str], expected: str) -> None:
-    assert expected in one_sentence(run("--redis", redis_url, *options))
+def test_says_which_option_is_wrong(worker_url: str, options: list[str], expected: str) -> None:
+    assert expected in one_sentence(run("--redis", worker_url, *options))
 
 
-def test_says_which_variable_is_wrong(redis_url: str) -> None:
-    said = one_sentence(run("--redis", redis_url, PROMPTQ_MAX_NUM_SEQS="many"))
+def test_says_which_variable_is_wrong(worker_url: str) -> None:
+    said = one_sentence(run("--redis", worker_url, PROMPTQ_MAX_NUM_SEQS="many"))
     assert "PROMPTQ_MAX_NUM_SEQS" in said
 
 
-def test_says_that_a_model_is_not_there_or_none(redis_url: str, tmp_path: Path) -> None:
+def test_says_that_a_model_is_not_there_or_none(worker_url: str, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
-    assert str(missing) in one_sentence(run("--redis", redis_url, "--model", str(missing)))
-    assert str(tmp_path) in one_sentence(run("--redis", redis_url, "--model", str(tmp_path)))
+    assert str(missing) in one_sentence(run("--redis", worker_url, "--model", str(missing)))
+    assert str(tmp_path) in one_sentence(run("--redis", worker_url, "--model", str(tmp_path)))
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = one_sentence(run("--redis", redis_url, "--model", str(tmp_path)))
+    said = one_sentence(run("--redis", worker_url, "--model", str(tmp_path)))
     assert "causal" in said
 
 
-def test_serves_and_drains_when_terminated(redis_url: str) -> None:
+def test_serves_and_drains_when_terminated(redis_url: str, worker_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         queue = RequestQueue(client)
-        with started("--model", "model-free", "--redis", redis_url) as worker:
+        with started("--model", "model-free", "--redis", worker_url) as worker:
             request = Request.build({"prompt": "a", "seed": 3, "max_tokens": 2000})
             (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
             while not queue.run(scripts.log_after(queue.keys, request_id, 0)):
@@ -149,9 +155,9 @@ def test_serves_and_drains_when_terminated(redis_url: str) -> None:
         assert client.zcard(queue.keys.workers) == 0
 
 
-def test_a_killed_workers_stream_is_carried_on(redis_url: str) -> None:
+def test_a_killed_workers_stream_is_carried_on(redis_url: str, worker_url: str) -> None:
     """No gap, no repeat, no changed token: the other worker goes on at the next one."""
-    options = ["--model", "model-free", "--redis", redis_url, "--lease-ms", "300"]
+    options = ["--model", "model-free", "--redis", worker_url, "--lease-ms", "300"]
     with redis.Redis.from_url(redis_url) as client:
         queue = RequestQueue(client)
         with started(*options) as victim:

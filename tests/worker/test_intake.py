@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from shared.errors import InvalidRequestError
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import FinishReason, Request, TokenEvent
 from shared.scripts import Claim, Claims, Held, ModelIdentity, NewRequest, Room, Row
+from tests.roles import AsyncQueueClient, as_role
 from worker.engine.interface import EngineLimits
 from worker.held import HeldRequest, Preparation
 from worker.intake import Intake
@@ -117,7 +118,7 @@ class BlockingTokenizer(ByteTokenizer):
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Any]:
-    client = redis.asyncio.Redis.from_url(redis_url)
+    client = AsyncQueueClient.from_url(as_role("", redis_url))
     yield client
     await client.aclose()
 
@@ -301,6 +302,36 @@ async def test_stopping_gives_back_what_a_lost_reply_would_have_told(client: Any
     assert (record["state"], record.get("crashes")) == ("waiting", None)
 
 
+class RefusingQueue(CountingQueue):
+    """Takes nothing back for a while."""
+
+    takes_back = False
+
+    async def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+        if not self.takes_back:
+            raise RedisConnectionError("gone for a moment")
+        return await super().release(held, crashed=crashed)
+
+
+async def test_what_the_server_does_not_take_back_stays_held(client: Any) -> None:
+    """Its lease is renewed like any other, and the next try gives it back, its length included."""
+    queue = RefusingQueue(client, worker_id="w")
+    house = House(client, depth=9, queue=queue)
+    ids = [await house.put(prompt="four") for _ in range(3)]
+    house.intake.start()
+    await house.until_available(3)
+    with pytest.raises(RedisConnectionError):
+        await house.intake.stop()
+    assert [held.request_id for held in house.leases] == ids
+    assert house.intake.available == 3
+    queue.takes_back = True
+    await house.intake.stop()
+    assert (len(house.leases), house.intake.available) == (0, 0)
+    assert await queue.count() == 3
+    records = [await queue.run(scripts.record(queue.keys, request_id)) for request_id in ids]
+    assert [record["prompt_tokens"] for record in records] == ["4"] * 3
+
+
 async def test_what_ended_meanwhile_is_not_handed_out(client: Any) -> None:
     house = House(client, depth=9)
     first, second = await house.put(), await house.put()
@@ -366,7 +397,7 @@ async def test_a_lost_connection_is_not_its_end(redis_url: str, client: Any) -> 
     house.intake.start()
     await house.put()
     await house.until_available(1)
-    async with redis.asyncio.Redis.from_url(redis_url) as other:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as other:
         await other.client_kill_filter(_type="normal", skipme=True)
         own, house.queue = house.queue, CountingQueue(other)
         await house.put()

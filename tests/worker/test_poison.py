@@ -19,6 +19,7 @@ from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request, RequestState
 from shared.scripts import NewRequest
 from tests.helpers import text_of
+from tests.roles import as_role
 from tests.worker.deadly_worker import EXIT_CODE
 
 NUM_WORKERS = 2
@@ -46,7 +47,7 @@ class Supervisor:
 
 @pytest.fixture
 def supervisor(redis_url: str) -> Iterator[Supervisor]:
-    supervisor = Supervisor(redis_url)
+    supervisor = Supervisor(as_role("worker", redis_url))
     yield supervisor
     for process in supervisor.processes:
         process.kill()

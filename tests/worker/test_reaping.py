@@ -14,6 +14,7 @@ from shared import scripts
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
 from shared.scripts import Call, NewRequest, Room
+from tests.roles import AsyncQueueClient, as_role
 from worker.reaping import Reaper
 
 LEASE_SECONDS = 10.0
@@ -30,7 +31,7 @@ class Unreachable(AsyncRequestQueue):
 
 @pytest.fixture
 async def queue(redis_url: str) -> AsyncIterator[Unreachable]:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         yield Unreachable(client, lease_ms=int(LEASE_SECONDS * 1000))
 
 
@@ -45,7 +46,7 @@ async def held_past_its_lease(queue: AsyncRequestQueue, redis_url: str) -> str:
     request = NewRequest(new_request_id(), Request.build({"prompt": "a"}))
     (request_id,) = await queue.enqueue([request])
     await queue.take_batch(Room(1, 10**6))
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         await client.zadd(queue.keys.leases, {request_id: 1})
     return request_id
 
@@ -88,9 +89,46 @@ async def test_gives_others_time_to_renew_after_an_outage(
     assert await queue.state(request_id) is RequestState.WAITING
 
 
+async def reaps_and_sweeps(redis_url: str, client: Any) -> bool:
+    """Whether a worker that connects with this client lets go of an orphan, too."""
+    queue = AsyncRequestQueue(client, lease_ms=int(LEASE_SECONDS * 1000))
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as other:
+        await other.hset(queue.keys.request("never"), "cancelled", "1")
+        await other.hset(queue.keys.config, "result_ttl_ms", "0")
+        await beat(reaper, clock, 3)
+        request_id = await held_past_its_lease(queue, redis_url)
+        await beat(reaper, clock, 3)
+        assert await queue.state(request_id) is RequestState.WAITING
+        return not await other.exists(queue.keys.request("never"))
+
+
+async def test_lets_go_of_what_nothing_refers_to(redis_url: str) -> None:
+    async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
+        assert await reaps_and_sweeps(redis_url, client)
+
+
+@pytest.mark.parametrize("kind", ["embedded_url", "redis_server_url"])
+async def test_reaps_on_where_it_may_not_look_for_orphans(
+    request: pytest.FixtureRequest, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers say it in different words."""
+    redis_url = request.getfixturevalue(kind)
+    rules = ["on", "nopass", "~*", "&*", "+@all", "-scan"]
+    async with redis.asyncio.Redis.from_url(redis_url) as admin:
+        await admin.flushall()
+        await admin.execute_command("ACL", "SETUSER", "narrow", *rules)
+        async with redis.asyncio.Redis.from_url(redis_url, username="narrow") as client:
+            assert not await reaps_and_sweeps(redis_url, client)
+        await admin.execute_command("ACL", "DELUSER", "narrow")
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("orphans stay") == 1
+
+
 async def test_no_request_is_blamed_for_a_server_that_was_away(redis_url: str) -> None:
     """With real time: a worker that renews as soon as it can keeps what it holds."""
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         queue = Unreachable(client, lease_ms=400)
         reaper = Reaper(queue)
         request = NewRequest(new_request_id(), Request.build({"prompt": "a"}))

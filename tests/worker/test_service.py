@@ -17,6 +17,7 @@ from shared.schemas import Request, RequestState
 from shared.scripts import Held, ModelIdentity, NewRequest, Room
 from shared.settings import Settings
 from tests.helpers import finished, running_worker, served_model_free, text_of
+from tests.roles import as_role
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine.model_free import Launched, ModelFreeRunner
@@ -490,7 +491,7 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
     for _ in range(2):
         engine = LLMEngine(FailingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
         served = replace(served_model_free(), engine=engine)
-        async with redis.asyncio.Redis.from_url(redis_url) as client:
+        async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
             worker = Worker(Settings(lease_ms=1000, max_crashes=2), served, client)
             await worker.start()
             with pytest.raises(RuntimeError, match="device-side assert"):
@@ -511,7 +512,7 @@ async def test_a_failing_engine_gives_back_at_once_what_it_was_running(
     innocent = await put(queue, prompt="a", seed=3, max_tokens=50)
     engine = LLMEngine(FailingRunner(step_seconds=0.01), max_num_seqs=4, max_num_batched_tokens=64)
     served = replace(served_model_free(), engine=engine)
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         worker = Worker(Settings(), served, client)
         await worker.start()
         await until_tokens(queue, innocent, 3)
@@ -571,7 +572,7 @@ async def test_a_suspect_gets_its_turn_at_a_busy_worker(
 async def test_a_message_drains_the_worker_that_it_names(
     redis_url: str, queue: AsyncRequestQueue, message: str
 ) -> None:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         worker = Worker(Settings(), served_model_free(step_seconds=0.005), client)
         await worker.start()
         serving = asyncio.create_task(worker.serve(asyncio.Event()))
@@ -752,7 +753,7 @@ async def test_a_payload_that_fails_after_an_attempt_ends_behind_what_was_emitte
 async def test_a_second_signal_ends_a_drain_at_once(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         served = served_model_free(step_seconds=0.01)
         worker = Worker(Settings(drain_seconds=3600), served, client)
         await worker.start()

@@ -19,6 +19,7 @@ from rich.console import Console
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
 from shared.settings import Settings
+from tests.roles import as_role
 from worker.building import build
 from worker.start_up import StartUp
 
@@ -80,8 +81,9 @@ def test_building_the_shipped_model_goes_through_all_stages() -> None:
 
 def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: str) -> None:
     terminal, worker_side = pty.openpty()
+    url = as_role("worker", redis_url)
     process = subprocess.Popen(
-        [sys.executable, "-m", "worker", "--redis", redis_url, "--device", "cpu"],
+        [sys.executable, "-m", "worker", "--redis", url, "--device", "cpu"],
         stdout=subprocess.PIPE,
         stderr=worker_side,
         text=True,

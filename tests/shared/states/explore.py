@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shared.scripts import RowStatus
+from tests.shared.states.calls import Move
 from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
-from tests.shared.states.moves import Move, moves
+from tests.shared.states.moves import moves
 from tests.shared.states.server import Outcome, StatesServer
 from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import WORKERS, View, World
@@ -165,8 +166,9 @@ class _Exploration:
 
 
 def is_done(world: World, view: View) -> bool:
-    """Whether all requests that are there have ended."""
-    return all(view.is_final(it) for it in world.by_id if view.is_accepted(it))
+    """Whether all requests that are there have ended, and no id waits for one that is gone."""
+    there = (it for it in world.by_id if view.is_accepted(it) or it in view.places)
+    return all(map(view.is_final, there))
 
 
 _A, _B = (name.encode() for name in WORKERS[:2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from tests.shared.states.claim_invariants import CLAIM_INVARIANTS
 from tests.shared.states.state_invariants import STATE_INVARIANTS, StateInvariant
 from tests.shared.states.step_invariants import (
     ANSWER_INVARIANTS,
@@ -20,7 +21,7 @@ class Invariants:
 
     states: Collection[StateInvariant] = STATE_INVARIANTS
     changes: Collection[StepInvariant] = CHANGE_INVARIANTS
-    answers: Collection[StepInvariant] = ANSWER_INVARIANTS
+    answers: Collection[StepInvariant] = ANSWER_INVARIANTS + CLAIM_INVARIANTS
     progress: bool = True
 
     @classmethod
@@ -29,7 +30,7 @@ class Invariants:
         return cls(
             [it for it in STATE_INVARIANTS if it.__name__ == name],
             [it for it in CHANGE_INVARIANTS if it.__name__ == name],
-            [it for it in ANSWER_INVARIANTS if it.__name__ == name],
+            [it for it in ANSWER_INVARIANTS + CLAIM_INVARIANTS if it.__name__ == name],
             name == "progress",
         )
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared import scripts
-from tests.shared.states.world import World
+from tests.shared.states.world import Spec, World
 from tests.shared.states.worlds import SMALL
 
-ONE, TWO = (
-    SMALL[name] for name in ("one request, everything", "two requests, each losing its worker once")
+ONE, TWO, PLAIN, DEAD, ONCE, LOST = (
+    SMALL[name]
+    for name in (
+        "one request, everything but that it is forgotten",
+        "two requests, each losing its worker once",
+        "one request of one token by plain commands, everything",
+        "a dead letter and what is made of it",
+        "two requests of one idempotency key, forgotten",
+        "claims whose reply is lost",
+    )
+)
+LEFT_OVER = World(
+    (Spec("r1", 100, num_tokens=1, plain=True),),
+    frozenset({"produce", "again", "cancel", "claim", "publish", "tidy", "forget"}),
+    losses=0,
+    num_workers=1,
 )
 
 
@@ -84,8 +98,15 @@ MUTANTS = (
     Mutant(
         "what_has_ended_goes_and_what_lives_stays",
         ALL_SCRIPTS,
-        "redis.pcall('PEXPIRE', tokens_key(id), whole(config('log_ttl_ms'), 60000))",
+        "redis.pcall('PEXPIRE', tokens_key(id), log_ttl())",
         "",
+    ),
+    Mutant(
+        "what_has_ended_goes_and_what_lives_stays",
+        "claim",
+        "table.concat(words, ' '), 'PX', lease_ms)",
+        "table.concat(words, ' '))",
+        LOST,
     ),
     Mutant(  # to the end of the queue
         "a_place_in_the_queue_is_kept",
@@ -110,6 +131,7 @@ MUTANTS = (
         "publish",
         "tokens_key(id), count .. '-0'",
         "tokens_key(id), 'MAXLEN', 1, count .. '-0'",
+        TWO,
     ),
     Mutant("subscribers_hear_what_the_log_gets", "publish", "      publish_event(id, event)\n", ""),
     Mutant(
@@ -117,6 +139,13 @@ MUTANTS = (
         "publish",
         "if request.fence ~= fence then return 'fenced' end",
         "",
+    ),
+    Mutant(  # an attempt at an earlier request of this id has the same number
+        "only_the_newest_attempt_writes",
+        "publish",
+        "if request.fence ~= fence then return 'fenced' end",
+        "if (request.fence or '0'):match('%d+') ~= fence:match('%d+') then return 'fenced' end",
+        DEAD,
     ),
     Mutant(
         "only_the_newest_attempt_writes",
@@ -163,6 +192,62 @@ MUTANTS = (
         "local attempt = whole(fields.attempt, 0) + 1",
         "local attempt = math.max(1, whole(fields.attempt, 0))",
     ),
+    Mutant(  # what it heard of, too
+        "a_lost_claim_comes_back",
+        "claim",
+        "if last_nonce == answered then return end",
+        "",
+        LOST,
+    ),
+    Mutant(  # what another attempt has by now, too
+        "a_lost_claim_comes_back",
+        "claim",
+        "and string.match(fields.fence, '^%d+%-(.*)$') == last_nonce then",
+        "then",
+        LOST,
+    ),
+    Mutant(
+        "a_lost_claim_comes_back",
+        "claim",
+        "back_to_waiting(id, fields.score, 'its claim was lost')",
+        "count_crash(id, fields.score, 3)",
+        LOST,
+    ),
+    Mutant(  # nothing is known of it
+        "a_lost_claim_comes_back",
+        "claim",
+        "if session ~= '' and #claims > 0 then",
+        "if false then",
+        LOST,
+    ),
+    Mutant(
+        "a_purge_deletes_dead_letters",
+        "purge",
+        "redis.call('DEL', request_key(id), tokens_key(id))",
+        "redis.call('DEL', request_key(id))",
+        DEAD,
+    ),
+    Mutant(
+        "a_purge_deletes_dead_letters",
+        "purge",
+        "redis.call('ZREM', prefix .. 'dead', id) == 1",
+        "redis.call('EXISTS', request_key(id)) == 1",
+        DEAD,
+    ),
+    Mutant(  # a request that a key was used for is gone
+        "an_answer_to_a_producer_is_true",
+        "enqueue",
+        "return id and redis.pcall('HEXISTS', request_key(id), 'payload') == 1 and id",
+        "return id",
+        ONCE,
+    ),
+    Mutant(  # what waited without a hash was ended
+        "an_answer_to_a_producer_is_true",
+        "enqueue",
+        "and not is_final(fields.state) then",
+        "then",
+        PLAIN,
+    ),
     Mutant(
         "an_answer_to_a_producer_is_true",
         "enqueue",
@@ -199,5 +284,13 @@ MUTANTS = (
         "claim",
         "if is_newer(fields.payload) then",
         "if fields.attempt then",
+        DEAD,
+    ),
+    Mutant(  # what waits and is gone waits on
+        "progress",
+        "claim",
+        "if not fields.payload then\n",
+        "if not fields.payload then return true end\n  if false then\n",
+        LEFT_OVER,
     ),
 )

@@ -15,12 +15,12 @@ import hiredis
 
 from shared import scripts
 from shared.errors import PromptqError
-from tests.shared.states.moves import Move
+from tests.shared.states.calls import Move
 from tests.shared.states.world import KEYS, NOW_MS
 
-_HEARD, _NOW = "heard", "now"
+_HEARD, _NOW, _CHANGES = "heard", "now", "changes"
 """Keys of the explorer's own: what was published; the state that the server is in, as it was put
-back or read."""
+back or read; how many changes the server had counted by then."""
 
 _CHUNK = 100
 
@@ -37,7 +37,18 @@ local redis = setmetatable(
   {{call = pinned(unpinned.call), pcall = pinned(unpinned.pcall)}}, {{__index = unpinned}})
 """
 
-_PUT_BACK = f"""
+_REMEMBER = f"""
+local function count_changes()
+  local told = redis.call('INFO', 'persistence')
+  return tonumber(string.match(told, 'rdb_changes_since_last_save:(%d+)'))
+end
+local function remember(state)
+  redis.call('SET', '{_NOW}', state)
+  redis.call('SET', '{_CHANGES}', count_changes() + 1) -- with this one
+end
+"""
+
+_PUT_BACK = f"""{_REMEMBER}
 if redis.call('GET', '{_NOW}') == ARGV[1] then return end
 local old = redis.call('KEYS', '*')
 if #old > 0 then redis.call('DEL', unpack(old)) end
@@ -53,10 +64,11 @@ for _, item in ipairs(cjson.decode(ARGV[1])) do
   else redis.call('SET', key, values[1]) end
   if has_expiry then redis.call('PEXPIRE', key, 3600000) end
 end
-redis.call('SET', '{_NOW}', ARGV[1])
+remember(ARGV[1])
 """
 
-_READ = f"""
+_READ = f"""{_REMEMBER}
+if count_changes() == tonumber(redis.call('GET', '{_CHANGES}')) then return {{false, {{}}}} end
 local heard = redis.call('LRANGE', '{_HEARD}', 0, -1)
 redis.call('DEL', '{_HEARD}')
 local keys, items = redis.call('KEYS', '*'), {{}}
@@ -79,10 +91,12 @@ for _, key in ipairs(keys) do
     values = redis.call('SMEMBERS', key)
     table.sort(values)
   else values = {{redis.call('GET', key)}} end
-  if key ~= '{_NOW}' then items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) > 0}} end
+  if key ~= '{_NOW}' and key ~= '{_CHANGES}' then
+    items[#items + 1] = {{key, kind, values, redis.call('PTTL', key) > 0}}
+  end
 end
 local text = #items > 0 and cjson.encode(items) or '[]'
-redis.call('SET', '{_NOW}', text)
+remember(text)
 return {{text, heard}}
 """
 
@@ -121,15 +135,15 @@ class StatesServer:
     def steps(self, wanted: Iterable[tuple[bytes, Move]]) -> Iterator[Outcome]:
         """Make each move in its state; while answers are looked at, the next moves are made."""
         moves = iter(wanted)
-        sent: list[Move] = []
+        sent: list[tuple[bytes, Move]] = []
         while True:
             chunk = list(islice(moves, _CHUNK))
             packed = b"".join(self._packed(before, move) for before, move in chunk)
             if packed:
                 self._socket.sendall(packed)
-            for move in sent:
-                yield self._receive(move)
-            sent = [move for _, move in chunk]
+            for before, move in sent:
+                yield self._receive(before, move)
+            sent = chunk
             if not sent:
                 return
 
@@ -144,7 +158,7 @@ class StatesServer:
         parts.append(_command("EVALSHA", self._read, 0))
         return b"".join(parts)
 
-    def _receive(self, move: Move) -> Outcome:
+    def _receive(self, before: bytes, move: Move) -> Outcome:
         self._reply()
         answers: list[Any] = []
         for call in move.calls:
@@ -158,7 +172,7 @@ class StatesServer:
                 answers.append(refusal)
         after, heard = self._reply()
         texts = [item.decode() for item in heard]
-        return Outcome(after, answers, list(zip(texts[::2], texts[1::2], strict=True)))
+        return Outcome(after or before, answers, list(zip(texts[::2], texts[1::2], strict=True)))
 
     def _reply(self, raises: bool = True) -> Any:
         while (reply := self._reader.gets()) is False:

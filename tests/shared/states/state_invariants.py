@@ -121,11 +121,17 @@ def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
 
 
 def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Problems:
-    """Hash and log of what has ended expire, except the hash of a dead letter; nothing else does.
-    A dead letter is in its set until it is requeued. (What a plain client cancelled and only then
-    put in may expire while it waits for its end.)
+    """Hash and log of what has ended expire, except the hash of a dead letter; of other requests
+    nothing does. A dead letter is in its set until it is requeued. (What a plain client cancelled
+    and only then put in may expire while it waits for its end.) What is kept of claims and
+    idempotency keys expires.
     """
-    for request_id in filter(view.is_accepted, world.by_id):
+    for key in view.keys - view.expiring:
+        if key.removeprefix(KEYS.prefix).partition(":")[0] in ("alone", "claimed", "idempotency"):
+            yield f"the key {key} stays"
+    for request_id in world.by_id:
+        if not (view.is_accepted(request_id) or view.is_final(request_id)):
+            continue
         expires = KEYS.request(request_id) in view.expiring
         is_kept = request_id in view.dead
         if is_kept and view.state(request_id) != "dead":

@@ -13,7 +13,7 @@ import hiredis
 from shared.errors import PromptqError
 from shared.schemas import TokenEvent
 from shared.scripts import CancelStatus, Claims, Published, RowStatus
-from tests.shared.states.moves import Move, fence_of
+from tests.shared.states.calls import Move
 from tests.shared.states.server import Outcome
 from tests.shared.states.state_invariants import Problems
 from tests.shared.states.world import KEYS, NOW_MS, View, World
@@ -61,10 +61,14 @@ def scripts_raise_no_errors(step: Step) -> Problems:
 
 def what_has_ended_never_changes(step: Step) -> Problems:
     """State, last event, result and log of a request stay as they were when it ended; the log may
-    expire.
+    expire, then all of it. A purge may delete a dead letter.
     """
     for request_id in step.world.by_id:
         if not step.before.is_final(request_id):
+            continue
+        if step.move.kind == "forget" or (
+            step.move.kind == "purge" and step.before.state(request_id) == "dead"
+        ):
             continue
         old, new = step.before.fields(request_id), step.after.fields(request_id)
         for field in ("state", "finish_reason", "finished_at", "last_event", "result", "attempt"):
@@ -165,44 +169,32 @@ def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
                 yield f"{request_id} was to end and goes on"
 
 
-def a_claim_takes_what_waits(step: Step) -> Problems:
-    """A claim, and nothing else, begins an attempt: of a request that waits, that nobody holds and
-    that is not to end. It is one higher than the last, and its answer says so, with the log so far.
+def a_purge_deletes_dead_letters(step: Step) -> Problems:
+    """`purged`: it was a dead letter, and nothing is left of it. `unknown`: it was none, and
+    nothing has changed.
     """
-    claimed = {claim.request_id: claim for claim in step.claims}
-    if len(claimed) < len(step.claims):
-        yield "one claim hands out a request twice"
-    for request_id in step.world.by_id:
-        claim = claimed.get(request_id)
-        if claim is None and step.before is step.after:
-            continue
-        old, new = step.before.attempt(request_id), step.after.attempt(request_id)
-        if claim is None:
-            if new != old:
-                yield f"{request_id}: attempt {new} after {old} without a claim"
-            continue
-        if (claim.attempt, new, claim.fence) != (old + 1, old + 1, fence_of(old + 1)):
-            yield f"{request_id}: {claim.fence} in the answer, {new} in the hash, {old} before"
-        if step.before.state(request_id) != "waiting" or step.after.state(request_id) != "active":
-            yield f"{request_id} was {step.before.state(request_id)} when it was handed out"
-        if step.before.fields(request_id).get("cancelled") == "1":
-            yield f"{request_id} was cancelled when it was handed out"
-        if step.before.is_past_deadline(request_id):
-            yield f"{request_id} was past its deadline when it was handed out"
-        log = [TokenEvent.model_validate_json(event) for _, event in step.before.log(request_id)]
-        if claim.events != log or claim.is_spoilt:
-            yield f"{request_id} was handed out with {claim.events} instead of its log"
+    if step.move.kind != "purge":
+        return
+    (request_id,), (status,) = step.move.ids, step.outcome.answers[0]
+    was_dead = step.before.state(request_id) == "dead" and request_id in step.before.dead
+    if (status == "purged") != was_dead:
+        yield f"{request_id} was {step.before.state(request_id) or 'absent'}; the answer: {status}"
+    if status == "purged" and any(_all_of(step.after, request_id)):
+        yield f"{request_id} was purged; left is {_all_of(step.after, request_id)}"
+    if status != "purged" and step.after.snapshot != step.before.snapshot:
+        yield f"{request_id} is {status}, and something has changed"
 
 
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
-    """`ok` to an enqueue or requeue: the request is in the queue. A refusal, or an id that was
-    accepted before (this one, or one with the same idempotency key): nothing has changed. A cancel:
-    the request has ended, or its worker will hear of it, or it was over before.
+    """`ok` to an enqueue or requeue: the request is in the queue, with nothing of an earlier one. A
+    refusal, or an id that was accepted before and is kept (this one, or one with the same
+    idempotency key): nothing has changed. A cancel: the request has ended, or its worker will hear
+    of it, or it was over before.
     """
     answer, before, after = step.outcome.answers[0], step.before, step.after
     new_id = step.move.ids[-1] if step.move.ids else ""
     has_changed = after.snapshot != before.snapshot
-    if step.move.kind in ("produce", "requeue") and step.move.calls[0].script:
+    if step.move.kind in ("produce", "both", "requeue") and step.move.calls[0].script:
         if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
             if has_changed:
                 yield f"{new_id} was refused, and something has changed"
@@ -216,10 +208,13 @@ def an_answer_to_a_producer_is_true(step: Step) -> Problems:
                 yield f"{new_id} is said to be {answer[0]}, which was there before"
         elif answer not in ([new_id], "ok") or after.state(new_id) != "waiting":
             yield f"{answer} for {new_id}, which is {after.state(new_id) or 'absent'}"
+        elif after.log(new_id) or after.fields(new_id).keys() & {"attempt", "last_event"}:
+            yield f"{new_id} is new, and has {after.fields(new_id)} with {after.log(new_id)}"
     if step.move.kind in ("cancel", "remove") and isinstance(answer, list):
         (status,), was = answer, before.state(new_id)
+        waited = was == "waiting" or new_id in before.places
         expected = {
-            CancelStatus.CANCELLED: was == "waiting" and after.state(new_id) == "cancelled",
+            CancelStatus.CANCELLED: waited and after.state(new_id) == "cancelled",
             CancelStatus.FLAGGED: was == "active" and after.fields(new_id).get("cancelled") == "1",
             CancelStatus.ACTIVE: was in ("waiting", "active") and after.state(new_id) == was,
             CancelStatus.FINISHED: before.is_final(new_id),
@@ -279,7 +274,7 @@ ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
     who_lost_a_request_learns_it,
     an_answer_to_a_row_is_true,
     nothing_follows_a_cancel_but_the_end,
-    a_claim_takes_what_waits,
+    a_purge_deletes_dead_letters,
     an_answer_to_a_producer_is_true,
     a_reaper_leaves_nothing_overdue,
 )

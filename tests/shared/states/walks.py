@@ -9,9 +9,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from tests.shared.states.calls import Move
 from tests.shared.states.explore import ViolationError, is_done
 from tests.shared.states.invariants import ALL_INVARIANTS
-from tests.shared.states.moves import Move, moves
+from tests.shared.states.moves import moves
 from tests.shared.states.server import StatesServer
 from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import View, World

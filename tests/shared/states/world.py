@@ -7,7 +7,7 @@ from any position, any number of times, by whoever has it. That holds in it
 - a crash: the claim is never used again; the lease runs out
 - a freeze: it is used again after others have gone on (a zombie)
 - a lost reply: the same call is sent once more, be it publish, release, enqueue, cancel or reap;
-  of a claim: nobody knows that it was handed out
+  of a claim: nobody knows that it was handed out, until its session says what it heard of last
 - redelivery, reordering and delay of calls on their way
 
 and more than two workers could do, as a claim may even be used by both at once.
@@ -98,6 +98,10 @@ class View:
         self.hashes: dict[str, dict[str, str]] = {}
         self.logs: dict[str, tuple[LogEntry, ...]] = {}
         self.is_paused = False
+        self.claimed: dict[str, tuple[str, tuple[str, ...]]] = {}
+        """By session: nonce and ids of the last claim that gave it something."""
+        self.kept_for_a_time: list[str] = []
+        """Keys of neither a request nor its log that expire."""
         self.pending: dict[str, float] = {}
         self.places: dict[str, int] = {}
         """How many sets of waiting ids hold the id: `pending`, those of tenants, `delayed`."""
@@ -108,11 +112,16 @@ class View:
                 self.expiring.add(key)
             name = key.removeprefix(KEYS.prefix)
             group, _, rest = name.partition(":")
+            if has_expiry and group not in ("request", "tokens"):
+                self.kept_for_a_time.append(key)
             if kind == "hash" and group == "request":
                 self.hashes[rest] = dict(zip(values[::2], values[1::2], strict=True))
             elif name == "config":
                 settings = dict(zip(values[::2], values[1::2], strict=True))
                 self.is_paused = settings.get("paused") == "1"
+            elif group == "claimed":
+                nonce, *ids = values[0].split()
+                self.claimed[rest] = (nonce, tuple(ids))
             elif kind == "stream" and group == "tokens":
                 self.logs[rest] = tuple((entry, fields[1]) for entry, fields in values)
             elif kind == "zset":
@@ -156,6 +165,16 @@ class View:
         """How many tokens the log holds."""
         log = self.log(request_id)
         return int(log[-1][0].split("-")[0]) if log else 0
+
+    def held_by_last_claim(self, session: str) -> list[str]:
+        """What the last claim of the session gave, and nobody else has had since."""
+        nonce, given = self.claimed.get(session, ("", ()))
+        return [
+            request_id
+            for request_id in given
+            if self.state(request_id) == "active"
+            and self.fields(request_id)["fence"].partition("-")[2] == nonce
+        ]
 
     def is_past_deadline(self, request_id: str) -> bool:
         return self.deadlines.get(request_id, NOW_MS + 1) <= NOW_MS

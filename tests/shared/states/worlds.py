@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.shared.states.moves import ALL, REQUIRED
 from tests.shared.states.world import AMPLE, Spec, World
 
+_ONE = World(
+    (Spec("r1", 100, priority=1, delay_ms=1000, deadline_ms=1000),),
+    ALL - {"requeue", "again", "both", "session"},
+    losses=2,
+    max_crashes=2,
+    all_positions=True,
+)
+_PLAIN = World(
+    (Spec("r1", 100, plain=True),),
+    ALL - {"requeue", "purge", "time", "pause", "session"},
+    losses=1,
+    max_crashes=2,
+    all_positions=True,
+)
+
 SMALL = {
-    "one request, everything": World(
-        (Spec("r1", 100, priority=1, delay_ms=1000, deadline_ms=1000),),
-        ALL - {"requeue", "again"},
-        losses=2,
-        max_crashes=2,
-        all_positions=True,
+    "one request, everything but that it is forgotten": replace(
+        _ONE,
+        specs=(replace(_ONE.specs[0], num_tokens=2),),
+        moves=_ONE.moves - {"forget", "lapse", "purge"},
     ),
-    "one request by plain commands, everything": World(
-        (Spec("r1", 100, plain=True),),
-        ALL - {"requeue", "time", "pause"},
-        losses=1,
-        max_crashes=2,
-        all_positions=True,
+    "one request of one token by plain commands, everything": replace(
+        _PLAIN, specs=(replace(_PLAIN.specs[0], num_tokens=1),), moves=_PLAIN.moves - {"step"}
     ),
     "a dead letter and what is made of it": World(
         (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
-        REQUIRED | {"requeue", "fail"},
+        REQUIRED | {"requeue", "purge", "fail"},
         losses=2,
         max_crashes=2,
     ),
     "two requests, each losing its worker once": World(
-        (Spec("r1", 100, priority=1), Spec("r2", 200)), REQUIRED, losses=1
+        (Spec("r1", 100, priority=1), Spec("r2", 200, num_tokens=1)), REQUIRED, losses=1
+    ),
+    "two requests of one idempotency key, forgotten": World(
+        (
+            Spec("r1", 100, num_tokens=1, idempotency_key="once"),
+            Spec("r2", 200, num_tokens=1, idempotency_key="once"),
+        ),
+        frozenset({"produce", "claim", "publish", "tidy", "forget", "lapse"}),
+        losses=0,
+        num_workers=1,
+    ),
+    "claims whose reply is lost": World(
+        (Spec("r1", 100, num_tokens=2),),
+        REQUIRED | {"session", "lapse", "release"},
+        losses=1,
+        num_workers=1,
     ),
 }
 LARGE = {
+    "one request, everything": _ONE,
+    "one request by plain commands, everything": _PLAIN,
+    "claims of two requests whose reply is lost": World(
+        (Spec("r1", 100, num_tokens=1), Spec("r2", 200, num_tokens=1)),
+        REQUIRED | {"session", "lapse"},
+        losses=1,
+        num_workers=1,
+    ),
     "two requests, each losing its worker twice, several in a call": World(
-        (Spec("r1", 100, priority=1), Spec("r2", 200)),
+        (Spec("r1", 100, priority=1), Spec("r2", 200, num_tokens=2)),
         REQUIRED | {"step"},
         losses=2,
         max_crashes=2,
     ),
-    "one by plain commands, and what is requeued of it, everything": World(
+    "one by plain commands, and what is requeued of it, nearly everything": World(
         (Spec("r1", 100, plain=True), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
-        ALL - {"pause", "late"},
+        ALL - {"pause", "late", "session", "both", "forget", "lapse"},
         losses=2,
         max_crashes=2,
     ),
     "two requests, one by plain commands, with deadline and drain": World(
-        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, plain=True)),
+        (Spec("r1", 100, priority=1, deadline_ms=1000), Spec("r2", 200, num_tokens=1, plain=True)),
         REQUIRED | {"release", "flag", "time", "step"},
         losses=1,
         max_crashes=2,

@@ -1,0 +1,58 @@
+"""Scripts broken in one place each: a run with one of them must find violations.
+
+Those that the exploration of states has too are taken from there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shared import scripts
+from tests.shared.states import mutants as states
+from tests.shared.states.mutants import ALL_SCRIPTS, Mutant
+
+VARIABLE = "PROMPTQ_CHAOS_MUTANT"
+"""In the environment of a run's workers and clients: the mutant whose scripts they send."""
+
+
+def _of_states(script: str, old: str) -> Mutant:
+    """The first that breaks this script where it says `old`."""
+    return next(it for it in states.MUTANTS if it.script == script and old in it.old)
+
+
+MUTANTS = {
+    "lost-fence": _of_states("publish", "request.fence ~= fence"),
+    "rows-anywhere": Mutant(  # the position of a row that came before is not checked
+        "an_answer_to_a_row_is_true",
+        "publish",
+        "if index < request.count then",
+        "if false then",
+    ),
+    "rows-after-the-end": _of_states("publish", "request.finished then"),
+    "cancel-ignored": _of_states("publish", "request.cancelled then"),
+    "deadline-ignored": _of_states("publish", "expired[id] then"),
+    "log-trimmed": _of_states("publish", "tokens_key(id), count"),
+    "claim-without-lease": _of_states("claim", "call_for_all"),
+    "attempts-not-counted": _of_states("claim", "local attempt"),
+    "resume-refused": _of_states("claim", "is_newer(fields.payload)"),
+    "early-reap": Mutant(  # hands out what is held by somebody whose lease has not run out
+        "only_the_newest_attempt_writes",
+        "reap",
+        "redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE'",
+        "redis.call('ZRANGE', leases, '-inf', '+inf', 'BYSCORE'",
+    ),
+    "no-reap": _of_states("reap", "redis.call('ZRANGE', leases"),
+    "cancel-drops-leases": _of_states("cancel", "if mode == 'any' then"),
+    "finish-keeps-holds": _of_states(ALL_SCRIPTS, "leases, deadlines, delayed}"),
+    "finish-without-state": _of_states(ALL_SCRIPTS, "redis.pcall('HSET', key, 'state',"),
+    "half-a-result": _of_states(ALL_SCRIPTS, "last.text"),
+    "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl()"),
+    "key-astray": _of_states(ALL_SCRIPTS, "prefix .. 'tokens:'"),
+    "script-raises": _of_states(ALL_SCRIPTS, "redis.call('HDEL', request_key(id), 'fence'"),
+}
+
+
+def break_scripts() -> None:
+    """Have this process send the scripts of the mutant that its environment names, if any."""
+    if name := os.environ.get(VARIABLE):
+        scripts.script_text = MUTANTS[name].texts().__getitem__

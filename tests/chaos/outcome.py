@@ -1,0 +1,78 @@
+"""What a run was, and what its records and its server tell of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import redis
+
+from shared.keys import Keys
+from tests.chaos.auditor import Snapshot, Violation, audit
+from tests.chaos.records import Expected, Queue, Seen, read_claimed, read_seen, read_sent
+from tests.chaos.snapshot import find_strays, take_snapshot
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run was and what it found."""
+
+    seed: int
+    seconds: float
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: dict[Queue, Counter[str]] = field(default_factory=dict)
+    requests: Counter[tuple[Queue, str]] = field(default_factory=Counter)
+    """By queue, and kind and final state."""
+    num_swallowed: int = 0
+    """Replies that were in fact swallowed: a link that sends nothing has none."""
+    num_streams: int = 0
+    num_events: int = 0
+    num_carried_on: int = 0
+    """Streams in which several attempts speak."""
+    violations: list[Violation] = field(default_factory=list)
+    caught_after: float | None = None
+    """Seconds of faults until a mutant was caught; None if only the end told, or nothing did."""
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.requests.values())
+
+    @property
+    def num_deaths(self) -> int:
+        """Workers that went without giving anything back."""
+        return sum(ends["killed"] + ends["poisoned"] for ends in self.ends.values())
+
+    def audit(
+        self, folder: Path, port: int, references: dict[str, Expected], is_over: bool = True
+    ) -> None:
+        """Hold the records in the folder against the server on this port.
+
+        While the run goes on, only the requests that have ended are looked at.
+        """
+        paths = sorted(folder.glob("*.jsonl"))
+        sent = [record for path in paths for record in read_sent(path)]
+        with redis.Redis(port=port) as client:
+            snapshots = {queue: take_snapshot(client, Keys(queue)) for queue in Queue}
+            strays = find_strays(client, tuple(Keys(queue).prefix for queue in Queue))
+        if not is_over:
+            snapshots = {it: Snapshot(requests=held.requests) for it, held in snapshots.items()}
+        states = [snapshots[it.queue].requests.get(it.request_id, {}).get("state") for it in sent]
+        told = zip(sent, states, strict=True)
+        self.requests = Counter((it.queue, f"{it.kind} {state}") for it, state in told)
+        seen = self._counted(record for path in paths for record in read_seen(path))
+        logs = sorted(folder.glob("*.log"))
+        claimed = (claim for path in logs for claim in read_claimed(path))
+        self.violations = [
+            *(Violation("leaked key", "", f"{name} is no queue's") for name in strays),
+            *audit(sent, seen, snapshots, references, claimed),
+        ]
+
+    def _counted(self, streams: Iterable[Seen]) -> Iterator[Seen]:
+        self.num_streams = self.num_events = self.num_carried_on = 0
+        for stream in streams:
+            self.num_streams += 1
+            self.num_events += len(stream.events)
+            self.num_carried_on += len({it.attempt for it in stream.events}) > 1
+            yield stream

@@ -1,0 +1,139 @@
+"""The roles of deploy/redis.acl on the servers that tests start.
+
+What is tested connects as a producer, a subscriber or a worker. What a test looks at or breaks by
+hand goes by the server's default user, who may do anything; deploy/redis.acl itself turns it off.
+
+Without roles run: fakeredis, which knows none; the servers that `promptq up`, `demo` and `server`
+start, which are for one user of one machine; those whose test stops them, or sets a password or
+users of its own; the exploration of states, which puts whole states in and takes them out; the
+scripts' calls in a cluster, which are about slots (its worker and client have roles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+from redis.commands.core import AsyncScript, Script
+
+from shared import scripts
+
+ACL_FILE = Path(__file__).parents[1] / "deploy" / "redis.acl"
+
+ROLES = ("producer", "subscriber", "worker")
+
+_ROLE_OF_SCRIPT = {
+    "enqueue": "producer",
+    "cancel": "producer",
+    "requeue": "producer",
+    "purge": "producer",
+    "waiting": "producer",
+    "limit": "producer",
+    "claim": "worker",
+    "publish": "worker",
+    "release": "worker",
+    "reap": "worker",
+    "sweep": "worker",
+    "heartbeat": "worker",
+}
+"""Who calls it; the worker calls `cancel` too."""
+
+
+def as_role(role: str, url: str) -> str:
+    """The URL with that role's name and password in the place of any others.
+
+    With an empty role it is the default user's.
+    """
+    parts = urlsplit(url)
+    credentials = f"{role}:change-me-{role}@" if role else ""
+    return urlunsplit(parts._replace(netloc=credentials + parts.netloc.rpartition("@")[2]))
+
+
+def acl_file_for_tests(folder: Path) -> Path:
+    """A copy of deploy/redis.acl that leaves the default user on, for a server's `aclfile`."""
+    copy = folder / "redis.acl"
+    copy.write_text("".join(f"{line}\n" for line in _lines()))
+    return copy
+
+
+def bring_in_roles(url: str) -> None:
+    """Give a server that runs already the users of deploy/redis.acl, the default one kept."""
+    with redis.Redis.from_url(url) as client:
+        for line in _lines():
+            _, name, *rules = line.split()
+            client.execute_command("ACL", "SETUSER", name, "reset", *rules)
+
+
+def _lines() -> Iterator[str]:
+    for line in ACL_FILE.read_text().splitlines():
+        if line.strip() and not line.startswith("user default "):
+            yield line
+
+
+def refusals(url: str) -> list[str]:
+    """What the server refused to any role since `forget_refusals`, also inside scripts."""
+    with redis.Redis.from_url(as_role("", url)) as client:
+        entries: Any = client.acl_log()
+    return [
+        f"{entry['username']} may not {entry['object']} ({entry['context']})"
+        for entry in entries
+        if entry["username"] in ROLES
+    ]
+
+
+def forget_refusals(url: str) -> None:
+    with redis.Redis.from_url(as_role("", url)) as client:
+        client.acl_log_reset()
+
+
+class QueueClient(redis.Redis):
+    """For a `RequestQueue`: each script runs as the role that calls it, all else as default."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._of_role: dict[str, redis.Redis] = {}
+
+    def register_script(self, script: Any) -> Script:
+        role = _role_of(script)
+        if role not in self._of_role:
+            self._of_role[role] = redis.Redis(**_options(self, role))
+        return Script(self._of_role[role], script)
+
+    def close(self) -> None:
+        for client in self._of_role.values():
+            client.close()
+        super().close()
+
+
+class AsyncQueueClient(redis.asyncio.Redis):
+    """The same for an `AsyncRequestQueue`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._of_role: dict[str, redis.asyncio.Redis] = {}
+
+    def register_script(self, script: Any) -> AsyncScript:
+        role = _role_of(script)
+        if role not in self._of_role:
+            self._of_role[role] = redis.asyncio.Redis(**_options(self, role))
+        return AsyncScript(self._of_role[role], script)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        for client in self._of_role.values():
+            await client.aclose()
+        await super().aclose(close_connection_pool)
+
+
+def _role_of(script: str) -> str:
+    [name] = [it for it in scripts.SCRIPT_NAMES if scripts.script_text(it) == script]
+    return _ROLE_OF_SCRIPT[name]
+
+
+def _options(client: Any, role: str) -> dict[str, Any]:
+    known = client.connection_pool.connection_kwargs
+    where = {name: known[name] for name in ("host", "port", "db")}
+    return {**where, "username": role, "password": f"change-me-{role}"}

@@ -1,0 +1,228 @@
+"""What happens in a move: one or more calls, as clients and workers build them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from shared import scripts
+from shared.schemas import ErrorInfo, FinishReason, Request, TokenEvent, Usage
+from shared.scripts import Call, ClaimContext, Held, ModelIdentity, NewRequest, Room, Row
+from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
+
+LEASE_MS = 3_600_000
+PAST = NOW_MS - 1
+NONCE = "n"
+"""What all claims of no session bring, so that fences of a request differ by the attempt alone."""
+SESSION, NO_SESSION = "s", ClaimContext()
+
+FORGOTTEN = 0
+"""Stands for the attempts at an earlier request of the same id, of which nothing is kept."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Something that happens. `text` tells of it in a trace; `ids` are the requests it is about."""
+
+    kind: str
+    text: str
+    calls: tuple[Call[Any], ...]
+    ids: tuple[str, ...]
+    rows: tuple[tuple[Row, int], ...] = ()
+    """The rows it publishes, each with the attempt that makes it."""
+    holders: tuple[tuple[str, int], ...] = ()
+    """Request and attempt of each fence that it shows without a row."""
+    is_fair: bool = False
+    """Whether it needs no luck: it is tried again and again as long as somebody serves the queue,
+    even if all that hold anything are gone."""
+    nonce: str = NONCE
+    """What a claim puts into its fences."""
+    context: ClaimContext = NO_SESSION
+    """What a claim says of those before it."""
+
+
+@cache
+def enqueue(spec: Spec, kind: str) -> Move:
+    new = [NewRequest(spec.request_id, request_of(spec), spec.delay_ms)]
+    call = scripts.enqueue(new, LEASE_MS, nonce=f"call-{spec.request_id}")
+    return Move(kind, f"enqueue {spec.request_id}", (call,), (spec.request_id,))
+
+
+@cache
+def enqueue_plainly(spec: Spec, kind: str) -> Move:
+    request_id, payload = spec.request_id, request_of(spec).to_payload()
+    score = NOW_MS + spec.priority * 60_000
+    calls = (
+        plain("HSET", KEYS.request(request_id), "payload", payload),
+        plain("ZADD", KEYS.pending, score, request_id),
+        plain("PUBLISH", KEYS.control, "pending"),
+    )
+    return Move(kind, f"put {request_id} in by plain commands", calls, (request_id,))
+
+
+def request_of(spec: Spec) -> Request:
+    fields: dict[str, Any] = {"prompt": "p", "max_tokens": spec.num_tokens}
+    fields |= {"priority": spec.priority, "deadline_ms": spec.deadline_ms or None}
+    fields |= {"tenant": spec.tenant, "idempotency_key": spec.idempotency_key}
+    return Request.build(fields)
+
+
+@cache
+def requeue(dead_id: str, new_id: str) -> Move:
+    call = scripts.requeue(dead_id, new_id)
+    return Move("requeue", f"requeue {dead_id} as {new_id}", (call,), (dead_id, new_id))
+
+
+@cache
+def purge(request_id: str) -> Move:
+    call = scripts.purge([request_id])
+    return Move("purge", f"purge {request_id}", (call,), (request_id,))
+
+
+@cache
+def cancel_by_script(request_id: str, mode: scripts.CancelMode) -> Move:
+    kind = "cancel" if mode == "any" else "remove"
+    call = scripts.cancel([request_id], mode)
+    return Move(kind, f"cancel {request_id} ({mode})", (call,), (request_id,))
+
+
+@cache
+def flag(request_id: str, kind: str) -> Move:
+    call = plain("HSET", KEYS.request(request_id), "cancelled", "1")
+    return Move(kind, f"flag {request_id} as cancelled", (call,), (request_id,))
+
+
+@cache
+def claim(worker: str, max_count: int, budget: int, num_held: int = 0) -> Move:
+    room = Room(max_count=max_count, token_budget=budget, num_held=num_held)
+    call = scripts.claim(worker, LEASE_MS, room, NONCE, "seeds", ModelIdentity())
+    text = f"{worker}, which holds {num_held}, claims up to {max_count} in {budget} tokens"
+    return Move("claim", text, (call,), (), is_fair=budget == AMPLE and not num_held)
+
+
+@cache
+def claim_in_session(max_count: int, nonce: str, answered: str, how: str) -> Move:
+    room, context = Room(max_count, AMPLE), ClaimContext(SESSION, answered)
+    call = scripts.claim("worker-s", LEASE_MS, room, nonce, "seeds", ModelIdentity(), context)
+    text = f"worker-s claims up to {max_count} by {nonce}; {how}"
+    return Move("session", text, (call,), (), nonce=nonce, context=context)
+
+
+@cache
+def row_of(spec: Spec, fence: str, index: int) -> Row:
+    is_last = index == spec.num_tokens - 1
+    usage = Usage(prompt_tokens=1, completion_tokens=index + 1) if is_last else None
+    event = TokenEvent(
+        index=index,
+        token_ids=[spec.token(index)],
+        text=f"{spec.token(index)} ",
+        finish_reason=FinishReason.LENGTH if is_last else None,
+        attempt=_attempt_in(fence),
+        usage=usage,
+    )
+    return Row.of(spec.request_id, fence, event)
+
+
+@cache
+def publish_row(spec: Spec, attempt: int, fence: str, index: int, is_fair: bool) -> Move:
+    row = row_of(spec, fence, index)
+    what = "the last token" if row.finish_reason else f"token {index}"
+    text = f"{_name(attempt)} publishes {what} of {spec.request_id}"
+    call = scripts.publish(LEASE_MS, [row], [])
+    rows = ((row, attempt),)
+    return Move("publish", text, (call,), (spec.request_id,), rows, is_fair=is_fair)
+
+
+@cache
+def fail(spec: Spec, attempt: int, fence: str, index: int) -> Move:
+    event = TokenEvent(
+        index=index,
+        token_ids=[],
+        text="",
+        finish_reason=FinishReason.ERROR,
+        attempt=_attempt_in(fence),
+        usage=Usage(prompt_tokens=1, completion_tokens=index),
+        error=ErrorInfo(type="internal_error", message="the engine failed it"),
+    )
+    row = Row.of(spec.request_id, fence, event)
+    text = f"{_name(attempt)} ends {spec.request_id} with an error behind {index} tokens"
+    call = scripts.publish(LEASE_MS, [row], [])
+    return Move("fail", text, (call,), (spec.request_id,), ((row, attempt),))
+
+
+def step(rows: list[tuple[Row, int]], holders: list[tuple[Held, int]]) -> Move:
+    parts = [f"attempt {attempt} token {row.start} of {row.request_id}" for row, attempt in rows]
+    call = scripts.publish(LEASE_MS, [row for row, _ in rows], [held for held, _ in holders])
+    attempts = tuple((held.request_id, attempt) for held, attempt in holders)
+    ids = tuple(dict.fromkeys(request_id for request_id, _ in attempts))
+    return Move("step", "one call: " + ", ".join(parts), (call,), ids, tuple(rows), attempts)
+
+
+@cache
+def renew(request_id: str, attempt: int, fence: str) -> Move:
+    call = scripts.publish(LEASE_MS, [], [Held(request_id, fence)])
+    text = f"{_name(attempt)} renews {request_id}"
+    return Move("renew", text, (call,), (request_id,), holders=((request_id, attempt),))
+
+
+@cache
+def release(request_id: str, attempt: int, fence: str, max_crashes: int | None = None) -> Move:
+    call = scripts.release([Held(request_id, fence)], max_crashes)
+    how = "releases" if max_crashes is None else "gives back after its engine failed"
+    text = f"{_name(attempt)} {how} {request_id}"
+    return Move(
+        "release" if max_crashes is None else "break",
+        text,
+        (call,),
+        (request_id,),
+        holders=((request_id, attempt),),
+    )
+
+
+@cache
+def reap(max_crashes: int) -> Move:
+    return Move("reap", "somebody reaps", (scripts.reap(max_crashes),), (), is_fair=True)
+
+
+@cache
+def pause(paused: str) -> Move:
+    call = plain("HSET", KEYS.config, "paused", paused)
+    text = "somebody pauses the queue" if paused == "1" else "somebody lets the queue go on"
+    return Move("pause", text, (call,), (), is_fair=paused == "0")
+
+
+@cache
+def to_the_past(kind: str, text: str, key: str, request_id: str, is_fair: bool = False) -> Move:
+    call = plain("ZADD", key, "XX", PAST, request_id)
+    return Move(kind, text.format(request_id), (call,), (request_id,), is_fair=is_fair)
+
+
+@cache
+def forget_log(request_id: str) -> Move:
+    call = plain("DEL", KEYS.tokens(request_id))
+    return Move("tidy", f"the log of {request_id} expires", (call,), (request_id,))
+
+
+@cache
+def forget(request_id: str) -> Move:
+    """With the lengths of outputs so far, as each request of an id would add one more."""
+    calls = (plain("DEL", KEYS.request(request_id)), plain("DEL", KEYS.prefix + "outputs"))
+    return Move("forget", f"the hash of {request_id} expires", calls, (request_id,))
+
+
+@cache
+def lapse(key: str) -> Move:
+    return Move("lapse", f"the key {key} expires", (plain("DEL", key),), ())
+
+
+def plain(*args: str | bytes | int) -> Call[Any]:
+    return Call("", list(args), lambda reply: reply)
+
+
+def _name(attempt: int) -> str:
+    return "a forgotten attempt" if attempt == FORGOTTEN else f"attempt {attempt}"
+
+
+def _attempt_in(fence: str) -> int:
+    return int(fence.split("-")[0])
