@@ -50,7 +50,8 @@ class QueueWatch:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.hmget(self._keys.config, "model", "tool_call_style")
         pipeline.time()
-        pipeline.zrange(self._keys.workers, 0, 0, desc=True, withscores=True)
+        latest_first: Any = {"desc": True, "byscore": True, "offset": 0, "num": 1}
+        pipeline.zrange(self._keys.workers, "+inf", "-inf", withscores=True, **latest_first)
         (model, style), (seconds, _), latest = await pipeline.execute()
         return QueueView(
             model=(model or b"").decode(),
