@@ -272,7 +272,7 @@ def test_openai_client_with_a_key(
             with redis.Redis.from_url(redis_url) as connection:
                 record = Keys().request(answer.headers["x-request-id"])
                 assert connection.hget(record, "tenant") == b"shop"
-            answer.close()
+            answer.http_response.close()
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="", prompt="Once")
     assert refused.value.code == "rate_limit_exceeded"
