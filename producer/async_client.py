@@ -23,7 +23,7 @@ from producer.connecting import (
 from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
 from producer.queue_stats import QueueStats, read_stats
-from producer.steering import drain_workers, set_paused
+from producer.steering import drain_workers, reprioritise, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -43,7 +43,7 @@ from shared.errors import RedisUnavailableError
 from shared.keys import Keys, check_request_id
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus, NewRequest
+from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
 
 T = TypeVar("T")
 
@@ -158,6 +158,11 @@ class AsyncClient:
         with explained(self.url):
             queue = await self._connected()
             return await heeding_cancels(queue.cancel(check_request_id(request_id)))
+
+    async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
+        """As `Client.reprioritise`."""
+        calls = reprioritise(self._keys, check_request_id(request_id), priority)
+        return await self._converse(calls)
 
     async def state(self, request_id: str) -> RequestState | None:
         """As `Client.state`."""

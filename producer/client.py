@@ -20,7 +20,7 @@ from producer.connecting import (
 from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
 from producer.queue_stats import QueueStats, read_stats
-from producer.steering import drain_workers, set_paused
+from producer.steering import drain_workers, reprioritise, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -40,7 +40,7 @@ from shared.errors import RedisUnavailableError
 from shared.keys import check_request_id
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus, NewRequest
+from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
 
 T = TypeVar("T")
 
@@ -180,6 +180,14 @@ class Client:
         """End a request: at once if it waits, at its worker's next step if it runs."""
         with explained(self.url):
             return self._queue.cancel(check_request_id(request_id))
+
+    def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
+        """Move a waiting request to where it would be, had it come with this priority.
+
+        Says whether it did; what a worker holds stays as it is. Raises InvalidRequestError.
+        """
+        calls = reprioritise(self._queue.keys, check_request_id(request_id), priority)
+        return self._converse(calls)
 
     def state(self, request_id: str) -> RequestState | None:
         """Where a request is in its life; None if it is unknown."""

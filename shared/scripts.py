@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 SCRIPT_NAMES = (
     "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "purge", "heartbeat",
-    "waiting",
+    "waiting", "reprioritise",
 )  # fmt: skip
 _SHARED_PARTS = ("_common", "_tenants", "_log", "_moves", "_crashes")
 
@@ -77,6 +77,16 @@ class CancelStatus(StrEnum):
     ACTIVE = "active"
     FINISHED = "finished"
     UNKNOWN = "unknown"
+
+
+class PriorityStatus(StrEnum):
+    """What became of a wish for another priority; the script's header says when."""
+
+    CHANGED = "changed"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+    STALE = "stale"
 
 
 @dataclass(slots=True)
@@ -336,6 +346,14 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
     return Call("cancel", [mode, *encoded], parse)
 
 
+def reprioritise(
+    request_id: str, priority: int, payload: bytes, new_payload: str
+) -> Call[PriorityStatus]:
+    """Move what waits to another priority, if `payload` is still what it was enqueued with."""
+    args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
+    return Call("reprioritise", args, lambda reply: PriorityStatus(_text(reply)))
+
+
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
     """Tidy up behind workers and requests whose time is over.
 
@@ -423,6 +441,11 @@ def contains(keys: Keys, request_id: str) -> Call[bool]:
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
     """A request's hash as it is, all fields as text; empty if there is none."""
     return Call("", ["HGETALL", keys.request(request_id)], _text_map)
+
+
+def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
+    """A request's payload as it was enqueued; None if it is unknown."""
+    return Call("", ["HGET", keys.request(request_id), "payload"], lambda reply: reply)
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
