@@ -15,7 +15,6 @@ from shared.observations import Sample, SlotStats
 from shared.schemas import WorkerStats
 from shared.scripts import Call
 
-
 _READS = 3
 
 
