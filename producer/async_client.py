@@ -22,6 +22,13 @@ from producer.connecting import (
 )
 from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
+from producer.overview import (
+    Overview,
+    WorkerView,
+    read_overview,
+    read_statistics,
+    read_worker,
+)
 from producer.queue_stats import QueueStats, read_stats
 from producer.steering import drain_workers, reprioritise, set_paused
 from producer.stream import (
@@ -37,10 +44,12 @@ from producer.stream import (
     follow,
 )
 from producer.subscriptions import Mailbox, Subscriptions
+from producer.timeline import Timeline, read_timeline
 from shared import scripts
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError
 from shared.keys import Keys, check_request_id
+from shared.observations import Sample
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
@@ -173,6 +182,22 @@ class AsyncClient:
     async def stats(self) -> QueueStats:
         """As `Client.stats`."""
         return await self._converse(read_stats(self._keys))
+
+    async def overview(self) -> Overview:
+        """As `Client.overview`."""
+        return await self._converse(read_overview(self._keys))
+
+    async def worker(self, worker_id: str) -> WorkerView:
+        """As `Client.worker`."""
+        return await self._converse(read_worker(self._keys, worker_id))
+
+    async def timeline(self, request_id: str) -> Timeline:
+        """As `Client.timeline`."""
+        return await self._converse(read_timeline(self._keys, check_request_id(request_id)))
+
+    async def statistics(self, since_ms: int = 0) -> list[Sample]:
+        """As `Client.statistics`."""
+        return await self._converse(read_statistics(self._keys, since_ms))
 
     async def pause(self) -> None:
         """As `Client.pause`."""

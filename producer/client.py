@@ -19,6 +19,13 @@ from producer.connecting import (
 )
 from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
+from producer.overview import (
+    Overview,
+    WorkerView,
+    read_overview,
+    read_statistics,
+    read_worker,
+)
 from producer.queue_stats import QueueStats, read_stats
 from producer.steering import drain_workers, reprioritise, set_paused
 from producer.stream import (
@@ -34,10 +41,12 @@ from producer.stream import (
     follow,
     heard,
 )
+from producer.timeline import Timeline, read_timeline
 from shared import scripts
 from shared.connection import open_redis
 from shared.errors import RedisUnavailableError
 from shared.keys import check_request_id
+from shared.observations import Sample
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
@@ -197,6 +206,24 @@ class Client:
     def stats(self) -> QueueStats:
         """What the queue holds and how its workers fare."""
         return self._converse(read_stats(self._queue.keys))
+
+    def overview(self) -> Overview:
+        """What the queue holds, how its workers fare, and what it was like lately."""
+        return self._converse(read_overview(self._queue.keys))
+
+    def worker(self, worker_id: str) -> WorkerView:
+        """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
+        return self._converse(read_worker(self._queue.keys, worker_id))
+
+    def timeline(self, request_id: str) -> Timeline:
+        """What happened to a request, and when. Raises RequestNotFoundError."""
+        return self._converse(read_timeline(self._queue.keys, check_request_id(request_id)))
+
+    def statistics(self, since_ms: int = 0) -> list[Sample]:
+        """Samples of what the queue was like, one for each 5 s of the last hour, from
+        `since_ms` (Unix milliseconds of the server) on, the oldest first.
+        """
+        return self._converse(read_statistics(self._queue.keys, since_ms))
 
     def pause(self) -> None:
         """Hand out no more requests: they are taken in and wait. What runs goes on."""

@@ -305,6 +305,9 @@ class Stats(_Wire):
     attempts: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    preempted_at: list[int] = []
+    """Unix milliseconds of the server, as `resumed_at`."""
+    resumed_at: list[int] = []
 
 
 class ErrorInfo(_Wire):
@@ -428,8 +431,21 @@ class WorkerStats(_Wire):
     kv_tokens: int = 0
     kv_used_tokens: int = 0
     kv_bytes_per_token: int = 0
+    kv_blocks: int = 0
+    kv_used_blocks: int = 0
+    """Owned by some sequence ..."""
+    kv_shared_blocks: int = 0
+    """... and those of them that several own."""
+    kv_free_blocks: int = 0
+    """That can be taken: empty ones, and those that hold a prefix but have no owner ..."""
+    kv_cached_blocks: int = 0
+    """... which are these."""
+    step_ms: float = 0.0
+    """Median of the last steps."""
     tokens_per_second: float = 0.0
     """Generated tokens a second over the time in which the engine had work."""
+    recent_tokens_per_second: float = 0.0
+    """The same since the last heartbeat, busy or not."""
     mean_queue_ms: float = 0.0
     mean_prompt_ms: float = 0.0
     mean_generation_ms: float = 0.0

@@ -18,22 +18,25 @@ from pydantic import ValidationError
 
 from shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
 from shared.keys import Keys
+from shared.observations import SLOTS, SlotStats
 from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, WorkerStats
 
 T = TypeVar("T")
 
 SCRIPT_NAMES = (
     "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "purge", "heartbeat",
-    "waiting", "reprioritise",
+    "waiting", "priorities", "sample", "reprioritise",
 )  # fmt: skip
 _SHARED_PARTS = ("_common", "_tenants", "_log", "_moves", "_crashes")
+_OWN_PARTS = {"claim": "_sharing", "priorities": "_priorities", "sample": "_priorities"}
 
 
 @cache
 def script_text(name: str) -> str:
     """The source of one script, with what all of them share in front."""
     folder = resources.files("shared") / "lua"
-    parts = [*_SHARED_PARTS, *(["_sharing"] if name == "claim" else []), name]
+    own = [_OWN_PARTS[name]] if name in _OWN_PARTS else []
+    parts = [*_SHARED_PARTS, *own, name]
     return "".join((folder / f"{part}.lua").read_text() for part in parts)
 
 
@@ -395,11 +398,15 @@ def tell_workers(keys: Keys, message: str) -> Call[int]:
     return Call("", ["PUBLISH", keys.control, message], int)
 
 
-def heartbeat(stats: WorkerStats, ttl_ms: int) -> Call[int]:
+def heartbeat(
+    stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
+) -> Call[int]:
     """Tell how a worker fares, for `ttl_ms`; 0: that it leaves. Gives how many workers live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
+    if slots is not None:
+        args += ["slots", SLOTS.dump_json([*slots])]
     return Call("heartbeat", args, int)
 
 

@@ -15,6 +15,7 @@ from worker.engine.interface import SequenceOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
 from worker.leases import Leases
+from worker.meter import Meter
 from worker.persistence import keep_trying
 
 
@@ -34,6 +35,7 @@ class Publisher:
         on_progress: Callable[[], None],
         on_finished: Callable[[HeldRequest], None],
         retry_seconds: float = 0.0,
+        meter: Meter | None = None,
     ) -> None:
         self._queue = queue
         self._leases = leases
@@ -41,6 +43,7 @@ class Publisher:
         self._on_progress = on_progress
         self._on_finished = on_finished
         self._retry_seconds = retry_seconds
+        self._meter = meter or Meter()
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
@@ -54,8 +57,12 @@ class Publisher:
         """Until cancelled, or until the engine fails, whose exception it raises."""
         while True:
             steps = await self._engine.fetch()
-            outputs = [output for step in steps for output in step.outputs]
-            rows = [row for output in outputs if (row := self._row_or_failure(output)) is not None]
+            rows = [
+                row
+                for step in steps
+                for output in step.outputs
+                if (row := self._row_or_failure(output, step.ended_at)) is not None
+            ]
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
@@ -157,12 +164,12 @@ class Publisher:
         self.abort(held)
         self._leases.drop(held)
 
-    def _row_or_failure(self, output: SequenceOutput) -> Row | None:
+    def _row_or_failure(self, output: SequenceOutput, at: float) -> Row | None:
         """The row for an output; if making it fails, the row that ends this one request."""
         held = self._leases.by_sequence(output.sequence_id)
         emitted = held.emitted if held is not None else None
         try:
-            return self._row(output)
+            return self._row(output, at)
         except Exception as error:  # whatever it is, it is this request's alone
             if held is None or emitted is None:
                 raise
@@ -172,7 +179,7 @@ class Publisher:
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             return held.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
-    def _row(self, output: SequenceOutput) -> Row | None:
+    def _row(self, output: SequenceOutput, at: float) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)
         if held is None or held.ended:
             return None
@@ -183,6 +190,8 @@ class Publisher:
             return None
         if output.timing is not None:
             held.timing = output.timing
+        if output.token_ids:
+            self._meter.note_output(held, output, at)
         if output.finish_reason is not None:
             self._leases.mark_out_of_engine(held)
         if output.finish_reason is FinishReason.ERROR:

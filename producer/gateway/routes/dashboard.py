@@ -12,6 +12,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
 
 from producer.connecting import explained
 from producer.gateway import request_search
@@ -21,9 +22,10 @@ from producer.gateway.errors import ApiError, as_api_error
 from producer.gateway.event_stream import event_response, message
 from producer.gateway.request_search import FoundRequests
 from producer.gateway.sampler import Sampler
+from producer.timeline import Timeline
 from shared.errors import PromptqError, RequestNotFoundError
-from shared.observations import SAMPLE_MS
 from shared.keys import check_request_id
+from shared.observations import SAMPLE_MS
 
 router = APIRouter(include_in_schema=False)
 
@@ -40,6 +42,9 @@ _HEADERS = {
 }
 RECORD_SECONDS = 1.0
 """How often a request's page looks whether something but its tokens has changed."""
+
+MAX_SHOWN_PAYLOAD = 65_536
+"""Characters; a longer payload is cut, as people do not read it."""
 
 RequestId = Annotated[str, Query(alias="id")]
 
@@ -94,8 +99,8 @@ async def live_request(
     admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
 ) -> StreamingResponse:
     """A request's life as it changes, and its events from the first on."""
-    life = await gateway.client.life(check_request_id(request_id))
-    return event_response(_request(gateway, request_id, life.model_dump_json()))
+    timeline = await gateway.client.timeline(check_request_id(request_id))
+    return event_response(_request(gateway, request_id, timeline))
 
 
 @router.get("/dashboard/api/requests")
@@ -129,17 +134,25 @@ def _sampler_of(request: Request, gateway: Gateway) -> Sampler:
     if not hasattr(state, "sampler"):
 
         async def read(topic: str) -> str:
-            kind, _, worker_id = topic.partition(" ")
-            if kind == "overview":
-                return (await gateway.client.overview()).model_dump_json()
+            _, _, worker_id = topic.partition(" ")
+            if not worker_id:
+                return await _as_of_now(gateway, await gateway.client.overview())
             try:
-                return (await gateway.client.worker(worker_id)).model_dump_json()
+                return await _as_of_now(gateway, await gateway.client.worker(worker_id))
             except RequestNotFoundError:
-                return "null"
+                return await _as_of_now(gateway, None)
 
         state.sampler = Sampler(read)
     sampler: Sampler = state.sampler
     return sampler
+
+
+async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
+    """With the server's time, by which pages reckon how long ago something was."""
+    with explained(gateway.client.url):
+        seconds, microseconds = await gateway.redis.time()
+    text = "null" if value is None else value.model_dump_json()
+    return f'{{"now":{seconds * 1000 + microseconds // 1000},"value":{text}}}'
 
 
 async def _sampled(sampler: Sampler, topic: str, event: str) -> AsyncGenerator[str, None]:
@@ -158,7 +171,9 @@ async def _overview(gateway: Gateway, sampler: Sampler) -> AsyncGenerator[str, N
             yield text
 
 
-async def _request(gateway: Gateway, request_id: str, life: str) -> AsyncGenerator[str, None]:
+async def _request(
+    gateway: Gateway, request_id: str, timeline: Timeline
+) -> AsyncGenerator[str, None]:
     """Both sources write into one bounded mailbox; a page that is slow holds up only itself."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
@@ -169,23 +184,19 @@ async def _request(gateway: Gateway, request_id: str, life: str) -> AsyncGenerat
                 await mailbox.put(message("tokens", event.to_json()))
         is_over.set()
 
-    async def follow_life() -> None:
-        shown = ""
-        while True:
-            was_over = is_over.is_set()
-            current = await gateway.client.life(request_id)
-            text = current.model_dump_json()
-            if (told := current.model_dump_json(exclude={"now"})) != shown:
-                shown = told
-                await mailbox.put(message("request", text))
-            if was_over:
-                return
+    async def follow_timeline(shown: Timeline) -> None:
+        await mailbox.put(await _request_message(gateway, shown))
+        while not is_over.is_set() or not shown.state.is_final:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RECORD_SECONDS):
                     await is_over.wait()
+            current = await gateway.client.timeline(request_id)
+            if current != shown:
+                shown = current
+                await mailbox.put(await _request_message(gateway, shown))
 
-    async def follow() -> None:
-        tasks = [asyncio.create_task(it()) for it in (follow_life, follow_tokens)]
+    async def follow_both() -> None:
+        tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
         try:
             await asyncio.gather(*tasks)
         except PromptqError as error:
@@ -197,11 +208,18 @@ async def _request(gateway: Gateway, request_id: str, life: str) -> AsyncGenerat
             await asyncio.gather(*tasks, return_exceptions=True)
         await mailbox.put(None)
 
-    yield message("request", life)
-    following = asyncio.create_task(follow())
+    following = asyncio.create_task(follow_both())
     try:
         while (text := await mailbox.get()) is not None:
             yield text
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+async def _request_message(gateway: Gateway, timeline: Timeline) -> str:
+    payload = timeline.payload
+    if len(payload) > MAX_SHOWN_PAYLOAD:
+        payload = payload[:MAX_SHOWN_PAYLOAD] + "…"
+    shown = timeline.model_copy(update={"payload": payload})
+    return message("request", await _as_of_now(gateway, shown))

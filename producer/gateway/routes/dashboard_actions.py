@@ -143,5 +143,9 @@ async def _chosen(gateway: ThisGateway, letters: DeadLetters) -> list[str]:
 def _log(request: Request, admin: Caller, action: str, **what: Any) -> None:
     address = request.client.host if request.client else ""
     get_logger().info(
-        "done from the dashboard", action=action, by=admin.name or "anybody", address=address, **what
+        "done from the dashboard",
+        action=action,
+        by=admin.name or "anybody",
+        address=address,
+        **what,
     )
