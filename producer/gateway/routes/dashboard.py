@@ -40,7 +40,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-RECORD_SECONDS = 1.0
+TIMELINE_SECONDS = 1.0
 """How often a request's page looks whether something but its tokens has changed."""
 
 MAX_SHOWN_PAYLOAD = 65_536
@@ -186,14 +186,17 @@ async def _request(
 
     async def follow_timeline(shown: Timeline) -> None:
         await mailbox.put(await _request_message(gateway, shown))
-        while not is_over.is_set() or not shown.state.is_final:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RECORD_SECONDS):
-                    await is_over.wait()
+        while True:
+            was_over = is_over.is_set()
             current = await gateway.client.timeline(request_id)
             if current != shown:
                 shown = current
                 await mailbox.put(await _request_message(gateway, shown))
+            if was_over:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TIMELINE_SECONDS):
+                    await is_over.wait()
 
     async def follow_both() -> None:
         tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
