@@ -19,7 +19,7 @@ from producer.gateway import request_search
 from producer.gateway.admin import ThisAdmin
 from producer.gateway.context import Gateway, ThisGateway
 from producer.gateway.errors import ApiError, as_api_error
-from producer.gateway.event_stream import event_response, message
+from producer.gateway.page_stream import event_response, message
 from producer.gateway.request_search import FoundRequests
 from producer.gateway.sampler import Sampler
 from producer.timeline import Timeline
