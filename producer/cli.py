@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from producer.gateway.command import gateway
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
 from producer.printing import StreamPrinter
@@ -334,7 +335,7 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
-for _command in (pause, resume, drain, reprioritise):
+for _command in (gateway, pause, resume, drain, reprioritise):
     app.command()(_command)
 app.add_typer(dead, name="dead")
 

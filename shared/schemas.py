@@ -258,18 +258,21 @@ class TopLogprob(_Wire):
 
     token_id: int
     logprob: float
+    token: str | None = None
 
 
 class TokenLogprob(_Wire):
     """Natural log-probability of the token that was chosen, before any sampling parameter.
 
     `rank` is 1 for the likeliest token; `top` holds the likeliest ones, null if none were asked.
+    `token` is its text alone; bytes that are no whole character in it are U+FFFD.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: list[TopLogprob] | None = None
+    token: str | None = None
 
 
 class Usage(_Wire):

@@ -20,6 +20,7 @@ from shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
 from shared.keys import Keys
 from shared.observations import SLOTS, SlotStats
 from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, WorkerStats
+from shared.tool_call_style import ToolCallStyle
 
 T = TypeVar("T")
 
@@ -391,6 +392,11 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
     """Whether the queue hands out requests."""
     return Call("", ["HSET", keys.config, "paused", int(paused)], int)
+
+
+def tell_tool_call_style(keys: Keys, style: ToolCallStyle) -> Call[int]:
+    """Say how the queue's model writes the call of a tool."""
+    return Call("", ["HSET", keys.config, "tool_call_style", style.to_json()], int)
 
 
 def tell_workers(keys: Keys, message: str) -> Call[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shared.errors import ConfigurationError
 from shared.scripts import ModelIdentity
 from shared.settings import Settings
+from shared.tool_call_style import ToolCallStyle
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import Engine
 from worker.engine.progress import Progress, unheard
@@ -18,6 +19,7 @@ from worker.engine.runner import Runner
 from worker.grammars import Grammars
 from worker.shipped import MODEL_DIR, MODEL_NAME
 from worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from worker.tool_calls import tool_call_style
 
 if TYPE_CHECKING:
     from worker.engine.model_runner import ModelRunner
@@ -45,6 +47,8 @@ class Served:
     """How it computes, in words: native code, or why not."""
     grammars: Grammars | None = None
     """What makes outputs match a schema; None for an engine that cannot be told."""
+    tool_call_style: ToolCallStyle | None = None
+    """How the model writes the call of a tool; None where there is no model."""
 
 
 def parse_size(text: str) -> int:
@@ -116,6 +120,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         dtype=str(runner.dtype).removeprefix("torch."),
         way=_way(runner),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
+        tool_call_style=tool_call_style(tokenizer.chat_template),
     )
 
 

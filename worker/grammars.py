@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import InvalidRequestError
 from shared.output_format import JsonOutput, Output, ToolCallOutput
+from shared.tool_call_style import ToolCallStyle
 from worker.engine.grammar import Grammar, GrammarError
 from worker.tokenizer import HuggingFaceTokenizer
-from worker.tool_calls import ToolCallStyle, tool_call_style
+from worker.tool_calls import tool_call_style
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import ErrorInfo, FinishReason
+from shared.schemas import ErrorInfo, FinishReason, TokenLogprob
 from shared.scripts import Row, RowStatus
 from worker.engine.interface import SequenceOutput
 from worker.engine_thread import EngineThread
@@ -25,6 +25,7 @@ class Publisher:
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
     with each request that got its last event from this worker. What the server does not take is
     tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
+    `token_text` names the tokens of log-probabilities.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Publisher:
         on_finished: Callable[[HeldRequest], None],
         retry_seconds: float = 0.0,
         meter: Meter | None = None,
+        token_text: Callable[[int], str] | None = None,
     ) -> None:
         self._queue = queue
         self._leases = leases
@@ -44,6 +46,7 @@ class Publisher:
         self._on_finished = on_finished
         self._retry_seconds = retry_seconds
         self._meter = meter or Meter()
+        self._token_text = token_text
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
@@ -214,4 +217,13 @@ class Publisher:
             reason = FinishReason.STOP
             self.abort(held)
         logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None
+        if logprobs and self._token_text is not None:
+            _name_tokens(logprobs, self._token_text)
         return held.next_row(token_ids, text, logprobs, reason)
+
+
+def _name_tokens(logprobs: Sequence[TokenLogprob], token_text: Callable[[int], str]) -> None:
+    for chosen in logprobs:
+        chosen.token = token_text(chosen.token_id)
+        for other in chosen.top or ():
+            other.token = token_text(other.token_id)

@@ -13,6 +13,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from shared import scripts
 from shared.errors import InvalidRequestError, PromptqError
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
@@ -84,6 +85,7 @@ class Worker:
             self._count_finished,
             settings.redis_retry_seconds,
             self.meter,
+            served.tokenizer.token_text,
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
@@ -116,6 +118,8 @@ class Worker:
     async def start(self) -> None:
         """Begin to claim. Raises ModelMismatchError if the queue belongs to another model."""
         await self._queue.take_batch(Room(max_count=0, token_budget=0))
+        if (style := self.served.tool_call_style) is not None:
+            await self._queue.run(scripts.tell_tool_call_style(self._queue.keys, style))
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())

@@ -24,6 +24,10 @@ class Tokenizer(Protocol):
         """Text without special tokens; incomplete characters as U+FFFD."""
         ...
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token within a text; a special token's name."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as token ids, for the model-free engine."""
@@ -45,6 +49,9 @@ class ByteTokenizer:
             text = bytes(token for token in token_ids if token < 256)
         return text.decode("utf-8", "replace")
 
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id]) or f"<{token_id}>"
+
 
 class HuggingFaceTokenizer:
     """The tokenizer that comes with a model."""
@@ -52,6 +59,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.decode = _decoder(tokenizer)
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, name_or_dir: str, *, trust_remote_code: bool = False) -> HuggingFaceTokenizer:
@@ -94,6 +102,16 @@ class HuggingFaceTokenizer:
         # Most vocabularies hold a word twice, alone and with the space in front.
         spellings = [self._encode(form, add_special_tokens=False) for form in (word, " " + word)]
         return [tokens for tokens in spellings if tokens]
+
+    def token_text(self, token_id: int) -> str:
+        text = self._token_texts.get(token_id)
+        if text is None:
+            # Many tokenizers drop the space in front of a text's first token, so it stands twice.
+            alone = self.decode([token_id])
+            text = self.decode([token_id, token_id])[len(alone) :]
+            text = text or str(self._tokenizer.convert_ids_to_tokens(token_id))
+            self._token_texts[token_id] = text
+        return text
 
     @property
     def chat_template(self) -> str:

@@ -1,17 +1,8 @@
-"""How a model family writes the call of a tool, read off its chat template."""
+"""Reads off a chat template how its model family writes the call of a tool."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallStyle:
-    """A call is `before`, then {"name": NAME, ARGUMENTS_KEY: {...}}, then `after`."""
-
-    arguments_key: str = "arguments"
-    before: str = ""
-    after: str = ""
+from shared.tool_call_style import ToolCallStyle
 
 
 def tool_call_style(chat_template: str) -> ToolCallStyle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,35 +11,63 @@ from fastapi import FastAPI
 from producer.async_client import AsyncClient
 from producer.connecting import server_url
 from producer.gateway import errors
+from producer.gateway.cancels import Cancels
 from producer.gateway.context import Gateway
-from producer.gateway.routes import dashboard, dashboard_actions, health
+from producer.gateway.queue_view import QueueWatch
+from producer.gateway.routes import (
+    chat,
+    completions,
+    dashboard,
+    dashboard_actions,
+    docs,
+    health,
+    models,
+    streams,
+)
+from producer.gateway.settings import GatewaySettings
 from shared.connection import make_async_redis
 from shared.keys import Keys
-from shared.settings import Settings
 
 _ROUTERS = (
     health.router,
+    chat.router,
+    completions.router,
+    streams.router,
+    models.router,
+    docs.router,
     dashboard.router,
     dashboard_actions.router,
 )
+_MAX_CALLING = 32
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: GatewaySettings) -> FastAPI:
     """The ASGI application of one gateway. Raises RedisUnavailableError if no server is named."""
     url = server_url(settings.redis_url)
+    keys = Keys(settings.queue)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         connection = make_async_redis(url)
         client = AsyncClient(connection, settings.queue)
-        app.state.gateway = Gateway(settings, client, connection, Keys(settings.queue))
+        calling = asyncio.Semaphore(_MAX_CALLING)
+        cancels = Cancels(client, calling)
+        watch = QueueWatch(connection, keys, url)
+        app.state.gateway = Gateway(settings, client, connection, watch, cancels, calling, keys)
         try:
             yield
         finally:
+            await cancels.aclose()
             await client.close()
             await connection.aclose()
 
-    app = FastAPI(title="promptq", lifespan=lifespan)
+    app = FastAPI(
+        title="promptq",
+        description="A queue for language models, with the API of OpenAI.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)

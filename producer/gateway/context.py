@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -9,18 +10,24 @@ import redis.asyncio
 from fastapi import Depends, Request
 
 from producer.async_client import AsyncClient
+from producer.gateway.cancels import Cancels
+from producer.gateway.queue_view import QueueWatch
+from producer.gateway.settings import GatewaySettings
 from shared.keys import Keys
-from shared.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """One gateway process: its settings, its client of the queue, and a plain connection pool."""
 
-    settings: Settings
+    settings: GatewaySettings
     client: AsyncClient
     redis: redis.asyncio.Redis
     """For what no client method does: API keys, limits, files, statistics."""
+    watch: QueueWatch
+    cancels: Cancels
+    calling: asyncio.Semaphore
+    """Held around a call of the client, for the pool refuses whom it has no connection for."""
     keys: Keys = field(default_factory=Keys)
 
 

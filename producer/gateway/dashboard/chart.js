@@ -79,7 +79,7 @@ export function chart(title, series, format) {
       at.steps.map((value) => s("g", { class: "grid" },
         s("line", { x1: LEFT, x2: at.width - RIGHT, y1: at.y(value), y2: at.y(value) }),
         s("text", { x: LEFT - 6, y: at.y(value) + 4, "text-anchor": "end" }, format(value)))),
-      [60, 45, 30, 15, 0].map((minutes) => s("text", {
+      (at.width < 460 ? [60, 30, 0] : [60, 45, 30, 15, 0]).map((minutes) => s("text", {
         class: "axis", x: at.x(now - minutes * 60_000), y: HEIGHT - 6,
         "text-anchor": minutes === 60 ? "start" : minutes === 0 ? "end" : "middle",
       }, minutes === 0 ? "now" : `-${minutes} min`)),

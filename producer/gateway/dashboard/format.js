@@ -15,6 +15,7 @@ export function rate(value) {
 /** A duration in milliseconds. */
 export function duration(ms) {
   if (ms === null || ms === undefined) return NONE;
+  if (ms === 0) return "0 ms";
   if (ms < 10) return `${ms.toFixed(1)} ms`;
   if (ms < 1000) return `${Math.round(ms)} ms`;
   if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;

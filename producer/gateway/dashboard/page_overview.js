@@ -8,6 +8,7 @@ import { ago, count, duration, rate } from "./format.js";
 import { badge, bar, section, table, tile, workerLink } from "./parts.js";
 
 const HOUR_MS = 3_600_000;
+const RECENT_MS = 60_000;
 
 export function open(main, { frame }) {
   const title = h("div", { class: "title" });
@@ -28,7 +29,7 @@ export function open(main, { frame }) {
     if (it.latest && it.latest.at > (samples.at(-1)?.at ?? 0)) samples.push(it.latest);
     samples = samples.filter((sample) => sample.at > now - HOUR_MS);
     show(title, ...head(it));
-    show(tiles, ...tilesOf(it));
+    show(tiles, ...tilesOf(it, samples, now));
     for (const one of charts) one.draw(samples, now, sampleMs);
     show(priorities, prioritiesOf(it));
     show(workers, workersOf(it, now));
@@ -61,16 +62,21 @@ function head(it) {
   ];
 }
 
-function tilesOf(it) {
+/** A time and its 95th percentile, by the last five seconds in which there was one. */
+function timeTile(name, kind, samples, now) {
+  const latest = samples.findLast((it) => it[`${kind}_p50_ms`] !== null && now - it.at < RECENT_MS);
+  if (!latest) return tile(name, "–", "none in the last minute");
+  return tile(name, duration(latest[`${kind}_p50_ms`]), `95th percentile ${duration(latest[`${kind}_p95_ms`])}`);
+}
+
+function tilesOf(it, samples, now) {
   const slots = it.workers.reduce((sum, worker) => sum + worker.max_num_seqs, 0);
-  const latest = it.latest ?? {};
-  const of95 = (value) => (value === null || value === undefined ? "last 5 s" : `95th percentile ${duration(value)}`);
   return [
     tile("Waiting", count(it.waiting), it.delayed ? `and ${count(it.delayed)} delayed` : "in the queue"),
     tile("Running", count(it.running), `of ${count(slots)} slots`),
     tile("Tokens per second", rate(it.tokens_per_second), "generated"),
-    tile("First token", duration(latest.ttft_p50_ms), of95(latest.ttft_p95_ms)),
-    tile("Queue time", duration(latest.queue_p50_ms), of95(latest.queue_p95_ms)),
+    timeTile("First token", "ttft", samples, now),
+    timeTile("Queue time", "queue", samples, now),
     tile("Dead letters", count(it.dead), it.dead ? "look at them" : "none", "#/dead"),
   ];
 }
@@ -80,10 +86,9 @@ function prioritiesOf(it) {
   rows.sort((one, other) => one.priority - other.priority);
   const most = Math.max(1, ...rows.map((row) => row.num));
   if (!rows.length) return section("Waiting by priority", h("p", { class: "empty" }, "Nothing waits."));
-  return section("Waiting by priority", table([
-    { name: "Priority", of: (row) => String(row.priority), number: true },
-    { name: "Requests", of: (row) => bar(row.num / most, count(row.num)) },
-  ], rows, (row) => row.priority));
+  return section("Waiting by priority", h("ul", { class: "ranking" }, rows.map((row) =>
+    h("li", { "data-key": row.priority }, h("span", { class: "number" }, String(row.priority)),
+      bar(row.num / most, count(row.num))))));
 }
 
 function workersOf(it, now) {

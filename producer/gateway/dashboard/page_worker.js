@@ -64,7 +64,7 @@ function memory(stats) {
     h("div", { class: "stack", role: "img", "aria-label": parts.map(([, num, name]) => `${name}: ${count(num)}`).join(", ") },
       parts.map(([kind, num]) => sized(h("span", { class: kind }), num / all))),
     h("p", { class: "legend" }, parts.map(([kind, num, name]) => h("span", {},
-      h("i", { class: `swatch ${kind}` }), `${name} `, h("b", {}, count(num)), ` ${percent(num / all)}`))));
+      h("i", { class: `swatch ${kind}` }), `${name} `, h("b", {}, count(num)), ` (${percent(num / all)})`))));
 }
 
 function progress(slot) {
@@ -76,8 +76,8 @@ function progress(slot) {
 
 function batch(slots, stats, toldAt, now) {
   const free = stats.max_num_seqs - slots.filter((it) => it.slot !== null).length;
-  const when = toldAt ? `, ${ago(now - toldAt)}` : "";
-  return section(`Batch${when}`, slots.length > 0 && table([
+  const title = ["Batch ", toldAt > 0 && h("span", { class: "quiet" }, `as of ${ago(now - toldAt)}`)];
+  return section(title, slots.length > 0 && table([
     { name: "Slot", of: (it) => (it.slot === null ? "–" : String(it.slot)), number: true },
     { name: "Request", of: (it) => requestLink(it.request_id) },
     { name: "State", of: (it) => badge(it.state) },

@@ -37,7 +37,7 @@ export function table(columns, rows, keyOf) {
 }
 
 export function section(title, ...children) {
-  return h("section", { class: "card" }, h("h2", {}, title), ...children);
+  return h("section", { class: "card" }, h("h2", {}, ...[title].flat().filter(Boolean)), ...children);
 }
 
 export function facts(pairs) {

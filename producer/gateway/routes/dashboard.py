@@ -99,7 +99,8 @@ async def live_request(
     admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
 ) -> StreamingResponse:
     """A request's life as it changes, and its events from the first on."""
-    timeline = await gateway.client.timeline(check_request_id(request_id))
+    async with gateway.calling:
+        timeline = await gateway.client.timeline(check_request_id(request_id))
     return event_response(_request(gateway, request_id, timeline))
 
 
@@ -114,9 +115,15 @@ async def requests(
 ) -> FoundRequests:
     """A page of requests, and what was searched for it."""
     with explained(gateway.client.url):
-        return await request_search.search(
-            gateway.redis, gateway.keys, state=state, tenant=tenant, prefix=prefix, cursor=cursor
-        )
+        async with gateway.calling:
+            return await request_search.search(
+                gateway.redis,
+                gateway.keys,
+                state=state,
+                tenant=tenant,
+                prefix=prefix,
+                cursor=cursor,
+            )
 
 
 @router.get("/dashboard/api/dead")
@@ -124,7 +131,8 @@ async def dead_letters(
     admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[dict[str, object]]:
     """Dead letters, the latest first; of long payloads the beginning."""
-    letters = await gateway.client.dead_letters(limit)
+    async with gateway.calling:
+        letters = await gateway.client.dead_letters(limit)
     return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
 
 
@@ -188,7 +196,8 @@ async def _request(
         await mailbox.put(await _request_message(gateway, shown))
         while True:
             was_over = is_over.is_set()
-            current = await gateway.client.timeline(request_id)
+            async with gateway.calling:
+                current = await gateway.client.timeline(request_id)
             if current != shown:
                 shown = current
                 await mailbox.put(await _request_message(gateway, shown))
@@ -214,10 +223,22 @@ async def _request(
     following = asyncio.create_task(follow_both())
     try:
         while (text := await mailbox.get()) is not None:
-            yield text
+            yield text + _at_hand(mailbox)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
+    """What has come meanwhile goes out with it: a long text is not thousands of packets."""
+    texts: list[str] = []
+    while not mailbox.empty():
+        text = mailbox.get_nowait()
+        if text is None:
+            mailbox.put_nowait(None)
+            break
+        texts.append(text)
+    return "".join(texts)
 
 
 async def _request_message(gateway: Gateway, timeline: Timeline) -> str:

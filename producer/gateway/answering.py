@@ -1,0 +1,128 @@
+"""From a call to its answer, whichever endpoint took it."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from producer.gateway.access import Caller
+from producer.gateway.context import Gateway
+from producer.gateway.errors import ApiError
+from producer.gateway.event_stream import EventStream
+from producer.gateway.openai.answers import answer
+from producer.gateway.openai.calls import Call
+from producer.gateway.openai.completion import (
+    Completion,
+    completion_of,
+    new_completion_id,
+)
+from producer.gateway.openai.endings import failure
+from producer.gateway.openai.positions import Position, read_event_id
+from producer.gateway.presence import ClientLeftError, while_present
+from producer.gateway.records import check_owner
+from shared.errors import InvalidRequestError
+from shared.schemas import Result
+
+_CLIENT_LEFT = 499
+"""What nginx logs for a client that closed its connection; nobody is there to read it."""
+
+
+async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call) -> Response:
+    """Enqueue what is asked for and answer, or go on with a stream that broke off."""
+    last_event_id = request.headers.get("last-event-id")
+    if call.stream and last_event_id:
+        return await _resume(gateway, caller, call, last_event_id)
+    completion = await _begin(gateway, caller, call)
+    if call.stream:
+        return EventStream(gateway, completion)
+    try:
+        async with while_present(request.receive):
+            return await _whole_answer(gateway, completion)
+    except ClientLeftError:
+        if not completion.detach:
+            gateway.cancels.cancel(completion.request_ids)
+        return Response(status_code=_CLIENT_LEFT)
+
+
+async def _begin(gateway: Gateway, caller: Caller, call: Call) -> Completion:
+    call = granted(call, caller).with_key_of(caller.name)
+    view = await gateway.watch.look()
+    if call.model and view.model and call.model != view.model:
+        raise unknown_model(call.model, view.model)
+    if not (view.has_worker or call.wait_for_worker):
+        raise ApiError(
+            503,
+            "no worker is alive; without wait_for_worker: false the request would wait for one",
+            code="no_worker",
+            headers={"Retry-After": "5"},
+        )
+    async with gateway.calling:
+        enqueued = await gateway.client.enqueue_many(call.requests(new_completion_id(call.is_chat)))
+    # Where the idempotency key was known, these are those of the call that brought it first.
+    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    return completion_of(call, completion_id, view.model)
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    return ApiError(
+        404,
+        f"model: {asked!r} is not served here, {served!r} is",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def granted(call: Call, caller: Caller) -> Call:
+    """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
+    tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
+    is_free = caller.tenant is None and caller.is_admin
+    if tenant is not None and tenant != caller.tenant and not is_free:
+        raise ApiError(
+            403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
+        )
+    if caller.tenant is not None:
+        call = call.with_fields(tenant=caller.tenant)
+    if priority is None:
+        if caller.highest_priority > 0:
+            call = call.with_fields(priority=caller.highest_priority)
+    elif isinstance(priority, int) and priority < caller.highest_priority:
+        raise ApiError(
+            403,
+            f"priority: {priority} is sooner than {caller.highest_priority}, which this API key"
+            " allows",
+            param="priority",
+            code="priority",
+        )
+    return call
+
+
+async def _resume(gateway: Gateway, caller: Caller, call: Call, last_event_id: str) -> Response:
+    completion_id, have = read_event_id(last_event_id)
+    completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
+    check_positions(completion, have)
+    await check_owner(gateway, caller, completion.request_ids[:1])
+    return EventStream(gateway, completion, have)
+
+
+def check_positions(completion: Completion, have: list[Position]) -> None:
+    """Raises InvalidRequestError where these are not positions of all its choices."""
+    if len(have) != completion.num_choices:
+        raise InvalidRequestError(
+            f"Last-Event-ID: tells of {len(have)} choices, and there are {completion.num_choices}",
+            field="Last-Event-ID",
+        )
+
+
+async def _whole_answer(gateway: Gateway, completion: Completion) -> Response:
+    results: list[Result] = []
+    for request_id in completion.request_ids:
+        result = await gateway.client.result(request_id, check=False)
+        if failure(result.finish_reason, result.error, num_tokens=1) is not None:
+            gateway.cancels.cancel(completion.request_ids[len(results) + 1 :])
+            results = [result] * completion.num_choices
+            break
+        results.append(result)
+    style = (await gateway.watch.look()).tool_call_style if completion.with_tools else None
+    headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
+    return JSONResponse(answer(completion, results, style), headers=headers)

@@ -1,0 +1,109 @@
+"""`promptq gateway`: the HTTP side in a process of its own, until told to stop."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from producer.options import Queue, Redis
+from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from producer.gateway.settings import GatewaySettings
+
+_BACKLOG = 4096
+
+
+def gateway(
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; default: 127.0.0.1.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port; default: 8000; 0: any free one.", show_default=False
+        ),
+    ] = None,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Serve the queue over HTTP, with the API of OpenAI; docs/gateway.md describes it.
+
+    It needs neither a worker nor the server to start: what cannot be served is
+    answered with 503 until it can.
+
+    Examples:
+
+      promptq gateway
+      promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
+    """
+    from producer.gateway.settings import read_gateway_settings
+
+    given = {"http_host": host, "http_port": port, "redis_url": redis, "queue": queue}
+    settings = read_gateway_settings(**{name: it for name, it in given.items() if it is not None})
+    run_gateway(settings)
+
+
+def run_gateway(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
+    import uvicorn
+
+    from producer.connecting import server_url
+    from producer.gateway.app import create_app
+    from shared.connection import without_password
+    from shared.logs import configure_logs
+
+    configure_logs(settings.log_level, settings.log_format)
+    _allow_many_connections()
+    app = create_app(settings)
+    listener = _listen(settings.http_host, settings.http_port)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=int(settings.http_drain_seconds),
+    )
+    redis_url = without_password(server_url(settings.redis_url))
+
+    class _Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(f"ready at {_url(listener)}, queue {settings.queue} at {redis_url}", flush=True)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn raises them once more when it has ended
+    _Server(config).run([listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _allow_many_connections() -> None:
+    """Each stream is an open file, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,63 @@
+"""A whole answer, of a client that does not stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from producer.gateway.errors import ApiError
+from producer.gateway.openai.completion import Completion
+from producer.gateway.openai.endings import failure, finish_reason
+from producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from producer.gateway.openai.tool_calls import split_calls
+from shared.schemas import Result
+from shared.tool_call_style import ToolCallStyle
+
+
+def answer(
+    completion: Completion, results: Sequence[Result], style: ToolCallStyle | None
+) -> dict[str, Any]:
+    """The body of the answer. Raises ApiError if a result is no answer."""
+    if (error := failure_of(results)) is not None:
+        raise error
+    return {
+        "id": completion.id,
+        "object": "chat.completion" if completion.is_chat else "text_completion",
+        "created": completion.created,
+        "model": completion.model,
+        "choices": [
+            _choice(completion, index, result, style) for index, result in enumerate(results)
+        ],
+        "usage": completion.usage([result.usage for result in results]),
+    }
+
+
+def failure_of(results: Sequence[Result]) -> ApiError | None:
+    """What went wrong with any of these; a deadline only if nothing had begun."""
+    num_tokens = sum(len(result.token_ids) for result in results)
+    found = (failure(result.finish_reason, result.error, num_tokens) for result in results)
+    return next((error for error in found if error is not None), None)
+
+
+def _choice(
+    completion: Completion, index: int, result: Result, style: ToolCallStyle | None
+) -> dict[str, Any]:
+    num_calls, logprobs = 0, result.logprobs or []
+    body: dict[str, Any]
+    if completion.is_chat:
+        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+        if completion.with_tools:
+            content, calls = split_calls(result.text, style, completion.request_ids[index])
+            num_calls = len(calls)
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+        body, shown = {"message": message}, chat_logprobs(logprobs)
+    else:
+        echo = completion.echoes[index] if completion.echoes else ""
+        body, shown = {"text": echo + result.text}, completion_logprobs(logprobs, len(echo))
+    return {
+        "index": index,
+        **body,
+        "logprobs": shown if completion.with_logprobs else None,
+        "finish_reason": finish_reason(result.finish_reason, num_calls),
+    }

@@ -1,0 +1,263 @@
+"""A call of /v1/completions or /v1/chat/completions: its body and headers, as requests.
+
+What the endpoints add to a payload's fields, or name otherwise, is described here. All else in a
+body is a field of `shared.schemas.Request` and is checked there, so what a worker learns to do is
+open to HTTP at once, and a misspelt field is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from producer.composing import Prompt
+from producer.gateway.openai.messages import normalised
+from shared.errors import InvalidRequestError
+from shared.schemas import Request, invalid_request
+
+MAX_CHOICES = 256
+"""Prompts times `n` of one call."""
+
+_DEFAULT_MAX_TOKENS = 16
+"""Of /v1/completions, as in the OpenAI API."""
+
+_HEADERS = {
+    "priority": "X-Priority",
+    "deadline_ms": "X-Deadline-Ms",
+    "detach": "X-Detach",
+    "wait_for_worker": "X-Wait-For-Worker",
+    "idempotency_key": "Idempotency-Key",
+}
+_NUMBERS = {"priority", "deadline_ms"}
+_SWITCHES = {"detach", "wait_for_worker"}
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+T = TypeVar("T", bound="CallOptions")
+
+
+class CallOptions(BaseModel):
+    """What both endpoints take beside a payload's fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
+    stream: bool = Field(False, description="send tokens as they come, as server-sent events")
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = Field(
+        None, description='{"include_usage": true}: a last chunk has the usage'
+    )
+    detach: bool = Field(
+        False, description="a client that leaves does not cancel; it comes back for the rest"
+    )
+    wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
+    user: str | None = Field(None, description="taken and not looked at, like the next four")
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionOptions(CallOptions):
+    """Of /v1/completions."""
+
+    prompt: str | list[Any] = Field(description="text or token ids, or a list of such")
+    echo: bool = Field(False, description="begin the answer with the prompt, which must be text")
+
+
+class ChatOptions(CallOptions):
+    """Of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    logprobs: bool = Field(False, description="report each token's log-probability")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="and so many likeliest")
+    max_completion_tokens: int | None = Field(None, ge=1, description="as max_tokens")
+    parallel_tool_calls: bool | None = Field(None, description="taken and not looked at")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. `fields` are those of a payload, `prompts` has one None for a chat."""
+
+    is_chat: bool
+    fields: dict[str, Any]
+    prompts: list[Prompt | None]
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    detach: bool = False
+    wait_for_worker: bool = True
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def model(self) -> str | None:
+        model: str | None = self.fields.get("model")
+        return model
+
+    def requests(self, completion_id: str) -> list[dict[str, Any]]:
+        """What `Client.enqueue_many` takes: one request a choice, prompt by prompt."""
+        seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
+        requests = []
+        for index, request_id in enumerate(request_ids(completion_id, self.num_choices)):
+            own: dict[str, Any] = {"request_id": request_id}
+            if (prompt := self.prompts[index // self.n]) is not None:
+                own["prompt"] = prompt
+            if isinstance(seed, int) and self.n > 1:
+                own["seed"] = seed + index % self.n
+            if key is not None and self.num_choices > 1:
+                own["idempotency_key"] = f"{key}:{index}"
+            requests.append({**self.fields, **own})
+        return requests
+
+    def with_fields(self, **fields: Any) -> Call:
+        """With these fields of the payload set."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def with_key_of(self, caller: str) -> Call:
+        """An idempotency key counts for one caller and one shape of answer alone."""
+        key = self.fields.get("idempotency_key")
+        if not isinstance(key, str):
+            return self
+        own = f"{caller}\n{self.is_chat} {len(self.prompts)} {self.n}\n{key}"
+        return self.with_fields(idempotency_key=hashlib.sha256(own.encode()).hexdigest())
+
+
+def request_ids(completion_id: str, num_choices: int) -> list[str]:
+    """The ids in the queue of a completion's choices."""
+    if num_choices == 1:
+        return [completion_id]
+    return [f"{completion_id}:{index}" for index in range(num_choices)]
+
+
+def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
+    """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    options, fields = _read(ChatOptions, body, headers)
+    if options.max_completion_tokens is not None:
+        fields["max_tokens"] = options.max_completion_tokens
+    if options.logprobs:
+        fields["logprobs"] = options.top_logprobs or 0
+    elif options.top_logprobs:
+        raise InvalidRequestError("top_logprobs: goes with logprobs: true", field="top_logprobs")
+    _refuse("prompt", fields)
+    fields["messages"] = normalised(options.messages)
+    return _call(options, fields, is_chat=True, prompts=[None])
+
+
+def read_completion(body: bytes, headers: Mapping[str, str]) -> Call:
+    """As `read_chat`."""
+    options, fields = _read(CompletionOptions, body, headers)
+    fields.setdefault("max_tokens", max(_DEFAULT_MAX_TOKENS, _min_tokens(fields)))
+    _refuse("messages", fields)
+    prompts = _prompts(options.prompt)
+    if options.echo:
+        if fields.get("logprobs") is not None:
+            raise InvalidRequestError(
+                "echo: does not go with logprobs, as those of a prompt are not computed",
+                field="echo",
+            )
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidRequestError("echo: goes with prompts that are text", field="echo")
+    call = _call(options, fields, is_chat=False, prompts=prompts)
+    return replace(call, echo=options.echo)
+
+
+def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, dict[str, Any]]:
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise InvalidRequestError("the body is not a JSON object")
+    # Some clients send null for what they leave open.
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in _from_headers(headers).items():
+        given.setdefault(name, value)
+    try:
+        options = kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error) from None
+    fields = dict(options.model_extra or {})
+    _refuse("request_id", fields)
+    return options, fields
+
+
+def _call(
+    options: CallOptions, fields: dict[str, Any], *, is_chat: bool, prompts: list[Prompt | None]
+) -> Call:
+    stream_options = options.stream_options or {}
+    if stream_options and not options.stream:
+        raise InvalidRequestError("stream_options: goes with stream: true", field="stream_options")
+    if len(prompts) * options.n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"n: {len(prompts)} prompts with {options.n} answers each are more than the"
+            f" {MAX_CHOICES} answers that one call may ask for",
+            field="n",
+        )
+    return Call(
+        is_chat=is_chat,
+        fields=fields,
+        prompts=prompts,
+        n=options.n,
+        stream=options.stream,
+        include_usage=stream_options.get("include_usage", False),
+        detach=options.detach,
+        wait_for_worker=options.wait_for_worker,
+    )
+
+
+def _prompts(prompt: str | list[Any]) -> list[Prompt | None]:
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt or not all(isinstance(each, str | list) for each in prompt):
+        raise InvalidRequestError(
+            "prompt: must be text, token ids, or a list of either", field="prompt"
+        )
+    return list(prompt)
+
+
+def _min_tokens(fields: Mapping[str, Any]) -> int:
+    given = fields.get("min_tokens", 0)
+    return given if isinstance(given, int) else 0
+
+
+def _refuse(name: str, fields: Mapping[str, Any]) -> None:
+    if name in fields:
+        raise InvalidRequestError(f"{name}: is not a field of this endpoint", field=name)
+
+
+def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, header in _HEADERS.items():
+        text = headers.get(header)
+        if text is None:
+            continue
+        value: Any = text
+        if name in _NUMBERS:
+            value = int(text) if text.strip().lstrip("+-").isdecimal() else None
+        elif name in _SWITCHES:
+            value = _WORDS.get(text.strip().lower())
+        if value is None:
+            kind = "a number" if name in _NUMBERS else "true or false"
+            raise InvalidRequestError(f"{header}: {text[:80]!r} is not {kind}", field=header)
+        found[name] = value
+    return found
+
+
+def body_schema(kind: type[CallOptions]) -> dict[str, Any]:
+    """The JSON schema of an endpoint's body: its options and the fields of a payload."""
+    own = kind.model_json_schema()
+    fields: dict[str, Any] = Request.model_json_schema()["properties"]
+    hidden = {"version", "webhook_url", "messages", "prompt"}
+    if kind is CompletionOptions:
+        hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
+    rest = {name: value for name, value in fields.items() if name not in hidden}
+    properties = {**rest, **own["properties"]}
+    required = own.get("required", [])
+    return {"type": "object", "properties": properties, "required": required}

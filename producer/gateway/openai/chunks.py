@@ -1,0 +1,121 @@
+"""A choice of a stream, event by event. One event becomes one chunk at most, so an id tells all."""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from producer.gateway.openai.completion import Completion
+from producer.gateway.openai.endings import finish_reason
+from producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs, text_length
+from producer.gateway.openai.positions import Position
+from producer.gateway.openai.tool_calls import call_id
+from producer.gateway.openai.tool_text import ToolDelta, ToolText
+from shared.schemas import TokenEvent, TokenLogprob, Usage
+from shared.tool_call_style import ToolCallStyle
+
+
+class ChoiceWriter:
+    """Writes the chunks of one choice that a client does not `have`, from all of its events."""
+
+    def __init__(
+        self, completion: Completion, index: int, have: Position, style: ToolCallStyle | None
+    ) -> None:
+        self.position = "0-0" if have.is_start else str(have)
+        """What the client has once it has read all chunks so far."""
+        self.usage: Usage | None = None
+        """Once the choice has ended."""
+        self._have = have
+        self._is_chat = completion.is_chat
+        self._with_logprobs = completion.with_logprobs
+        self._request_id = completion.request_ids[index]
+        self._tools = ToolText(style) if completion.with_tools else None
+        self._echo = completion.echoes[index] if completion.echoes else ""
+        self._is_first = have.is_start
+        self._num_chars = 0
+        self._offset = len(self._echo)
+        self._before, self._after = _frame_of(completion)
+        self._before += f'{{"index":{index},'
+
+    def chunk(self, event: TokenEvent) -> str | None:
+        """The chunk that brings an event, as JSON; None if there is nothing to tell."""
+        have, text, logprobs = self._have, event.text, event.logprobs or []
+        chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
+        if event.finish_reason is not None:
+            self.usage = event.usage or Usage()
+        if event.index < have.tokens or have.ended:
+            # The client has read (a part of) it; what tools need of that, they get once more.
+            if self._tools is not None:
+                self._tools.feed(text[: max(0, have.chars - chars_before)])
+            known = logprobs[: have.tokens - event.index]
+            self._offset += text_length(known)
+            logprobs = logprobs[len(known) :]
+            text = text[max(0, have.chars - chars_before) :]
+            if have.ended or (event.end <= have.tokens and not event.is_last):
+                return None
+        return self._chunk(event, text, logprobs)
+
+    def _chunk(self, event: TokenEvent, text: str, logprobs: list[TokenLogprob]) -> str | None:
+        deltas: list[ToolDelta] = []
+        if self._tools is not None:
+            text, deltas = self._tools.feed(text)
+            if event.is_last:
+                text += self._tools.finish()
+        is_last = event.finish_reason is not None
+        if not (text or deltas or logprobs or is_last):
+            return None
+        reason = "null"
+        if event.finish_reason is not None:
+            num_calls = self._tools.num_calls if self._tools is not None else 0
+            reason = f'"{finish_reason(event.finish_reason, num_calls)}"'
+        shown = self._logprobs(logprobs) if self._with_logprobs and logprobs else "null"
+        self.position = f"{event.end}-{self._num_chars}{'e' if is_last else ''}"
+        body = self._delta(text, deltas) if self._is_chat else self._text(text)
+        self._is_first = False
+        return f'{self._before}{body},"logprobs":{shown},"finish_reason":{reason}}}{self._after}'
+
+    def _delta(self, text: str, deltas: list[ToolDelta]) -> str:
+        parts = []
+        if self._is_first:
+            parts.append('"role":"assistant"')
+        if text or (self._is_first and not deltas):
+            parts.append(f'"content":{quoted(text)}')
+        if deltas:
+            parts.append(f'"tool_calls":{json.dumps([self._call(delta) for delta in deltas])}')
+        return f'"delta":{{{",".join(parts)}}}'
+
+    def _text(self, text: str) -> str:
+        return f'"text":{quoted(self._echo + text if self._is_first else text)}'
+
+    def _call(self, delta: ToolDelta) -> dict[str, Any]:
+        if delta.name is None:
+            return {"index": delta.index, "function": {"arguments": delta.arguments}}
+        return {
+            "index": delta.index,
+            "id": call_id(self._request_id, delta.index),
+            "type": "function",
+            "function": {"name": delta.name, "arguments": delta.arguments},
+        }
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> str:
+        if self._is_chat:
+            return json.dumps(chat_logprobs(logprobs))
+        offset, self._offset = self._offset, self._offset + text_length(logprobs)
+        return json.dumps(completion_logprobs(logprobs, offset))
+
+
+def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
+    """The last chunk, of a client that wants it."""
+    before, _ = _frame_of(completion)
+    return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
+
+
+def _frame_of(completion: Completion) -> tuple[str, str]:
+    """What stands before and behind the one choice of a chunk."""
+    kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
+    before = (
+        f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'
+        f',"model":{quoted(completion.model)},"choices":['
+    )
+    return before, '],"usage":null}' if completion.include_usage else "]}"

@@ -1,0 +1,148 @@
+"""One answer in the making, and the address at which it can be read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+from uuid import UUID
+
+from producer.gateway.openai.calls import MAX_CHOICES, Call, request_ids
+from shared.errors import InvalidRequestError, RequestNotFoundError
+from shared.request_queue import new_request_id
+from shared.schemas import Request, Usage
+
+_CHAT, _TEXT = "chatcmpl-", "cmpl-"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What is needed to write an answer, beside its events.
+
+    Choice `i` is request `request_ids[i]`; the `n` choices of a prompt stand together. `echoes`
+    holds the prompt of each choice where it is to be repeated.
+    """
+
+    id: str
+    is_chat: bool
+    model: str
+    num_choices: int = 1
+    n: int = 1
+    with_logprobs: bool = False
+    with_tools: bool = False
+    include_usage: bool = False
+    detach: bool = False
+    echoes: Sequence[str] = ()
+
+    @property
+    def request_ids(self) -> list[str]:
+        return request_ids(self.id, self.num_choices)
+
+    @property
+    def created(self) -> int:
+        """Unix seconds, as the id has them, so that each reading tells the same."""
+        milliseconds = UUID(self.id.removeprefix(_CHAT).removeprefix(_TEXT)).int >> 80
+        return milliseconds // 1000
+
+    @property
+    def url(self) -> str:
+        """The path of the stream. It holds what no record of a request does."""
+        query: dict[str, int] = {}
+        if self.num_choices > 1:
+            query = {"choices": self.num_choices, "n": self.n}
+        for name, is_set in (
+            ("usage", self.include_usage),
+            ("echo", bool(self.echoes)),
+            ("detach", self.detach),
+        ):
+            if is_set:
+                query[name] = 1
+        path = f"/v1/streams/{quote(self.id)}"
+        return f"{path}?{urlencode(query)}" if query else path
+
+    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """Of all choices; each prompt counts once."""
+        prompts = [
+            Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
+        ]
+        prompt_tokens = sum(it.prompt_tokens for it in prompts)
+        completion_tokens = sum(it.completion_tokens for it in prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(it.cached_tokens for it in prompts)},
+        }
+
+
+def new_completion_id(is_chat: bool) -> str:
+    return (_CHAT if is_chat else _TEXT) + new_request_id()
+
+
+def completion_of(call: Call, completion_id: str, model: str) -> Completion:
+    """The completion that a call asks for."""
+    echoes = [str(call.prompts[index // call.n]) for index in range(call.num_choices)]
+    return Completion(
+        id=completion_id,
+        is_chat=call.is_chat,
+        model=call.model or model,
+        num_choices=call.num_choices,
+        n=call.n,
+        with_logprobs=call.fields.get("logprobs") is not None,
+        with_tools=_with_tools(call.fields.get("tools"), call.fields.get("tool_choice")),
+        include_usage=call.include_usage,
+        detach=call.detach,
+        echoes=echoes if call.echo else (),
+    )
+
+
+def stream_completion(
+    completion_id: str, query: Mapping[str, str], payloads: Sequence[bytes], model: str
+) -> Completion:
+    """The completion whose stream has this address; see `num_payloads` for the payloads."""
+    requests = [Request.parse(payload) for payload in payloads]
+    first, num_choices = requests[0], _number(query, "choices", 1)
+    n = _number(query, "n", 1)
+    prompts = [str(request.prompt) for request in requests]
+    return Completion(
+        id=completion_id,
+        is_chat=completion_id.startswith(_CHAT),
+        model=first.model or model,
+        num_choices=num_choices,
+        n=n,
+        with_logprobs=first.logprobs is not None,
+        with_tools=_with_tools(first.tools, first.tool_choice),
+        include_usage=query.get("usage") == "1",
+        detach=query.get("detach") == "1",
+        echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
+    )
+
+
+def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
+    """Whose payloads `stream_completion` needs: the first choice's, or with echo each prompt's.
+
+    Raises RequestNotFoundError for what is no completion, InvalidRequestError for a wrong query.
+    """
+    try:
+        UUID(completion_id.removeprefix(_CHAT).removeprefix(_TEXT))
+    except ValueError:
+        raise RequestNotFoundError(f"id: no completion {completion_id[:80]!r} is known") from None
+    num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
+    ids = request_ids(completion_id, num_choices)
+    return ids[::n] if _echo(query) else ids[:1]
+
+
+def _with_tools(tools: Any, tool_choice: Any) -> bool:
+    return bool(tools) and tool_choice != "none"
+
+
+def _echo(query: Mapping[str, str]) -> bool:
+    return query.get("echo") == "1"
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_CHOICES):
+        raise InvalidRequestError(f"{name}: {text[:80]!r} is not 1 to {MAX_CHOICES}", field=name)
+    return int(text)

@@ -1,0 +1,47 @@
+"""How a choice ends: OpenAI's reasons, and errors in the place of what has none."""
+
+from __future__ import annotations
+
+from producer.gateway.errors import ApiError
+from shared.schemas import ErrorInfo, FinishReason
+
+_OURS_TO_MEND = {"x-should-retry": "false"}
+"""Tells OpenAI's clients that the same call would end the same way."""
+
+
+def finish_reason(reason: FinishReason, num_tool_calls: int) -> str:
+    """`stop`, `length` or `tool_calls`. A deadline that passed cuts as a length does."""
+    if reason is FinishReason.STOP:
+        return "tool_calls" if num_tool_calls else "stop"
+    return "length"
+
+
+def failure(
+    reason: FinishReason | None, error: ErrorInfo | None, num_tokens: int
+) -> ApiError | None:
+    """The error that the end of a request after so many tokens is; None if it is an answer."""
+    match reason:
+        case FinishReason.ERROR:
+            return _failed(error or ErrorInfo(type="internal_error", message="it failed"))
+        case FinishReason.CANCELLED:
+            return ApiError(
+                409, "the request was cancelled", code="cancelled", headers=_OURS_TO_MEND
+            )
+        case FinishReason.EXPIRED if num_tokens == 0:
+            return ApiError(
+                408,
+                "deadline_ms: the deadline passed before the answer began",
+                param="deadline_ms",
+                code="deadline_exceeded",
+                headers=_OURS_TO_MEND,
+            )
+    return None
+
+
+def _failed(error: ErrorInfo) -> ApiError:
+    if error.type not in ("invalid_request", "unsupported"):
+        return ApiError(500, error.message, code=error.type)
+    field = error.message.partition(":")[0]
+    if field == "model":
+        return ApiError(404, error.message, param=field, code="model_not_found")
+    return ApiError(400, error.message, param=field, code=error.type)

@@ -1,0 +1,51 @@
+"""How far a client has read, as the id of an event of its stream.
+
+`chatcmpl-ID/12-57` says: of the one choice, 12 tokens and 57 characters were read; an `e` behind
+it that its end was. Further choices follow behind dots. Tokens alone would not do: once the log has
+been folded into a result, the borders of its text are lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.errors import InvalidRequestError
+
+_SEPARATOR = "/"
+_CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What a client has of a choice: so many tokens and characters of output, and the end."""
+
+    tokens: int = 0
+    chars: int = 0
+    ended: bool = False
+
+    @property
+    def is_start(self) -> bool:
+        return self.tokens == 0 and not self.ended
+
+    def __str__(self) -> str:
+        return f"{self.tokens}-{self.chars}{'e' if self.ended else ''}"
+
+
+def event_id(completion_id: str, positions: Iterable[str]) -> str:
+    """The id of an event after which a client has these, one for each choice."""
+    return f"{completion_id}{_SEPARATOR}{'.'.join(positions)}"
+
+
+def read_event_id(text: str) -> tuple[str, list[Position]]:
+    """The completion and the positions of its choices. Raises InvalidRequestError."""
+    completion_id, _, rest = text.strip().rpartition(_SEPARATOR)
+    found = [_CHOICE.fullmatch(part) for part in rest.split(".")]
+    if not completion_id or None in found:
+        raise InvalidRequestError(
+            f"Last-Event-ID: {text[:200]!r} is not the id of an event of a stream",
+            field="Last-Event-ID",
+        )
+    positions = [Position(int(it[1]), int(it[2]), bool(it[3])) for it in found if it]
+    return completion_id, positions

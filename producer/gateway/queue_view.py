@@ -1,0 +1,59 @@
+"""What a gateway must know of its queue before it takes a request, looked up once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+
+from producer.connecting import explained
+from shared.keys import Keys
+from shared.tool_call_style import ToolCallStyle
+
+_FRESH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The model's name is empty as long as no worker ever came."""
+
+    model: str
+    tool_call_style: ToolCallStyle | None
+    has_worker: bool
+
+
+class QueueWatch:
+    """Looks when asked. Raises RedisSideError where the server does not answer."""
+
+    def __init__(self, connection: redis.asyncio.Redis, keys: Keys, url: str) -> None:
+        self._redis: Any = connection
+        self._keys = keys
+        self._url = url
+        self._seen: QueueView | None = None
+        self._seen_at = 0.0
+        self._looking = asyncio.Lock()
+
+    async def look(self) -> QueueView:
+        """The queue as it was a second ago at most."""
+        async with self._looking:
+            if self._seen is None or time.monotonic() - self._seen_at > _FRESH_SECONDS:
+                self._seen = None  # where the server is away, nobody is told what once was
+                with explained(self._url):
+                    self._seen = await self._read()
+                self._seen_at = time.monotonic()
+            return self._seen
+
+    async def _read(self) -> QueueView:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hmget(self._keys.config, "model", "tool_call_style")
+        pipeline.time()
+        pipeline.zrange(self._keys.workers, 0, 0, desc=True, withscores=True)
+        (model, style), (seconds, _), latest = await pipeline.execute()
+        return QueueView(
+            model=(model or b"").decode(),
+            tool_call_style=ToolCallStyle.from_json(style) if style else None,
+            has_worker=bool(latest) and latest[0][1] >= seconds * 1000,
+        )

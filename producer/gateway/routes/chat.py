@@ -1,0 +1,24 @@
+"""Chats, as in the OpenAI API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from producer.gateway.access import ThisCaller
+from producer.gateway.answering import respond
+from producer.gateway.bodies import read_body
+from producer.gateway.context import ThisGateway
+from producer.gateway.openai.calls import ChatOptions, body_schema, read_chat
+
+router = APIRouter(tags=["completions"])
+_BODY = {"content": {"application/json": {"schema": body_schema(ChatOptions)}}, "required": True}
+
+
+@router.post("/v1/chat/completions", openapi_extra={"requestBody": _BODY}, response_class=Response)
+async def create_chat_completion(
+    request: Request, gateway: ThisGateway, caller: ThisCaller
+) -> Response:
+    """The answer to a chat, whole or with `stream` token by token."""
+    body = await read_body(request, gateway.settings.http_max_body_bytes)
+    return await respond(request, gateway, caller, read_chat(body, request.headers))

@@ -1,0 +1,31 @@
+"""The model that the queue serves, as in the OpenAI API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from producer.gateway.access import ThisCaller
+from producer.gateway.answering import unknown_model
+from producer.gateway.context import ThisGateway
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/v1/models")
+async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """One model, or none as long as no worker ever came to the queue."""
+    model = (await gateway.watch.look()).model
+    return {"object": "list", "data": [_described(model)] if model else []}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """The model of this name; 404 if the queue does not serve it."""
+    served = (await gateway.watch.look()).model
+    if model != served:
+        raise unknown_model(model, served)
+    return _described(model)
+
+
+def _described(model: str) -> dict[str, object]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "promptq"}

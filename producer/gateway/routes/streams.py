@@ -1,0 +1,63 @@
+"""Streams by their address, for clients that come back."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from starlette.responses import Response
+
+from producer.gateway.access import Caller, ThisCaller
+from producer.gateway.answering import check_positions
+from producer.gateway.context import Gateway, ThisGateway
+from producer.gateway.event_stream import EventStream
+from producer.gateway.openai.completion import Completion, needed_request_ids, stream_completion
+from producer.gateway.openai.positions import read_event_id
+from producer.gateway.records import payloads_of
+from shared.errors import InvalidRequestError
+
+router = APIRouter(tags=["streams"])
+
+
+@router.get("/v1/streams/{completion_id}", response_class=Response)
+async def read_stream(
+    completion_id: str,
+    request: Request,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response:
+    """The stream of a completion, from its beginning or behind the event `Last-Event-ID`.
+
+    The address is that of the header `X-Stream-Url`, with its query.
+    """
+    completion = await _find(gateway, caller, completion_id, request)
+    if not last_event_id:
+        return EventStream(gateway, completion)
+    of_completion, have = read_event_id(last_event_id)
+    if of_completion != completion_id:
+        raise InvalidRequestError("Last-Event-ID: is that of another stream", field="Last-Event-ID")
+    check_positions(completion, have)
+    return EventStream(gateway, completion, have)
+
+
+@router.delete("/v1/streams/{completion_id}")
+async def cancel_stream(
+    completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
+) -> dict[str, object]:
+    """Cancel a completion, such as one whose client said that it would come back."""
+    completion = await _find(gateway, caller, completion_id, request)
+    for request_id in completion.request_ids:
+        async with gateway.calling:
+            await gateway.client.cancel(request_id)
+    return {"id": completion.id, "object": "stream", "cancelled": True}
+
+
+async def _find(
+    gateway: Gateway, caller: Caller, completion_id: str, request: Request
+) -> Completion:
+    query = request.query_params
+    request_ids = needed_request_ids(completion_id, query)
+    payloads = await payloads_of(gateway, caller, request_ids)
+    view = await gateway.watch.look()
+    return stream_completion(completion_id, query, payloads, view.model)

@@ -1,0 +1,45 @@
+"""What only a gateway is told. The environment is read here, as in shared/settings.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from shared.errors import ConfigurationError
+from shared.schemas import MAX_PAYLOAD_BYTES
+from shared.settings import ENV_PREFIX, Settings
+
+
+class GatewaySettings(Settings):
+    """The settings of all, and those of the HTTP side."""
+
+    http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
+    http_port: int = Field(8000, ge=0, le=65535, description="its port; 0: any free one")
+    http_max_body_bytes: int = Field(
+        MAX_PAYLOAD_BYTES, ge=1, description="largest body of a request for a completion"
+    )
+    http_header_seconds: float = Field(
+        10.0,
+        ge=0,
+        description="how long a stream's status waits for its first token, so that an error can"
+        " still be told by it",
+    )
+    http_keepalive_seconds: float = Field(
+        15.0, gt=0, description="after so long without a token a stream gets a comment"
+    )
+    http_drain_seconds: float = Field(
+        20.0, ge=0, description="how long a stopping gateway goes on with its answers"
+    )
+
+
+def read_gateway_settings(**overrides: Any) -> GatewaySettings:
+    """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
+    try:
+        return GatewaySettings(**overrides)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise ConfigurationError(
+            f"{name} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
+        ) from None

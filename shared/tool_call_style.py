@@ -1,0 +1,29 @@
+"""How a model family writes the call of a tool."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStyle:
+    """A call is `before`, then {"name": NAME, ARGUMENTS_KEY: {...}}, then `after`."""
+
+    arguments_key: str = "arguments"
+    before: str = ""
+    after: str = ""
+
+    def to_json(self) -> str:
+        """As it stands in the queue's config."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ToolCallStyle | None:
+        """None for what says no style."""
+        try:
+            fields = json.loads(text)
+            style = cls(fields["arguments_key"], fields["before"], fields["after"])
+        except (ValueError, TypeError, KeyError):
+            return None
+        return style if all(isinstance(it, str) for it in asdict(style).values()) else None

@@ -1,0 +1,102 @@
+"""Gateways and workers that live beside a test, in threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from producer.gateway.app import create_app
+from producer.gateway.settings import GatewaySettings
+from tests.helpers import running_worker
+from worker.building import Served
+
+
+@dataclass(frozen=True)
+class LiveGateway:
+    """A gateway on a port of this machine."""
+
+    url: str
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI's clients are told."""
+        return f"{self.url}/v1"
+
+
+@contextmanager
+def beside(living: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[Any]:
+    """What the asynchronous context gives, which lives in a thread until the end."""
+    ready: list[Any] = []
+    is_ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    over = asyncio.Event()
+    failures: list[BaseException] = []
+
+    async def live() -> None:
+        async with living() as value:
+            ready.append(value)
+            is_ready.set()
+            await over.wait()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(live())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            is_ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    is_ready.wait()
+    try:
+        if ready:
+            yield ready[0]
+            loop.call_soon_threadsafe(over.set)
+    except BaseException:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(over.set)
+        raise
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@asynccontextmanager
+async def serving(redis_url: str, **settings: Any) -> AsyncIterator[LiveGateway]:
+    """A gateway under uvicorn, as the command runs it."""
+    app = create_app(GatewaySettings(redis_url=redis_url, **settings))
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        app, http="httptools", lifespan="on", log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve([listener]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield LiveGateway(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextmanager
+def live_gateway(redis_url: str, **settings: Any) -> Iterator[LiveGateway]:
+    with beside(lambda: serving(redis_url, **settings)) as gateway:
+        yield gateway
+
+
+@contextmanager
+def live_worker(redis_url: str, served: Served | None = None, **settings: Any) -> Iterator[Any]:
+    with beside(lambda: running_worker(redis_url, served, **settings)) as worker:
+        yield worker
