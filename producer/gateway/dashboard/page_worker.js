@@ -76,7 +76,7 @@ function progress(slot) {
 
 function batch(slots, stats, toldAt, now) {
   const free = stats.max_num_seqs - slots.filter((it) => it.slot !== null).length;
-  const title = ["Batch ", toldAt > 0 && h("span", { class: "quiet" }, `as of ${ago(now - toldAt)}`)];
+  const title = ["Batch ", toldAt > 0 && h("span", { class: "quiet" }, `seen ${ago(now - toldAt)}`)];
   return section(title, slots.length > 0 && table([
     { name: "Slot", of: (it) => (it.slot === null ? "–" : String(it.slot)), number: true },
     { name: "Request", of: (it) => requestLink(it.request_id) },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import uvicorn
+import redis.asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from producer import AsyncClient
-from producer.gateway.app import create_app
-from shared.settings import Settings
+from tests.producer.gateway.living import LiveGateway, serving
 
 ARTEFACTS = Path(__file__).parents[3] / "artefacts"
 DESKTOP = {"width": 1280, "height": 860}
@@ -38,20 +36,10 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def gateway(redis_url: str) -> AsyncIterator[str]:
-    """The URL of a gateway on an empty server, ending in a slash."""
-    config = uvicorn.Config(
-        create_app(Settings(redis_url=redis_url)), port=0, ws="none", log_config=None
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        assert not serving.done()
-        await asyncio.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}/"
-    server.should_exit = True
-    await serving
+async def gateway(redis_url: str) -> AsyncIterator[LiveGateway]:
+    """A gateway on the empty embedded server."""
+    async with serving(redis_url) as gateway:
+        yield gateway
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -60,12 +48,19 @@ async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
+@pytest_asyncio.fixture(loop_scope="session")
+async def connection(redis_url: str) -> AsyncIterator[Any]:
+    """The server, for what no client does."""
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        yield connection
+
+
 Open = Callable[..., Any]
 """Opens a page: `await open("#/requests", viewport=PHONE, scheme="dark")`."""
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def open_page(browser: Browser, gateway: str) -> AsyncIterator[Open]:
+async def open_page(browser: Browser, gateway: LiveGateway) -> AsyncIterator[Open]:
     """What a page loads must come from the gateway, and nothing on it may fail or be refused."""
     troubles: list[str] = []
     async with AsyncExitStack() as stack:
@@ -76,6 +71,7 @@ async def open_page(browser: Browser, gateway: str) -> AsyncIterator[Open]:
             viewport: Any = DESKTOP,
             scheme: Any = "light",
             expected: str = "",
+            url: str = gateway.url,
         ) -> Page:
             """`expected`: part of the one kind of console error that the test provokes."""
             context = await browser.new_context(viewport=viewport, color_scheme=scheme)
@@ -90,19 +86,19 @@ async def open_page(browser: Browser, gateway: str) -> AsyncIterator[Open]:
             page.on("pageerror", lambda error: troubles.append(str(error)))
             page.on(
                 "request",
-                lambda it: None if it.url.startswith(gateway) else troubles.append(it.url),
+                lambda it: None if it.url.startswith(url) else troubles.append(it.url),
             )
-            await page.goto(gateway + place)
+            await page.goto(f"{url}/{place}")
             return page
 
         yield open_page
     assert troubles == []
 
 
-async def keep_screenshot(page: Page, name: str) -> None:
+async def keep_screenshot(page: Page, name: str, *, full_page: bool = True) -> None:
     """Keep what a page looks like, as tests/artefacts/NAME.png; it must not be wider than its
     window."""
     ARTEFACTS.mkdir(exist_ok=True)
-    await page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=True)
+    await page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=full_page)
     width = await page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
     assert width <= 0, f"{name} scrolls sideways by {width} pixels"
