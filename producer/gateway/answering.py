@@ -35,7 +35,7 @@ async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call
         return await _resume(gateway, caller, call, last_event_id)
     completion = await _begin(gateway, caller, call)
     if call.stream:
-        return EventStream(gateway, completion)
+        return EventStream(gateway, completion, is_new=True)
     try:
         async with while_present(request.receive):
             return await _whole_answer(gateway, completion)

@@ -32,11 +32,17 @@ _DONE = b"data: [DONE]\n\n"
 class EventStream(Response):
     """Streams a completion. A client that leaves cancels it, unless it said that it comes back.
 
-    The status waits for the first token, a while at least, so what goes wrong before is told by it.
+    The status of a new one waits for the first token, a while at least, so that it can tell what
+    goes wrong before.
     """
 
     def __init__(
-        self, gateway: Gateway, completion: Completion, have: Sequence[Position] = ()
+        self,
+        gateway: Gateway,
+        completion: Completion,
+        have: Sequence[Position] = (),
+        *,
+        is_new: bool = False,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -51,6 +57,7 @@ class EventStream(Response):
         )
         self._gateway = gateway
         self._completion = completion
+        self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
         self._have = have or [Position()] * completion.num_choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +65,7 @@ class EventStream(Response):
         out = _Out(self, send, self._gateway.settings.http_keepalive_seconds)
         try:
             async with while_present(receive) as presence:
-                out.begin_after(self._gateway.settings.http_header_seconds)
+                out.begin_after(self._header_seconds)
                 try:
                     await self._stream(out, request_ids)
                 except (ApiError, PromptqError) as error:

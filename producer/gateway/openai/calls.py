@@ -184,6 +184,8 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     except ValidationError as error:
         raise invalid_request(error) from None
     fields = dict(options.model_extra or {})
+    if fields.get("model") == "":  # OpenAI's clients cannot leave it out
+        del fields["model"]
     _refuse("request_id", fields)
     return options, fields
 

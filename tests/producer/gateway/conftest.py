@@ -1,4 +1,4 @@
-"""A gateway on a real socket, OpenAI's clients in front of it and workers behind it."""
+"""Gateways on real sockets, OpenAI's clients in front of them and workers behind them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ import httpx2
 import openai
 import pytest
 
+from shared.embedded import EmbeddedServer
 from shared.settings import Settings
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from worker.building import Served, build
-from worker.service import Worker
-from worker.start_up import StartUp
 
 
 @pytest.fixture
 def start_gateway(redis_url: str) -> Iterator[Callable[..., LiveGateway]]:
-    """Starts gateways on the empty embedded server, with these settings."""
+    """Starts gateways with these settings, on the empty embedded server unless told otherwise."""
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(
             live_gateway(**{"redis_url": redis_url, **settings})
         )
 
 
+@pytest.fixture(scope="session")
+def lasting_gateway(embedded_url: str) -> Iterator[LiveGateway]:
+    with live_gateway(embedded_url) as gateway:
+        yield gateway
+
+
 @pytest.fixture
-def gateway(start_gateway: Callable[..., LiveGateway]) -> LiveGateway:
-    return start_gateway()
+def gateway(lasting_gateway: LiveGateway, redis_url: str) -> LiveGateway:
+    """A gateway of the embedded server, which is empty; it serves all tests, one by one."""
+    return lasting_gateway
 
 
 @pytest.fixture
@@ -39,26 +45,46 @@ def http(gateway: LiveGateway) -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture
-def client(gateway: LiveGateway) -> Iterator[openai.OpenAI]:
+def openai_client(gateway: LiveGateway) -> Iterator[openai.OpenAI]:
     """OpenAI's client, which asks once, so that a test sees each answer."""
     with openai.OpenAI(base_url=gateway.base_url, api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest.fixture
-def letters(redis_url: str) -> Iterator[Worker]:
-    """A worker on the model-free engine."""
-    with live_worker(redis_url) as worker:
-        yield worker
+@pytest.fixture(scope="session")
+def letters_gateway() -> Iterator[LiveGateway]:
+    """A gateway with a server and a worker of its own, on the model-free engine."""
+    with EmbeddedServer() as server, live_worker(server.url), live_gateway(server.url) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def letters(letters_gateway: LiveGateway) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of a gateway whose worker writes letters."""
+    url = letters_gateway.base_url
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
 def shipped() -> Served:
-    return build(Settings(max_num_seqs=8, native=True), StartUp())
+    return build(Settings(max_num_seqs=8))
 
 
-@pytest.fixture
-def stories(redis_url: str, shipped: Served) -> Iterator[Any]:
-    """A worker with the shipped model."""
-    with live_worker(redis_url, shipped) as worker:
-        yield worker
+@pytest.fixture(scope="session")
+def stories_gateway(shipped: Served) -> Iterator[LiveGateway]:
+    """A gateway with a server and a worker of its own, on the shipped model."""
+    with (
+        EmbeddedServer() as server,
+        live_worker(server.url, shipped),
+        live_gateway(server.url) as gateway,
+    ):
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def stories(stories_gateway: LiveGateway) -> Iterator[Any]:
+    """OpenAI's client of a gateway whose worker has the shipped model."""
+    url = stories_gateway.base_url
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client

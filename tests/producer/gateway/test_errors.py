@@ -1,0 +1,288 @@
+"""What bad input and bad times get: OpenAI's error objects, and the classes of its client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from shared import scripts
+from shared.embedded import EmbeddedServer
+from shared.schemas import ErrorInfo, FinishReason
+from shared.scripts import Claim
+from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
+from tests.producer.playing import KEYS, HandWorker, free_port
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    """A completion with these fields beside or instead of a prompt."""
+    return client.completions.create(model="", prompt="Hi", extra_body=fields)
+
+
+@contextmanager
+def beside(action: Callable[[], Any]) -> Iterator[None]:
+    """Does something in a thread, while the client waits for its answer."""
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(action)
+        yield
+    done.result()
+
+
+def claimed(worker: HandWorker) -> Claim:
+    """The next request, once it waits."""
+    claim = worker.queue.take()
+    assert claim is not None
+    worker.adopt(claim)
+    return claim
+
+
+def failing(worker: HandWorker, error: ErrorInfo) -> Any:
+    """The next request ends with this error."""
+    return beside(lambda: worker.send(claimed(worker), "", FinishReason.ERROR, error=error))
+
+
+def reap_one(worker: HandWorker) -> None:
+    """Tidy up, as any worker does, until something was ended."""
+    while not worker.queue.reap().ended:
+        time.sleep(0.005)
+
+
+def waiting_id(worker: HandWorker) -> str:
+    while not (ids := worker.queue.run(scripts.waiting_ids(KEYS, 1))):
+        time.sleep(0.005)
+    return ids[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": "Hi", "temperature": 9}, "temperature"),
+        ("completions", {"prompt": "Hi", "temprature": 1}, "temprature"),
+        ("completions", {"prompt": "Hi", "n": 0}, "n"),
+        ("completions", {"prompt": ["Hi"] * 200, "n": 2}, "n"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": [1, "a"]}, "prompt"),
+        ("completions", {}, "prompt"),
+        ("completions", {"prompt": "Hi", "messages": []}, "messages"),
+        ("completions", {"prompt": "Hi", "request_id": "mine"}, "request_id"),
+        ("completions", {"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "Hi", "logprobs": 99}, "logprobs"),
+        ("completions", {"prompt": "Hi", "logprobs": 1, "echo": True}, "echo"),
+        ("completions", {"prompt": [1], "echo": True}, "echo"),
+        ("completions", {"prompt": "Hi", "stream_options": {}}, None),
+        ("completions", {"prompt": "Hi", "stream_options": {"x": True}}, "stream_options"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {}, "messages"),
+        ("chat/completions", {"messages": [{"content": "Hi"}]}, "messages"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": 2},
+            "top_logprobs",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+    ],
+)
+def test_a_wrong_field_is_named(
+    http: httpx2.Client, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    """Before anything is enqueued."""
+    if param is None:
+        body = {**body, "stream_options": {"include_usage": True}}
+        param = "stream_options"
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [("X-Priority", "soon"), ("X-Deadline-Ms", "1.5"), ("X-Detach", "maybe")],
+)
+def test_a_wrong_header_is_named(http: httpx2.Client, header: str, value: str) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "Hi"}, headers={header: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == header
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b'"text"', b"\xff", b'{"prompt": NaN}'])
+def test_bad_json(http: httpx2.Client, body: bytes) -> None:
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large(
+    start_gateway: Callable[..., LiveGateway], declared: bool
+) -> None:
+    """It is not read further than that, whether its length was declared or not."""
+    gateway = start_gateway(http_max_body_bytes=1000)
+    with httpx2.Client(base_url=gateway.url, timeout=30) as http:
+
+        def pieces() -> Iterator[bytes]:
+            for _ in range(10):
+                yield b"x" * 200
+
+        content = b"".join(pieces()) if declared else pieces()
+        answer = http.post("/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_an_unknown_model(letters: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as raised:
+        letters.completions.create(model="gpt-9", prompt="Hi")
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+
+
+def test_an_unknown_model_that_only_a_worker_can_tell(
+    openai_client: OpenAI, own_worker: HandWorker
+) -> None:
+    """As long as no worker came to the queue, nobody knows what it serves."""
+    error = ErrorInfo(type="invalid_request", message="model: this queue serves 'a', not 'b'")
+    with failing(own_worker, error), pytest.raises(openai.NotFoundError):
+        openai_client.completions.create(model="b", prompt="Hi")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_over_the_limit(stories: OpenAI, stream: bool) -> None:
+    """Only a worker can count its tokens; a stream too gets the status, for it has not begun."""
+    with pytest.raises(openai.BadRequestError) as raised:
+        stories.completions.create(model="", prompt="once " * 20000, stream=stream)
+    assert raised.value.param == "prompt"
+    assert "tokens are more than" in str(raised.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_is_refused(stories: OpenAI, stream: bool) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    with pytest.raises(openai.BadRequestError) as raised:
+        stories.chat.completions.create(
+            model="",
+            messages=[{"role": "user", "content": "Hi"}],
+            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+            stream=stream,
+        )
+    assert (raised.value.param, raised.value.code) == ("response_format", "unsupported")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_a_worker(openai_client: OpenAI, own_worker: HandWorker, stream: bool) -> None:
+    error = ErrorInfo(type="internal_error", message="it failed")
+    with failing(own_worker, error), pytest.raises(openai.InternalServerError) as raised:
+        openai_client.completions.create(model="", prompt="Hi", stream=stream)
+    assert raised.value.code == "internal_error"
+
+
+def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: HandWorker) -> None:
+    """The client raises it where the tokens end."""
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(
+            lambda: openai_client.completions.create(model="", prompt="Hi", stream=True)
+        )
+        claim = claimed(own_worker)
+        own_worker.send(claim, "a")
+        stream = asking.result()
+    error = ErrorInfo(type="internal_error", message="it failed")
+    own_worker.send(claim, "", FinishReason.ERROR, error=error)
+    assert next(stream).choices[0].text == "a"
+    with pytest.raises(openai.APIError, match="it failed") as raised:
+        next(stream)
+    assert raised.value.code == "internal_error"
+
+
+def test_a_deadline_that_passes_before_the_answer_begins(
+    openai_client: OpenAI, own_worker: HandWorker
+) -> None:
+    """408, and the client is told not to ask again by itself."""
+    for stream in (False, True):
+        with beside(lambda: reap_one(own_worker)), pytest.raises(openai.APIStatusError) as raised:
+            openai_client.completions.create(
+                model="", prompt="Hi", stream=stream, extra_body={"deadline_ms": 1}
+            )
+        assert raised.value.status_code == 408
+        assert raised.value.code == "deadline_exceeded"
+        assert raised.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_cancelled_request(openai_client: OpenAI, own_worker: HandWorker) -> None:
+    """Somebody else's doing; asking again is not what the client should do by itself."""
+    removing = beside(lambda: own_worker.queue.remove(waiting_id(own_worker)))
+    with removing, pytest.raises(openai.ConflictError) as raised:
+        complete(openai_client)
+    assert raised.value.code == "cancelled"
+    assert raised.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_full_queue(openai_client: OpenAI, own_worker: HandWorker) -> None:
+    """With the time after which to ask again, in whole seconds."""
+    own_worker.redis.hset(KEYS.config, "max_pending", 1)
+    own_worker.redis.zadd(KEYS.pending, {"somebody": 1})
+    with pytest.raises(openai.RateLimitError) as raised:
+        complete(openai_client)
+    assert raised.value.code == "queue_full"
+    assert int(raised.value.response.headers["Retry-After"]) >= 1
+
+
+def test_no_worker_and_no_wish_to_wait(openai_client: OpenAI, own_worker: HandWorker) -> None:
+    """By a field or a header; then nothing is enqueued."""
+    with pytest.raises(openai.InternalServerError) as raised:
+        complete(openai_client, wait_for_worker=False)
+    assert raised.value.status_code == 503
+    assert raised.value.code == "no_worker"
+    assert raised.value.response.headers["Retry-After"]
+    with pytest.raises(openai.InternalServerError):
+        openai_client.completions.create(
+            model="", prompt="Hi", extra_headers={"X-Wait-For-Worker": "false"}
+        )
+    assert own_worker.queue.is_empty()
+
+
+def test_a_worker_and_no_wish_to_wait(letters: OpenAI) -> None:
+    assert complete(letters, wait_for_worker=False).choices
+
+
+def test_redis_away() -> None:
+    """503 at once, for every endpoint, and all of it works again when the server is back."""
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    asked = {"prompt": "Hi"}
+    with live_gateway(url) as gateway, httpx2.Client(base_url=gateway.url, timeout=30) as http:
+
+        def check_away() -> None:
+            for answer in (
+                http.post("/v1/completions", json=asked),
+                http.get("/v1/streams/cmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"),
+            ):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "queue_unavailable"
+                assert answer.headers["Retry-After"]
+            while http.get("/v1/models").status_code != 503:
+                pass  # what was seen a second ago still counts
+            assert http.get("/healthz").status_code == 200
+
+        check_away()
+        with EmbeddedServer(port) as server, live_worker(server.url):
+            answer = http.post("/v1/completions", json=asked)
+            assert answer.status_code == 200
+            assert len(answer.json()["choices"][0]["text"]) == 16
+        check_away()

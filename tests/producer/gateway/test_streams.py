@@ -1,0 +1,298 @@
+"""Streams of a gateway: reconnecting, restarting, leaving; the worker is played by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+
+from shared.schemas import FinishReason
+from shared.scripts import Claim
+from tests.producer.gateway.living import LiveGateway
+from tests.producer.playing import KEYS, HandWorker
+
+PROMPT = {"prompt": "Hi", "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+
+@dataclass
+class Reading:
+    """A stream as a plain client sees it."""
+
+    response: httpx2.Response
+    frames: Iterator[tuple[str, Any]]
+
+    def next(self) -> tuple[str, Any]:
+        """The next event's id and data."""
+        return next(self.frames)
+
+    def text(self, num_events: int) -> str:
+        return "".join(text_of(self.next()[1]) for _ in range(num_events))
+
+    def rest(self) -> list[tuple[str, Any]]:
+        return list(self.frames)
+
+
+def text_of(chunk: Any) -> str:
+    return "".join(
+        choice.get("text") or choice.get("delta", {}).get("content") or ""
+        for choice in chunk["choices"]
+    )
+
+
+def texts_of(frames: list[tuple[str, Any]]) -> str:
+    return "".join(text_of(data) for _, data in frames if data != "[DONE]")
+
+
+def read_frames(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
+    event_id, data = "", ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: "):
+            data = line[6:]
+        elif not line and data:
+            yield event_id, data if data == "[DONE]" else json.loads(data)
+            event_id, data = "", ""
+
+
+@contextmanager
+def opened(
+    http: httpx2.Client, worker: HandWorker, body: dict[str, Any], text: str = "a", **headers: str
+) -> Iterator[tuple[Reading, Claim]]:
+    """A stream of a request that has emitted `text`, which is when its answer begins."""
+    with ThreadPoolExecutor() as beside:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        asked = http.build_request("POST", path, json=body, headers=headers)
+        asking = beside.submit(lambda: http.send(asked, stream=True))
+        claim = worker.queue.take()
+        assert claim is not None
+        worker.adopt(claim)
+        worker.send(claim, text)
+        response = asking.result()
+    with closing(response):
+        yield Reading(response, read_frames(response)), claim
+
+
+@contextmanager
+def continued(http: httpx2.Client, url: str, event_id: str = "") -> Iterator[Reading]:
+    headers = {"Last-Event-ID": event_id} if event_id else {}
+    with http.stream("GET", url, headers=headers) as response:
+        yield Reading(response, read_frames(response))
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def is_cancelled(worker: HandWorker, request_id: str) -> bool:
+    return bool(worker.redis.hget(KEYS.request(request_id), "cancelled") == b"1")
+
+
+@pytest.mark.parametrize("body", [PROMPT, CHAT])
+@pytest.mark.parametrize("how", ["GET", "POST"])
+def test_a_client_that_comes_back_goes_on_where_it_stopped(
+    http: httpx2.Client, own_worker: HandWorker, body: dict[str, Any], how: str
+) -> None:
+    """From the stream's address, or by the same call, and the tokens meanwhile are not lost."""
+    with opened(http, own_worker, {**body, "detach": True}) as (reading, claim):
+        url = reading.response.headers["X-Stream-Url"]
+        own_worker.send(claim, "bc")
+        event_id, _ = reading.next()
+        event_id, chunk = reading.next()
+        assert text_of(chunk) == "bc"
+    own_worker.send(claim, "de")
+    own_worker.finish(claim, "f")
+    if how == "GET":
+        with continued(http, url, event_id) as again:
+            frames = again.rest()
+    else:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        headers = {"Last-Event-ID": event_id}
+        with http.stream("POST", path, json=body, headers=headers) as response:
+            frames = list(read_frames(response))
+    assert texts_of(frames) == "def"
+    assert frames[-1][1] == "[DONE]"
+    assert frames[-2][1]["choices"][0]["finish_reason"] == "stop"
+    assert all("role" not in frame["choices"][0].get("delta", {}) for _, frame in frames[:-1])
+    assert len(own_worker.redis.keys(KEYS.request("*"))) == 1
+
+
+def test_any_place_of_a_stream_can_be_gone_on_from(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """Also when its log has long been folded into the result."""
+    with opened(http, own_worker, {**PROMPT, "detach": True}) as (reading, claim):
+        url = reading.response.headers["X-Stream-Url"]
+        own_worker.send(claim, "äb")
+        own_worker.finish(claim, "c")
+        frames = reading.rest()
+    for _ in range(2):
+        for place, (event_id, _) in enumerate(frames[:-1]):
+            with continued(http, url, event_id) as again:
+                rest = again.rest()
+            assert texts_of(rest) == texts_of(frames[place + 1 :])
+            assert rest[-1][1] == "[DONE]"
+        with continued(http, url) as whole:
+            assert texts_of(whole.rest()) == "aäbc"
+        own_worker.fold_now(claim.request_id)
+
+
+def test_several_answers_go_on_where_each_stopped(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """An event's id tells of all choices; the usage comes once, with all of them in it."""
+    body = {**PROMPT, "n": 2, "detach": True, "stream_options": {"include_usage": True}}
+    with opened(http, own_worker, body) as (reading, first):
+        second = own_worker.take()
+        url = reading.response.headers["X-Stream-Url"]
+        reading.next()
+        own_worker.send(second, "xy")
+        event_id, chunk = reading.next()
+        assert chunk["choices"][0]["index"] == 1
+    own_worker.finish(first, "b")
+    own_worker.finish(second, "z")
+    with continued(http, url, event_id) as again:
+        *chunks, usage, done = again.rest()
+    texts = {data["choices"][0]["index"]: data["choices"][0]["text"] for _, data in chunks}
+    assert texts == {0: "b", 1: "z"}
+    assert usage[1]["choices"] == []
+    assert usage[1]["usage"]["completion_tokens"] == 5
+    assert done[1] == "[DONE]"
+
+
+def test_streams_survive_a_restart_of_the_gateway(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
+) -> None:
+    """Nothing that a stream needs lives in the process: another one goes on with it."""
+    first, second = start_gateway(), start_gateway()
+    with (
+        httpx2.Client(base_url=first.url, timeout=30) as http,
+        opened(http, own_worker, PROMPT) as (reading, claim),
+    ):
+        url = reading.response.headers["X-Stream-Url"]
+        event_id, _ = reading.next()
+        own_worker.send(claim, "b")
+        with (
+            httpx2.Client(base_url=second.url, timeout=30) as other,
+            continued(other, url, event_id) as again,
+        ):
+            assert again.text(1) == "b"
+            own_worker.finish(claim, "c")
+            assert texts_of(again.rest()) == "c"
+        assert texts_of(reading.rest()) == "bc"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves_cancels(http: httpx2.Client, own_worker: HandWorker, n: int) -> None:
+    """All answers of the call, so that a worker stops at its next step."""
+    with opened(http, own_worker, {**PROMPT, "n": n}) as (reading, claim):
+        reading.next()
+    wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+    if n == 2:
+        other = claim.request_id[:-1] + "1"
+        wait_until(lambda: own_worker.queue.state(other) == "cancelled")
+
+
+def test_a_client_that_leaves_before_the_first_token_cancels(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    """Whether it streams or waits for the whole answer."""
+    for stream in (True, False):
+        body = {"prompt": "Hi", "stream": stream}
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{gateway.url}/v1/completions", json=body, timeout=0.2)
+        wait_until(own_worker.queue.is_empty)
+    states = {own_worker.redis.hget(key, "state") for key in own_worker.redis.keys("*:request:*")}
+    assert states == {b"cancelled"}
+
+
+def test_a_client_that_said_so_leaves_and_cancels_nothing(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """By a field or a header; it can still cancel by the stream's address."""
+    for body, headers in (({**PROMPT, "detach": True}, {}), (PROMPT, {"X-Detach": "true"})):
+        with opened(http, own_worker, body, **headers) as (reading, claim):
+            url = reading.response.headers["X-Stream-Url"]
+            event_id, _ = reading.next()
+        with continued(http, url, event_id):
+            pass  # who reads on leaves as freely
+        time.sleep(0.1)
+        assert not is_cancelled(own_worker, claim.request_id)
+        assert http.delete(url).json()["cancelled"] is True
+        assert is_cancelled(own_worker, claim.request_id)
+
+
+def test_whoever_reads_on_cancels_too_unless_it_said_otherwise(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """The address remembers what the call said."""
+    with opened(http, own_worker, PROMPT) as (reading, claim):
+        url = reading.response.headers["X-Stream-Url"]
+        reading.next()
+        with continued(http, url) as again:
+            again.next()
+        wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+
+
+def test_a_stream_that_waits_shows_that_it_lives(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
+) -> None:
+    """After a while the status is sent without a token, and then comments."""
+    gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
+    with (
+        httpx2.Client(base_url=gateway.url, timeout=30) as http,
+        http.stream("POST", "/v1/completions", json=PROMPT) as response,
+    ):
+        lines = response.iter_lines()
+        comments = [line for line in (next(lines) for _ in range(4)) if line]
+        assert comments == [": waiting", ": waiting"]
+        claim = own_worker.take()
+        own_worker.finish(claim, "a")
+        assert "[DONE]" in "".join(lines)
+
+
+def test_an_error_in_a_stream(http: httpx2.Client, own_worker: HandWorker) -> None:
+    """The last event is an error object, and nothing follows."""
+    with opened(http, own_worker, PROMPT) as (reading, claim):
+        reading.next()
+        http.delete(reading.response.headers["X-Stream-Url"])
+        own_worker.send(claim, "b")
+        [(_, data)] = reading.rest()
+    assert data["error"]["code"] == "cancelled"
+
+
+def test_a_deadline_that_cuts_an_answer(http: httpx2.Client, own_worker: HandWorker) -> None:
+    """What has begun is an answer, and ends like one that was too long."""
+    with opened(http, own_worker, {**PROMPT, "deadline_ms": 60000}) as (reading, claim):
+        own_worker.send(claim, "b", FinishReason.EXPIRED)
+        frames = reading.rest()
+    assert texts_of(frames) == "ab"
+    assert frames[-2][1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_unknown_stream(http: httpx2.Client, own_worker: HandWorker) -> None:
+    unknown = "cmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"
+    for url in (f"/v1/streams/{unknown}", "/v1/streams/nothing"):
+        assert http.get(url).status_code == 404
+        assert http.delete(url).status_code == 404
+    headers = {"Last-Event-ID": f"{unknown}/3-3"}
+    assert http.post("/v1/completions", json=PROMPT, headers=headers).status_code == 404
+
+
+def test_a_wrong_last_event_id(http: httpx2.Client, own_worker: HandWorker) -> None:
+    with opened(http, own_worker, PROMPT) as (reading, _):
+        url = reading.response.headers["X-Stream-Url"]
+        event_id, _ = reading.next()
+        for wrong in ("x", "x/1", event_id + ".1-1", "cmpl-other/1-1"):
+            answer = http.get(url, headers={"Last-Event-ID": wrong})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "Last-Event-ID"
