@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -11,7 +12,7 @@ from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import ErrorInfo, FinishReason
 from shared.scripts import Row, RowStatus
-from worker.engine.interface import SequenceOutput
+from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
 from worker.leases import Leases
@@ -57,12 +58,7 @@ class Publisher:
         """Until cancelled, or until the engine fails, whose exception it raises."""
         while True:
             steps = await self._engine.fetch()
-            rows = [
-                row
-                for step in steps
-                for output in step.outputs
-                if (row := self._row_or_failure(output, step.ended_at)) is not None
-            ]
+            rows = [row for step in steps for row in self._rows(step)]
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
@@ -75,6 +71,7 @@ class Publisher:
         """
         untold = self._untold(rows)
         lengths = [held.as_held() for held in untold]
+        started = time.monotonic()
         self._num_sending += 1
         try:
             published = await keep_trying(
@@ -86,6 +83,7 @@ class Publisher:
             ]
         finally:
             self._num_sending -= 1
+        self._meter.note_publish(len(rows), time.monotonic() - started)
         for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
@@ -95,6 +93,7 @@ class Publisher:
             self._settle(held, status)
             if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
+                self._meter.note_end(held, FinishReason(row.finish_reason))
                 self._on_finished(held)
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
@@ -159,10 +158,18 @@ class Publisher:
             self._log.error("row refused", request_id=held.request_id, status=status)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
+            self._meter.num_fences_lost += 1
+        elif status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
+            self._meter.note_end(held, FinishReason(status.value))
         if status is RowStatus.GAP:
             self._with_gaps.append(held)
         self.abort(held)
         self._leases.drop(held)
+
+    def _rows(self, step: StepOutput) -> list[Row]:
+        rows = [self._row_or_failure(output, step.ended_at) for output in step.outputs]
+        self._meter.note_step(step)
+        return [row for row in rows if row is not None]
 
     def _row_or_failure(self, output: SequenceOutput, at: float) -> Row | None:
         """The row for an output; if making it fails, the row that ends this one request."""

@@ -11,12 +11,15 @@ from producer.async_client import AsyncClient
 from producer.connecting import server_url
 from producer.gateway import errors
 from producer.gateway.context import Gateway
-from producer.gateway.routes import health
+from producer.gateway.routes import health, metrics
 from shared.connection import make_async_redis
 from shared.keys import Keys
 from shared.settings import Settings
 
-_ROUTERS = (health.router,)
+_ROUTERS = (
+    health.router,
+    metrics.router,
+)
 
 
 def create_app(settings: Settings) -> FastAPI:
