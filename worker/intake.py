@@ -230,6 +230,7 @@ class Intake:
         self._account_fill()
         failed, complete = [], []
         for claim, outcome in zip(claims, prepared, strict=True):
+            self._log.debug("claimed", request_id=claim.request_id, attempt=claim.attempt)
             if isinstance(outcome, InvalidRequestError):
                 failed.append((claim, outcome))
             elif outcome.is_at_end:

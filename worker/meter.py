@@ -64,12 +64,12 @@ class Meter:
         self.num_published += num_rows
         self.publish_time.add(seconds)
 
-    def note_end(self, held: HeldRequest, reason: FinishReason) -> None:
-        """A request got its last event from this worker."""
+    def note_end(self, reason: FinishReason, held: HeldRequest | None = None) -> None:
+        """A request of this worker got its last event; `held` where the worker made that."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
-        stats = held.stats
-        if stats is None:
+        stats = held.stats if held is not None else None
+        if held is None or stats is None:
             return
         self.end_to_end.add(
             max(0.0, held.server_ms(time.monotonic()) - held.claim.enqueued_at_ms) / 1000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -84,16 +84,19 @@ class Publisher:
         finally:
             self._num_sending -= 1
         self._meter.note_publish(len(rows), time.monotonic() - started)
+        self._count_ends_by_server((*statuses, *published.held))
         for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
+            reason = row.finish_reason or None
+            self._log.debug("ended", request_id=row.request_id, status=status, reason=reason)
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
             self._settle(held, status)
             if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
-                self._meter.note_end(held, FinishReason(row.finish_reason))
+                self._meter.note_end(FinishReason(row.finish_reason), held)
                 self._on_finished(held)
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
@@ -135,6 +138,7 @@ class Publisher:
             for item in held:  # perhaps not told; to tell it twice does no harm
                 item.prompt_tokens_told = False
             raise
+        self._count_ends_by_server(published.held)
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
         self._on_progress()
@@ -151,6 +155,12 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
+    def _count_ends_by_server(self, statuses: Iterable[RowStatus]) -> None:
+        """Of two calls under way only one hears of it, perhaps when the request is let go of."""
+        for status in statuses:
+            if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
+                self._meter.note_end(FinishReason(status.value))
+
     def _settle(self, held: HeldRequest, status: RowStatus) -> None:
         if not status.is_lost:
             return
@@ -159,8 +169,6 @@ class Publisher:
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
             self._meter.num_fences_lost += 1
-        elif status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
-            self._meter.note_end(held, FinishReason(status.value))
         if status is RowStatus.GAP:
             self._with_gaps.append(held)
         self.abort(held)
@@ -203,6 +211,7 @@ class Publisher:
             self._leases.mark_out_of_engine(held)
         if output.finish_reason is FinishReason.ERROR:
             error = ErrorInfo(type="internal_error", message=output.error or "the engine failed it")
+            self._log.error("the engine failed", request_id=held.request_id, error=output.error)
             return held.next_row(
                 [], held.text.flush(), finish_reason=output.finish_reason, error=error
             )

@@ -1,4 +1,4 @@
-"""Counts and times HTTP requests, without touching what they stream."""
+"""Counts, times and logs HTTP requests, without touching what they stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import metrics
+from shared.logs import get_logger
 from shared.metrics import Histogram, Reading
 
 _UNKNOWN = "unknown"
 """Handler of paths that no route has, and method of those that are not HTTP's, so that strangers
 make no series."""
+_POLLED = frozenset({"/healthz", "/readyz", "/metrics"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -68,13 +70,23 @@ class _Measured:
         try:
             await self._app(scope, receive, noting)
         finally:
+            seconds = time.monotonic() - started
             handler: Any = getattr(scope.get("route"), "path", _UNKNOWN)
             method = scope["method"] if scope["method"] in _METHODS else _UNKNOWN
-            self._meter.end(handler, method, status, time.monotonic() - started)
+            self._meter.end(handler, method, status, seconds)
+            _log_answer(scope, status, seconds)
+
+
+def _log_answer(scope: Scope, status: str, seconds: float) -> None:
+    """With the `request_id` that the route has bound; a query may hold a secret, so without it."""
+    level = "debug" if scope["path"] in _POLLED else "info"
+    method, path = scope["method"], scope["path"]
+    line: Any = getattr(get_logger(), level)
+    line("answered", method=method, path=path, status=int(status), ms=round(seconds * 1000, 1))
 
 
 def measure_http(app: FastAPI) -> FastAPI:
-    """Let `/metrics` tell of the HTTP requests of `app`; before it starts."""
+    """Let the log and `/metrics` tell of the HTTP requests of `app`; before it starts."""
     app.state.http_meter = HttpMeter()
     app.add_middleware(_Measured, meter=app.state.http_meter)
     return app

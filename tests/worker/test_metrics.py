@@ -18,6 +18,7 @@ from producer import AsyncClient
 from shared import metrics
 from shared.errors import ConfigurationError
 from shared.keys import Keys
+from shared.schemas import FinishReason
 from tests.helpers import running_worker, served_model_free
 from worker.metrics import MetricsServer
 from worker.service import Worker
@@ -77,6 +78,8 @@ async def test_a_scrape_tells_of_the_requests_that_were_served(
         running = await scrape(worker)
         await client.cancel(cancelled)
         await until_idle(worker)
+        while not worker.meter.num_ended[FinishReason.CANCELLED]:
+            await asyncio.sleep(0.005)  # another call's reply may have freed it before
         told = await scrape(worker)
     assert value(running, metrics.RUNNING) == value(running, metrics.LEASES) == 1
     assert 0 < value(running, metrics.KV_USAGE) <= 1
