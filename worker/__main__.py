@@ -21,6 +21,7 @@ from shared.keys import Keys
 from shared.logs import configure_logs
 from shared.settings import Settings, flag_of, read_settings
 from worker.building import Served, build
+from worker.metrics import MetricsServer
 from worker.service import EngineStuckError, Worker
 from worker.start_up import StartUp
 from worker.watchdog import watched
@@ -64,15 +65,21 @@ async def serve(settings: Settings, redis_url: str) -> None:
             start_up.close()
         _spare_the_collector()
         worker = Worker(settings, served, client, start_up.seconds)
+        exposed = None
+        if settings.metrics_port is not None:
+            exposed = MetricsServer(worker, settings.metrics_host, settings.metrics_port)
         async with watched(settings.stuck_seconds):
             await worker.start()
             try:
                 seconds = time.monotonic() - started
-                print(_ready_line(settings, served, redis_url, seconds, str(start_up)), flush=True)
+                line = _ready_line(settings, served, redis_url, seconds, str(start_up))
+                print(line + (f"; metrics at {exposed.url}" if exposed else ""), flush=True)
                 await worker.serve(stop)
                 await worker.drain(stop_now)
             finally:
                 await worker.stop()
+                if exposed is not None:
+                    await asyncio.to_thread(exposed.close)
     except EngineStuckError as error:
         print(f"promptq worker: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the interpreter would wait for the thread that hangs

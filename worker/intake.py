@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import InvalidRequestError
 from shared.logs import get_logger
+from shared.metrics import CLAIM_TIME, Histogram
 from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
 from shared.scripts import Claim, Held, Room
 from worker.ending import end
@@ -61,7 +62,7 @@ class Intake:
     `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
     to generate; `renew` renews leases and tells prompt lengths; `on_ready` hears that something is
     available. `depth` None adapts to the rate of hand-outs, so
-    that about 100 ms of work lie ready.
+    that about 100 ms of work lie ready. `claim_time` is told how long each claim took.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Intake:
         on_invalid: Callable[[Claim, InvalidRequestError], Awaitable[None]],
         on_complete: Callable[[HeldRequest], Awaitable[None]],
         depth: int | None = None,
+        claim_time: Histogram | None = None,
     ) -> None:
         self.metrics = IntakeMetrics()
         self.num_workers = 1
@@ -89,6 +91,7 @@ class Intake:
         self._on_invalid = on_invalid
         self._on_complete = on_complete
         self._fixed_depth = depth
+        self._claim_time = claim_time or Histogram(CLAIM_TIME)
         self._ready: list[tuple[tuple[float, str], float, HeldRequest]] = []
         self._hand_outs: deque[float] = deque()
         self._fill_changed_at = time.monotonic()
@@ -209,7 +212,9 @@ class Intake:
             return 0
         if not work_came and self._too_small is not None and not _more(room, self._too_small):
             return 0
+        started = time.monotonic()
         claims = await self._queue.take_batch(room)
+        self._claim_time.add(time.monotonic() - started)
         self._num_pending = claims.num_pending
         self._too_small = None if claims else room
         if claims.next_skip:
@@ -225,6 +230,7 @@ class Intake:
         self._account_fill()
         failed, complete = [], []
         for claim, outcome in zip(claims, prepared, strict=True):
+            self._log.debug("claimed", request_id=claim.request_id, attempt=claim.attempt)
             if isinstance(outcome, InvalidRequestError):
                 failed.append((claim, outcome))
             elif outcome.is_at_end:

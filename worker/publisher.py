@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -11,7 +12,7 @@ from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import ErrorInfo, FinishReason, TokenLogprob
 from shared.scripts import Row, RowStatus
-from worker.engine.interface import SequenceOutput
+from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
 from worker.leases import Leases
@@ -60,12 +61,7 @@ class Publisher:
         """Until cancelled, or until the engine fails, whose exception it raises."""
         while True:
             steps = await self._engine.fetch()
-            rows = [
-                row
-                for step in steps
-                for output in step.outputs
-                if (row := self._row_or_failure(output, step.ended_at)) is not None
-            ]
+            rows = [row for step in steps for row in self._rows(step)]
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
@@ -78,6 +74,7 @@ class Publisher:
         """
         untold = self._untold(rows)
         lengths = [held.as_held() for held in untold]
+        started = time.monotonic()
         self._num_sending += 1
         try:
             published = await keep_trying(
@@ -89,15 +86,20 @@ class Publisher:
             ]
         finally:
             self._num_sending -= 1
+        self._meter.note_publish(len(rows), time.monotonic() - started)
+        self._count_ends_by_server((*statuses, *published.held))
         for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
+            reason = row.finish_reason or None
+            self._log.debug("ended", request_id=row.request_id, status=status, reason=reason)
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
             self._settle(held, status)
             if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
+                self._meter.note_end(FinishReason(row.finish_reason), held)
                 self._on_finished(held)
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
@@ -139,6 +141,7 @@ class Publisher:
             for item in held:  # perhaps not told; to tell it twice does no harm
                 item.prompt_tokens_told = False
             raise
+        self._count_ends_by_server(published.held)
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
         self._on_progress()
@@ -155,6 +158,12 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
+    def _count_ends_by_server(self, statuses: Iterable[RowStatus]) -> None:
+        """Of two calls under way only one hears of it, perhaps when the request is let go of."""
+        for status in statuses:
+            if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
+                self._meter.note_end(FinishReason(status.value))
+
     def _settle(self, held: HeldRequest, status: RowStatus) -> None:
         if not status.is_lost:
             return
@@ -162,10 +171,16 @@ class Publisher:
             self._log.error("row refused", request_id=held.request_id, status=status)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
+            self._meter.num_fences_lost += 1
         if status is RowStatus.GAP:
             self._with_gaps.append(held)
         self.abort(held)
         self._leases.drop(held)
+
+    def _rows(self, step: StepOutput) -> list[Row]:
+        rows = [self._row_or_failure(output, step.ended_at) for output in step.outputs]
+        self._meter.note_step(step)
+        return [row for row in rows if row is not None]
 
     def _row_or_failure(self, output: SequenceOutput, at: float) -> Row | None:
         """The row for an output; if making it fails, the row that ends this one request."""
@@ -199,6 +214,7 @@ class Publisher:
             self._leases.mark_out_of_engine(held)
         if output.finish_reason is FinishReason.ERROR:
             error = ErrorInfo(type="internal_error", message=output.error or "the engine failed it")
+            self._log.error("the engine failed", request_id=held.request_id, error=output.error)
             return held.next_row(
                 [], held.text.flush(), finish_reason=output.finish_reason, error=error
             )

@@ -105,6 +105,7 @@ class Worker:
             on_invalid=self._fail_claim,
             on_complete=self._complete,
             depth=settings.prefetch_depth,
+            claim_time=self.meter.claim_time,
         )
         self._start_up = dict(start_up_seconds or {})
         self._draining = False
@@ -274,6 +275,8 @@ class Worker:
             error=ErrorInfo(type=error.error_type, message=str(error)),
         )
         result = Result.fold([*claim.events, event]).to_json()
+        self.meter.note_end(FinishReason.ERROR)
+        self._log.debug("refused", request_id=claim.request_id, error=str(error))
         await self._publisher.send([Row.of(claim.request_id, claim.fence, event, result)])
 
     async def _complete(self, held: HeldRequest) -> None:
@@ -282,7 +285,6 @@ class Worker:
         await self._publisher.send([held.next_row([], held.text.flush(), finish_reason=reason)])
 
     def _count_finished(self, held: HeldRequest) -> None:
-        self.meter.note_end(held)
         if held.stats is not None:
             self._num_finished += 1
             for name in self._sums:

@@ -6,18 +6,18 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from producer.gateway.access import Caller, ThisCaller
+from producer.gateway.access import ThisCaller
 from producer.gateway.errors import ApiError
 
 
-async def admin_of(caller: ThisCaller) -> Caller:
+async def admin_of(caller: ThisCaller) -> ThisCaller:
     """Raises ApiError 403 for whoever may only use the queue."""
     if not caller.is_admin:
         raise ApiError(403, "this key may not see or steer the queue", code="not_admin")
     return caller
 
 
-ThisAdmin = Annotated[Caller, Depends(admin_of)]
+ThisAdmin = Annotated[ThisCaller, Depends(admin_of)]
 """A route's parameter of this type keeps everybody else out."""
 
 

@@ -21,6 +21,7 @@ from producer.gateway.routes import (
     dashboard_actions,
     docs,
     health,
+    metrics,
     models,
     streams,
 )
@@ -30,6 +31,7 @@ from shared.keys import Keys
 
 _ROUTERS = (
     health.router,
+    metrics.router,
     chat.router,
     completions.router,
     streams.router,

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request
 from pydantic import BaseModel, Field
 
-from producer.gateway.access import Caller
 from producer.gateway.admin import ThisAdmin, same_origin
 from producer.gateway.context import ThisGateway
 from shared.errors import RequestNotFoundError
@@ -140,7 +139,7 @@ async def _chosen(gateway: ThisGateway, letters: DeadLetters) -> list[str]:
     return await gateway.client.dead_ids(MAX_DEAD) if letters.all else letters.ids
 
 
-def _log(request: Request, admin: Caller, action: str, **what: Any) -> None:
+def _log(request: Request, admin: ThisAdmin, action: str, **what: Any) -> None:
     address = request.client.host if request.client else ""
     get_logger().info(
         "done from the dashboard",
