@@ -26,7 +26,7 @@ const HANDLERS = ["onclick", "onchange", "onsubmit"];
 
 /** Make the children of `target` like `fresh`, keeping nodes, so that focus and clicks survive. */
 export function show(target, ...fresh) {
-  const wanted = fresh.flat().filter(Boolean);
+  const wanted = fresh.flat().filter(Boolean).map((it) => (typeof it === "string" ? document.createTextNode(it) : it));
   wanted.forEach((node, at) => {
     const old = target.childNodes[at];
     if (!old) target.append(node);

@@ -105,5 +105,5 @@ function told(id, event, began, first, now) {
   if (num > 1 && seconds > 0) words.push(`${rate((num - 1) / seconds)} tokens/s`);
   if (event.finish_reason) words.push(`ended with ${event.finish_reason}`);
   if (event.error) words.push(event.error.message);
-  return [`${words.join(", ")}. `, requestLink(id)].map((it) => (typeof it === "string" ? h("span", {}, it) : it));
+  return [`${words.join(", ")}. `, requestLink(id)];
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -73,13 +74,13 @@ async def open_page(browser: Browser, gateway: LiveGateway) -> AsyncIterator[Ope
             expected: str = "",
             url: str = gateway.url,
         ) -> Page:
-            """`expected`: part of the one kind of console error that the test provokes."""
+            """`expected`: a pattern of the console errors that the test provokes."""
             context = await browser.new_context(viewport=viewport, color_scheme=scheme)
             stack.push_async_callback(context.close)
             page = await context.new_page()
 
             def heard(message: Any) -> None:
-                if message.type == "error" and not (expected and expected in message.text):
+                if message.type == "error" and not (expected and re.search(expected, message.text)):
                     troubles.append(message.text)
 
             page.on("console", heard)
