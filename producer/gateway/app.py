@@ -70,6 +70,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.state.stopping = asyncio.Event()
     errors.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)

@@ -80,6 +80,10 @@ def run_gateway(settings: GatewaySettings) -> None:
             await super().startup(sockets)
             print(f"ready at {_url(listener)}, queue {settings.queue} at {redis_url}", flush=True)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.stopping.set()  # pages would stay open for as long as they may
+            await super().shutdown(sockets)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn raises them once more when it has ended
     _Server(config).run([listener])

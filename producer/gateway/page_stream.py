@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 SILENCE_SECONDS = 15.0
@@ -17,22 +19,30 @@ def message(event: str, data: str) -> str:
     return f"event: {event}\ndata: {data}\n\n"
 
 
-def event_response(messages: AsyncGenerator[str, None]) -> StreamingResponse:
-    """Sends messages as they come, until they end or the page goes away."""
+def event_response(request: Request, messages: AsyncGenerator[str, None]) -> StreamingResponse:
+    """Sends messages as they come, until they end, the page goes away or the gateway stops."""
+    stopping: asyncio.Event = request.app.state.stopping
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(
-        _with_signs_of_life(messages), media_type="text/event-stream", headers=headers
+        _with_signs_of_life(messages, stopping), media_type="text/event-stream", headers=headers
     )
 
 
-async def _with_signs_of_life(messages: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+async def _with_signs_of_life(
+    messages: AsyncGenerator[str, None], stopping: asyncio.Event
+) -> AsyncIterator[str]:
     async with aclosing(messages):
-        coming: asyncio.Future[str] | None = None
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stopping.wait())
+        coming: asyncio.Future[Any] | None = None
         try:
             while True:
                 coming = coming or asyncio.ensure_future(anext(messages))
-                done, _ = await asyncio.wait({coming}, timeout=SILENCE_SECONDS)
-                if not done:
+                await asyncio.wait(
+                    {coming, stopped}, timeout=SILENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                if stopped.done():
+                    return
+                if not coming.done():
                     yield ": still here\n\n"
                     continue
                 try:
@@ -42,6 +52,7 @@ async def _with_signs_of_life(messages: AsyncGenerator[str, None]) -> AsyncItera
                 coming = None
                 yield text
         finally:
-            if coming is not None and not coming.done():
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            tasks = [it for it in (coming, stopped) if it is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

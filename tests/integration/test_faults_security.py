@@ -74,6 +74,7 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
                 assert again[0] == again[1]
                 assert (await reading.result(again[0])).text == text_of(7, 9)
             late = producer.enqueue("a", seed=8, max_tokens=9, delay_ms=200)
+            producer.reprioritise(late, -1)
             assert subscriber.result(late).text == text_of(8, 9)
             with pytest.raises(RequestFailedError):
                 subscriber.result(producer.enqueue("a", model="another"))

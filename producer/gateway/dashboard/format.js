@@ -52,5 +52,6 @@ export function shortId(id) {
 }
 
 export function percent(share) {
+  if (share > 0 && share < 0.0005) return "<0.1%";
   return `${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`;
 }

@@ -83,7 +83,7 @@ async def live_overview(
     request: Request, admin: ThisAdmin, gateway: ThisGateway
 ) -> StreamingResponse:
     """The last hour, then the overview once a second."""
-    return event_response(_overview(gateway, _sampler_of(request, gateway)))
+    return event_response(request, _overview(gateway, _sampler_of(request, gateway)))
 
 
 @router.get("/dashboard/api/live/worker")
@@ -91,17 +91,19 @@ async def live_worker(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
 ) -> StreamingResponse:
     """A worker and its batch, once a second."""
-    return event_response(_sampled(_sampler_of(request, gateway), f"worker {worker_id}", "worker"))
+    return event_response(
+        request, _sampled(_sampler_of(request, gateway), f"worker {worker_id}", "worker")
+    )
 
 
 @router.get("/dashboard/api/live/request")
 async def live_request(
-    admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
 ) -> StreamingResponse:
     """A request's life as it changes, and its events from the first on."""
     async with gateway.calling:
         timeline = await gateway.client.timeline(check_request_id(request_id))
-    return event_response(_request(gateway, request_id, timeline))
+    return event_response(request, _request(gateway, request_id, timeline))
 
 
 @router.get("/dashboard/api/requests")
