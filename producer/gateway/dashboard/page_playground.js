@@ -93,7 +93,8 @@ export function open(main) {
       h("div", { class: "buttons" }, halt, run)),
       h("section", { class: "card" }, h("h2", {}, "Answer"), tokens.element, outcome,
         h("p", { class: "legend" }, "Tokens by how surprising they are: ",
-          [0, 1, 2, 3, 4, 5].map((it) => h("i", { class: `swatch surprise-${it}` })), " Hover over one, or tap it."))));
+          h("span", {}, [0, 1, 2, 3, 4, 5].map((it) => h("i", { class: `swatch surprise-${it}` }))),
+          "Hover over one, or tap it."))));
   return () => close();
 }
 

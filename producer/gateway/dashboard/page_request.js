@@ -20,15 +20,17 @@ export function open(main, { argument: id, frame }) {
   const text = tokenView();
   const state = { received: 0, value: null };
   const length = h("span", { class: "quiet" });
+  const asked = h("div");
   main.append(title, about, h("div", { class: "halves" }, life,
-    h("section", { class: "card" }, h("h2", {}, "Text ", length), text.element)));
+    h("section", { class: "card" }, h("h2", {}, "Text ", length), text.element)), asked);
 
   return stream("live/request", { id }, {
     request: ({ now, value }) => {
       state.value = value;
       show(title, ...head(value));
       show(about, ...facets(value, now));
-      show(life, section("Life", timeline(value, now)), section("Payload", payload(value.payload)));
+      show(life, section("Life", timeline(value, now)));
+      show(asked, section("Payload", payload(value.payload)));
     },
     tokens: (event) => {
       text.add(event);

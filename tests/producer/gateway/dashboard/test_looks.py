@@ -32,9 +32,9 @@ async def write_an_hour(connection: Any) -> None:
         fields |= {f"{kind}_p{share}_ms": "" for kind in ("ttft", "queue") for share in (50, 95)}
         if not 300 < nth < 330:
             fields = {"waiting": round(9 * wave), "running": 8}
-            fields |= {"tokens_per_second": round(380 + 60 * wave, 1)}
-            fields |= {"ttft_p50_ms": round(80 + 60 * wave), "ttft_p95_ms": round(150 + 260 * wave)}
-            fields |= {"queue_p50_ms": round(20 + 50 * wave), "queue_p95_ms": 60 + 240 * wave}
+            fields |= {"tokens_per_second": round(230 + 40 * wave, 1)}
+            fields |= {"ttft_p50_ms": round(40 + 30 * wave), "ttft_p95_ms": round(70 + 130 * wave)}
+            fields |= {"queue_p50_ms": round(15 + 25 * wave), "queue_p95_ms": 30 + 120 * wave}
         pipeline.xadd(KEYS.statistics, fields, id=f"{latest - nth * SAMPLE_MS}-0")
     await pipeline.execute()
 
