@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shared.errors import RedisSideError
+from shared.logs import get_logger
 
 INTERVAL_SECONDS = 1.0
 
@@ -65,8 +65,12 @@ class Sampler:
 
     async def _refresh(self, topic: str, watched: _Topic) -> None:
         latest = None
-        with suppress(RedisSideError):
+        try:
             latest = await self._read(topic)
+        except RedisSideError:
+            pass  # pages say so
+        except Exception:  # whatever a stranger wrote there, it must not stop all pages for good
+            get_logger().exception("not read", topic=topic)
         async with watched.changed:
             watched.latest = latest
             watched.version += 1

@@ -53,14 +53,24 @@ const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const SILENCE_MS = 40_000;
 
+/** Resolves once somebody looks at the page: browsers give a gateway six connections for all tabs. */
+function visible() {
+  if (!document.hidden) return Promise.resolve();
+  return new Promise((resolve) => {
+    document.addEventListener("visibilitychange", () => resolve(visible()), { once: true });
+  });
+}
+
 /**
  * Read server-sent events, by fetch since an EventSource sends no headers, and again after a break.
  * `on` has a function for each kind of event; `on.broken(error)` and `on.begun()` tell of breaks.
- * With `once` the stream's own end is the end. Returns what closes it.
+ * Where `isOver()` is true, the stream's end is the end. Returns what closes it.
  */
-export function stream(path, query, on, { once = false } = {}) {
+export function stream(path, query, on, isOver = () => false) {
   let control;
   let closed = false;
+  const rest = () => document.hidden && control?.abort();
+  document.addEventListener("visibilitychange", rest);
 
   async function readOnce() {
     control = new AbortController();
@@ -90,12 +100,15 @@ export function stream(path, query, on, { once = false } = {}) {
   async function run() {
     let wait = FIRST_WAIT_MS;
     while (!closed) {
+      await visible();
+      if (closed) return;
       const began = Date.now();
       try {
         await readOnce();
-        if (once) return;
+        if (isOver()) return;
       } catch (error) {
-        if (closed) return;
+        if (closed || (isOver() && !(error instanceof ApiError))) return;
+        if (document.hidden) continue;
         on.broken?.(error);
         if (error instanceof ApiError && error.status >= 400 && error.status < 500) return;
       }
@@ -108,6 +121,7 @@ export function stream(path, query, on, { once = false } = {}) {
   run();
   return () => {
     closed = true;
+    document.removeEventListener("visibilitychange", rest);
     control?.abort();
   };
 }

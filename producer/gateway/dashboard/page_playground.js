@@ -50,6 +50,7 @@ export function open(main) {
     show(outcome, "Enqueued …");
     const began = performance.now();
     let first = null;
+    let isOver = false;
     let id;
     try {
       ({ id } = await post("play", fields()));
@@ -67,11 +68,12 @@ export function open(main) {
         if (event.token_ids.length) first ??= now;
         tokens.add(event);
         show(outcome, ...told(id, event, began, first, now));
-        if (event.finish_reason) isRunning(false);
+        isOver = event.finish_reason !== null;
+        if (isOver) isRunning(false);
       },
       problem: (error) => toast(error.message, "bad"),
       broken: (error) => toast(error.message, "bad"),
-    }, { once: true });
+    }, () => isOver);
   }
 
   halt.onclick = () => current && post("cancel", { id: current }).catch((error) => toast(error.message, "bad"));

@@ -18,7 +18,7 @@ export function open(main, { argument: id, frame }) {
   const about = h("div");
   const life = h("div");
   const text = tokenView();
-  const state = { received: 0, value: null };
+  let isOver = false;
   const length = h("span", { class: "quiet" });
   const asked = h("div");
   main.append(title, about, h("div", { class: "halves" }, life,
@@ -26,7 +26,6 @@ export function open(main, { argument: id, frame }) {
 
   return stream("live/request", { id }, {
     request: ({ now, value }) => {
-      state.value = value;
       show(title, ...head(value));
       show(about, ...facets(value, now));
       show(life, section("Life", timeline(value, now)));
@@ -34,6 +33,7 @@ export function open(main, { argument: id, frame }) {
     },
     tokens: (event) => {
       text.add(event);
+      isOver = event.finish_reason !== null;
       length.textContent = `${count(event.index + event.token_ids.length)} tokens`;
     },
     begun: () => {
@@ -45,7 +45,7 @@ export function open(main, { argument: id, frame }) {
       if (error.status === 404) show(main, h("p", { class: "card empty" }, `${error.message}. `, h("a", { href: "#/requests" }, "Search")));
       else frame.warn(`Not live: ${error.message}. Trying again.`);
     },
-  }, { once: true });
+  }, () => isOver);
 }
 
 function head(it) {

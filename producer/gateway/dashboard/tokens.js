@@ -21,6 +21,15 @@ export function tokenView() {
   const tip = h("div", { class: "tip", hidden: true });
   const element = h("div", { class: "tokens" }, text, tip);
   let told = new WeakMap();
+  let coming = [];
+
+  /** Once a frame, however many tokens there were; who reads at the end stays there. */
+  function append() {
+    const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    text.append(...coming);
+    coming = [];
+    if (isAtEnd) text.scrollTop = text.scrollHeight;
+  }
 
   function explain(span) {
     const logprobs = told.get(span);
@@ -50,9 +59,11 @@ export function tokenView() {
         const worst = Math.min(...event.logprobs.map((it) => it.logprob));
         span.className = `token surprise-${surprise(worst)}`;
       }
-      text.append(span);
+      if (!coming.length) requestAnimationFrame(append);
+      coming.push(span);
     },
     clear() {
+      coming = [];
       text.replaceChildren();
       told = new WeakMap();
       tip.hidden = true;

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request
+from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
+from starlette.types import Message
 
 from producer.gateway.admin import ThisAdmin, same_origin
+from producer.gateway.bodies import read_body
 from producer.gateway.context import ThisGateway
 from shared.errors import RequestNotFoundError
 from shared.logs import get_logger
 from shared.schemas import MAX_PRIORITY
 from shared.scripts import CancelStatus, PriorityStatus
 
+
+class BoundedRoute(APIRoute):
+    """Reads no more of a body than is allowed, whoever sends it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            most = request.app.state.gateway.settings.http_max_body_bytes
+            body = await read_body(request, most)
+
+            async def replay() -> Message:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            return await handle(Request(request.scope, replay))
+
+        return bounded
+
+
 router = APIRouter(
-    prefix="/dashboard/api", include_in_schema=False, dependencies=[Depends(same_origin)]
+    prefix="/dashboard/api",
+    include_in_schema=False,
+    dependencies=[Depends(same_origin)],
+    route_class=BoundedRoute,
 )
 
 MAX_DEAD = 1000
@@ -128,9 +154,7 @@ async def play(
     fields: Annotated[dict[str, Any], Body()],
 ) -> dict[str, str]:
     """Enqueue a request of the playground; its fields are those of a payload."""
-    fields = {"tenant": admin.tenant, **fields}
-    given = fields.pop("request_id", None)
-    request_id = await gateway.client.enqueue(request_id=given, **fields)
+    (request_id,) = await gateway.client.enqueue_many([{"tenant": admin.tenant, **fields}])
     _log(request, admin, "play", request_id=request_id)
     return {"id": request_id}
 

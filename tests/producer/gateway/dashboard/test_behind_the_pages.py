@@ -69,6 +69,18 @@ async def test_of_a_long_payload_the_beginning_is_shown(
     assert len(answer.content) < 70_000
 
 
+async def test_a_body_that_is_too_large_is_refused(redis_url: str) -> None:
+    async with (
+        serving(redis_url, http_max_body_bytes=1000) as gateway,
+        httpx2.AsyncClient(base_url=gateway.url) as http,
+    ):
+        answer = await http.post("/dashboard/api/play", json={"prompt": "x" * 1000})
+        assert answer.status_code == 413
+        answer = await http.post("/dashboard/api/play", json={"prompt": "x", "self": 1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "self"
+
+
 def test_a_gateway_stops_with_pages_open(start: Start) -> None:
     """Though it lets answers come to their end for long, and pages have none."""
     process = start("gateway", "--port", "0", PROMPTQ_HTTP_DRAIN_SECONDS="100000")

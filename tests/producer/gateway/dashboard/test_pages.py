@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -182,6 +183,28 @@ async def test_texts_are_never_taken_for_html(
     await expect(page.locator(".timeline")).to_contain_text("Finished")
     assert await page.locator("main script, main img, main b > i").count() == 0
     assert await page.title() == "promptq"
+
+
+async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
+    client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    page = await open_page()
+    await expect(tile(page, "Waiting")).to_have_text("0")
+    hide = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    await page.evaluate(hide, True)
+
+    async def num_commands() -> int:
+        await asyncio.sleep(1.5)  # the sampler reads once a second
+        return int((await connection.info("commandstats"))["cmdstat_zcard"]["calls"])
+
+    before = await num_commands()
+    await client.enqueue("Once")
+    assert await num_commands() == before
+    await page.evaluate(hide, False)
+    await expect(tile(page, "Waiting")).to_have_text("1")
 
 
 async def test_an_unknown_request_is_said_to_be_so(open_page: Open) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import pytest
+
 from producer.gateway.sampler import Sampler
 from shared.errors import RedisUnavailableError
 
@@ -12,12 +14,12 @@ from shared.errors import RedisUnavailableError
 class Source:
     def __init__(self) -> None:
         self.reads: list[str] = []
-        self.is_away = False
+        self.error: Exception | None = None
 
     async def read(self, topic: str) -> str:
         self.reads.append(topic)
-        if self.is_away:
-            raise RedisUnavailableError("gone")
+        if self.error is not None:
+            raise self.error
         return f"{topic} {len(self.reads)}"
 
 
@@ -61,14 +63,15 @@ async def test_whoever_is_slow_gets_the_newest_only() -> None:
         assert int(latest.split()[1]) >= 10
 
 
-async def test_a_server_that_is_away_is_said_to_be_so_until_it_is_back() -> None:
+@pytest.mark.parametrize("error", [RedisUnavailableError("gone"), ValueError("a stranger's")])
+async def test_what_cannot_be_read_is_said_to_be_so_until_it_can(error: Exception) -> None:
     source = Source()
     sampler = Sampler(source.read, interval=0.005)
     async with aclosing(sampler.watch("a")) as page:
         await anext(page)
-        source.is_away = True
+        source.error = error
         while await anext(page) is not None:
             pass
-        source.is_away = False
+        source.error = None
         while await anext(page) is None:
             pass
