@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test states check format model bench bench-peers bench-cancel bench-drafting bench-gpu bench-sampling bench-grammar bench-lock chaos fuzz soak clean
+.PHONY: demo test states check format model bench bench-peers bench-cancel bench-drafting bench-gateway bench-gpu bench-sampling bench-grammar bench-lock chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -48,6 +48,10 @@ bench-cancel: $(SET_UP)
 # What drafting gains where a text repeats itself, and costs where it does not.
 bench-drafting: $(SET_UP)
 	@$(BIN)/python -m benchmarks.drafting $(ARGS)
+
+# What the gateway adds to a token, at 200 and at 2,000 streams: ARGS="--quick" tries it.
+bench-gateway: $(SET_UP)
+	@$(BIN)/python -m benchmarks.gateway $(ARGS)
 
 # On a GPU: is it right, and how far from what the device allows? ARGS="--tiny --device cpu" tries it.
 bench-gpu: $(SET_UP)

@@ -83,12 +83,12 @@ def up(
         typer.Option(
             min=0,
             max=65535,
-            help="HTTP port for a later version; nothing serves there yet.",
+            help="Serve HTTP on this port too, as `promptq gateway` does.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a server and workers in this terminal, until Ctrl-C.
+    """Run a server and workers in this terminal, with --port a gateway, until Ctrl-C.
 
     Without a Redis URL it starts an embedded server, which other promptq
     commands of this user find by themselves. Workers that die are started again.
@@ -97,6 +97,7 @@ def up(
     Examples:
 
       promptq up
+      promptq up --port 8000
       promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
       promptq up --redis redis://localhost:6379/0
       promptq up --data ./promptq-data

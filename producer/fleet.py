@@ -1,4 +1,4 @@
-"""Keeps a number of worker processes running."""
+"""Keeps worker processes running, and what else belongs to them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from producer.processes import WorkerProcess
+from producer.processes import ChildProcess
 from shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
-"""Workers end by themselves before; then they are killed."""
+"""They end by themselves before; then they are killed."""
 
 _MAX_FAILURES = 5
 _STEADY_SECONDS = 60.0
@@ -19,35 +19,42 @@ _LOOK_SECONDS = 0.1
 
 
 class WorkersFailedError(PromptqError):
-    """Workers end as soon as they are started; the message shows what they said."""
+    """Processes end as soon as they are started; the message shows what they said."""
 
 
 @dataclass
 class _Place:
-    """One of the workers that are to run, and the process that does."""
+    """One of those that are to run, and the process that does; `kind` is shared by its likes."""
 
     name: str
-    process: WorkerProcess
+    kind: str
+    command: Sequence[str]
+    process: ChildProcess
     started: float
     failures: int = 0
     restart_at: float | None = None
 
 
 class Fleet:
-    """Starts workers, restarts those that die, ends them all.
+    """Starts processes, restarts those that die, ends them all.
 
-    `show` gets the lines to be seen, those of the workers included.
+    `commands` are by name, such as `worker 2`; `show` gets the lines to be seen, those of the
+    processes included.
     """
 
     def __init__(
-        self, count: int, args: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
+        self,
+        commands: Mapping[str, Sequence[str]],
+        env: Mapping[str, str],
+        show: Callable[[str], None],
     ) -> None:
-        self._args = args
         self._env = env
         self._show = show
-        self._any_was_ready = False
-        names = [f"worker {n + 1}" for n in range(count)]
-        self._places = [_Place(name, self._start(name), time.monotonic()) for name in names]
+        self._kinds_once_ready: set[str] = set()
+        self._places = [
+            _Place(name, name.split()[0], command, self._start(name, command), time.monotonic())
+            for name, command in commands.items()
+        ]
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Keep them running until `is_over`. Raises WorkersFailedError when that is hopeless."""
@@ -68,26 +75,28 @@ class Fleet:
         for place in self._places:
             place.process.kill()
 
-    def _start(self, name: str) -> WorkerProcess:
-        return WorkerProcess(self._args, self._env, lambda line: self._show(f"{name} | {line}"))
+    def _start(self, name: str, command: Sequence[str]) -> ChildProcess:
+        return ChildProcess(command, self._env, lambda line: self._show(f"{name} | {line}"))
 
     def _look_after(self, place: _Place) -> None:
-        self._any_was_ready = self._any_was_ready or place.process.is_ready
+        if place.process.is_ready:
+            self._kinds_once_ready.add(place.kind)
         if place.restart_at is not None:
             if time.monotonic() >= place.restart_at:
                 place.restart_at = None
                 place.started = time.monotonic()
-                place.process = self._start(place.name)
+                place.process = self._start(place.name, place.command)
         elif (exit_code := place.process.exit_code) is not None:
             place.process.wait()
             self._take_note(place, exit_code)
 
     def _take_note(self, place: _Place, exit_code: int) -> None:
-        """Of a worker that ended although nobody told it to."""
+        """Of one that ended although nobody told it to."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128
-        if (by_itself and not self._any_was_ready) or place.failures >= _MAX_FAILURES:
+        never_ready = place.kind not in self._kinds_once_ready
+        if (by_itself and never_ready) or place.failures >= _MAX_FAILURES:
             times = "" if place.failures == 1 else f" {place.failures} times in a row"
             raise WorkersFailedError(
                 f"{place.name} ended{times} with exit code {exit_code}; it said:\n"

@@ -1,4 +1,4 @@
-"""Worker processes: how one is started, watched and ended."""
+"""Worker and gateway processes: how one is started, watched and ended."""
 
 from __future__ import annotations
 
@@ -29,33 +29,43 @@ exit "$status"
 
 def worker_command(args: Sequence[str]) -> list[str]:
     """The command line of a worker process."""
+    return _command("worker", *args)
+
+
+def gateway_command(args: Sequence[str]) -> list[str]:
+    """The command line of a gateway process."""
+    return _command("producer.cli", "gateway", *args)
+
+
+def _command(*args: str) -> list[str]:
     root = Path(__file__).resolve().parents[1]
     # Another folder the user stands in may hold a `worker` of its own.
     isolated = [] if Path.cwd() == root else ["-P"]
-    return [sys.executable, *isolated, "-m", "worker", *args]
+    return [sys.executable, *isolated, "-m", *args]
 
 
-class WorkerProcess:
-    """A worker process with its output, which ends when its owner does.
+class ChildProcess:
+    """A process with its output, which ends when its owner does.
 
-    `show` is called with each line of output, from a thread.
+    It is ready once it says so at the beginning of a line. `show` is called with each line of
+    output, from a thread.
     """
 
     def __init__(
-        self, args: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
+        self, command: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
     ) -> None:
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.is_ready = False
         self._show = show
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCH_OWNER, "sh", *worker_command(args)],
+            ["/bin/sh", "-c", _WATCH_OWNER, "sh", *command],
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the owner, which then ends the worker
+            start_new_session=True,  # Ctrl-C is for the owner, which then ends this one
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -101,3 +111,12 @@ class WorkerProcess:
             self.last_lines.append(text)
             self.is_ready = self.is_ready or text.startswith("ready")
             self._show(text)
+
+
+class WorkerProcess(ChildProcess):
+    """A worker process."""
+
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
+    ) -> None:
+        super().__init__(worker_command(args), env, show)

@@ -1,4 +1,4 @@
-"""`promptq up`: a server and workers in one terminal, until Ctrl-C."""
+"""`promptq up`: a server, workers and a gateway in one terminal, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from producer.fleet import Fleet
+from producer.processes import gateway_command, worker_command
 from shared import embedded
 from shared.connection import open_redis, without_password
 from shared.embedded import PREFERRED_PORT, EmbeddedServer
@@ -69,9 +70,8 @@ def run_up(options: UpOptions, console: Console) -> None:
         with _server(options) as url:
             _welcome(options, url, console)
             fleet = Fleet(
-                options.num_workers,
-                [*options.worker_args, "--queue", options.queue],
-                _worker_env(url),
+                _commands(options),
+                _environment(url),
                 lambda line: console.out(line, highlight=False),
             )
             try:
@@ -119,7 +119,17 @@ def start_embedded(port: int | None = None, data_dir: Path | None = None) -> Emb
         return EmbeddedServer(None, data_dir)
 
 
-def _worker_env(url: str) -> dict[str, str]:
+def _commands(options: UpOptions) -> dict[str, list[str]]:
+    """What is to run, by name."""
+    worker = worker_command([*options.worker_args, "--queue", options.queue])
+    commands = {f"worker {n + 1}": worker for n in range(options.num_workers)}
+    if options.http_port is not None:
+        port = str(options.http_port)
+        commands["gateway"] = gateway_command(["--port", port, "--queue", options.queue])
+    return commands
+
+
+def _environment(url: str) -> dict[str, str]:
     # In the environment, as an address may hold a password and anybody may see command lines.
     env = {f"{ENV_PREFIX}REDIS_URL": url}
     if sys.stderr.isatty():
@@ -138,7 +148,8 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         f"  queue    {options.queue}, {workers} starting",
     ]
     if options.http_port is not None:
-        lines.append(f"  HTTP     port {options.http_port} is noted; nothing serves there yet")
+        where = f"http://127.0.0.1:{options.http_port}/v1" if options.http_port else "a free port"
+        lines.append(f"  HTTP     {where}, with the API of OpenAI")
     where = "" if own else f" --redis {without_password(url)}"
     where += "" if options.queue == "default" else f" --queue {options.queue}"
     lines += [

@@ -59,7 +59,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     from shared.logs import configure_logs
 
     configure_logs(settings.log_level, settings.log_format)
-    _allow_many_connections()
+    allow_many_connections()
     app = create_app(settings)
     listener = _listen(settings.http_host, settings.http_port)
     config = uvicorn.Config(
@@ -107,7 +107,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """Each stream is an open file, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,13 +357,19 @@ def test_worker_passes_everything_on(run: Run, start: Start, own_worker: HandWor
 
 def test_up_serves_and_ends_cleanly(run: Run, start: Start) -> None:
     """One terminal runs all of it; another finds it without an address; Ctrl-C leaves nothing."""
-    process = start("up", "--model", "model-free", "--workers", "2", "--port", "8000", url="")
+    port = free_port()
+    process = start("up", "--model", "model-free", "--workers", "2", "--port", str(port), url="")
     welcome = read_until(process, "stops all of it.\n")
     server = re.search(r"redis://127\.0\.0\.1:\d+/0", welcome)
     assert server is not None
     assert f"redis-cli -p {server[0].split(':')[2][:-2]}" in welcome
-    for _ in range(2):
-        read_until(process, "ready after ")
+    assert f"http://127.0.0.1:{port}/v1" in welcome
+    said = ""
+    while said.count(" | ready ") < 3:
+        said += read_until(process, "\n")
+    asked = json.dumps({"prompt": "Hi", "max_tokens": 3}).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", asked) as answer:
+        assert len(json.load(answer)["choices"][0]["text"]) == 3
     assert run("submit", "Hi", "--max-tokens", "3", "--seed", "1", url="").stdout != ""
     workers = json.loads(run("stats", "--json", url="").stdout)["workers"]
     assert len(workers) == 2

@@ -164,28 +164,6 @@ def test_an_unknown_model_that_only_a_worker_can_tell(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_over_the_limit(stories: OpenAI, stream: bool) -> None:
-    """Only a worker can count its tokens; a stream too gets the status, for it has not begun."""
-    with pytest.raises(openai.BadRequestError) as raised:
-        stories.completions.create(model="", prompt="once " * 20000, stream=stream)
-    assert raised.value.param == "prompt"
-    assert "tokens are more than" in str(raised.value)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_is_refused(stories: OpenAI, stream: bool) -> None:
-    schema = {"type": "array", "uniqueItems": True}
-    with pytest.raises(openai.BadRequestError) as raised:
-        stories.chat.completions.create(
-            model="",
-            messages=[{"role": "user", "content": "Hi"}],
-            response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
-            stream=stream,
-        )
-    assert (raised.value.param, raised.value.code) == ("response_format", "unsupported")
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_a_worker(openai_client: OpenAI, own_worker: HandWorker, stream: bool) -> None:
     error = ErrorInfo(type="internal_error", message="it failed")
     with failing(own_worker, error), pytest.raises(openai.InternalServerError) as raised:

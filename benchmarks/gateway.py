@@ -1,0 +1,272 @@
+"""What the gateway adds to a token: `python -m benchmarks.gateway`.
+
+Workers on the model-free engine make tokens at a fixed rate. A plain subscriber of all channels, a
+process of its own, notes when Redis has published each event, and bare HTTP clients, in another
+one, when its bytes arrive; both only note times, and what they mean is worked out afterwards. The
+difference is what the gateway and a socket add. Each load has several workers, as that many streams
+would have, so that their steps do not come all at once. Times in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+import hiredis
+import redis.asyncio
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.statistics import percentile
+from producer.gateway.command import allow_many_connections
+from shared.embedded import EmbeddedServer
+from shared.schemas import TokenEvent
+from shared.scripts import ModelIdentity
+from shared.settings import Settings
+from worker.building import Served
+from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine
+from worker.service import Worker
+from worker.tokenizer import ByteTokenizer
+
+Noted = list[tuple[float, bytes]]
+"""`time.monotonic()` at which bytes came, and the bytes."""
+
+Times = dict[tuple[str, int], float]
+"""By request and the count of its tokens with this event."""
+
+_BLOCK_SIZE = 16
+_EVENT_ID = re.compile(rb"^id: (\S+)/(\d+)-\d+e?$", re.MULTILINE)
+_FIRST_SHARE = 0.2
+"""Of the tokens, which come while streams still begin, and are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    num_streams: int
+    num_workers: int
+    tokens_per_second: float
+    """Of one stream."""
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens_per_second * self.seconds)
+
+
+LOADS = (Load(200, 4, 20.0, 15.0), Load(2000, 8, 2.0, 30.0))
+
+
+def serve(url: str, load: Load) -> None:
+    """One of the load's workers, until it is ended."""
+    slots = -(-load.num_streams // load.num_workers)
+    engine = build_model_free_engine(
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(512, slots),
+        num_blocks=slots * (load.num_tokens // _BLOCK_SIZE + 2),
+        step_seconds=1 / load.tokens_per_second,
+        verify=False,
+    )
+    ends = frozenset({END_TOKEN_ID})
+    identity = ModelIdentity("model-free", "model-free")
+    served = Served(engine, ByteTokenizer(), identity, ends, "none", "none")
+
+    async def run() -> None:
+        async with redis.asyncio.Redis.from_url(url) as client:
+            worker = Worker(Settings(prefetch_depth=0), served, client)
+            await worker.start()
+            print("ready", flush=True)
+            await worker.serve(asyncio.Event())
+
+    asyncio.run(run())
+
+
+def observe(url: str, file: Path) -> None:
+    """Note what the channels bring until it is ended, and write it to `file`."""
+    noted: Noted = []
+
+    class Subscriber(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            cast(asyncio.Transport, transport).write(b"PSUBSCRIBE promptq:*:events:*\r\n")
+
+        def data_received(self, data: bytes) -> None:
+            noted.append((time.monotonic(), data))
+
+    async def run() -> None:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, over.set)
+        host = urlsplit(url)
+        await loop.create_connection(Subscriber, host.hostname, host.port)
+        print("ready", flush=True)
+        await over.wait()
+
+    uvloop.run(run())
+    file.write_bytes(pickle.dumps(noted))
+
+
+class HttpClient(asyncio.Protocol):
+    """One stream."""
+
+    def __init__(self, payload: bytes, finished: asyncio.Semaphore) -> None:
+        self.noted: Noted = []
+        self._payload = payload
+        self._finished = finished
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(self._payload), self._payload)
+        )
+
+    def data_received(self, data: bytes) -> None:
+        self.noted.append((time.monotonic(), data))
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._finished.release()
+
+
+async def ask(port: int, load: Load) -> list[HttpClient]:
+    """All streams of a load, from the first to the last byte."""
+    loop, finished = asyncio.get_running_loop(), asyncio.Semaphore(0)
+    fields = {"prompt": "Hi", "stream": True, "max_tokens": load.num_tokens}
+    payload = json.dumps(fields).encode()
+    clients = []
+    for _ in range(load.num_streams):
+        client = HttpClient(payload, finished)
+        await loop.create_connection(lambda it=client: it, "127.0.0.1", port)  # type: ignore[misc]
+        clients.append(client)
+    for _ in clients:
+        await finished.acquire()
+    return clients
+
+
+def published_times(noted: Noted) -> Times:
+    """When each event was published."""
+    times: Times = {}
+    reader = hiredis.Reader()
+    for at, data in noted:
+        reader.feed(data)
+        while (message := reader.gets()) is not False:
+            if message[0] == b"pmessage":
+                event = TokenEvent.model_validate_json(message[3])
+                request_id = message[2].rpartition(b":events:")[2].decode()
+                times[request_id, event.end] = at
+    return times
+
+
+def arrival_times(clients: list[HttpClient]) -> Times:
+    """When each event's last byte arrived. Raises RuntimeError for an answer that is no stream."""
+    times: Times = {}
+    for client in clients:
+        whole = b"".join(data for _, data in client.noted)
+        if b"[DONE]" not in whole:
+            raise RuntimeError(f"a stream broke off: {whole[:300]!r} ... {whole[-300:]!r}")
+        for at, data in client.noted:  # a frame is one write, and small
+            for found in _EVENT_ID.finditer(data.replace(b"\r\n", b"\n")):
+                times[found[1].decode(), int(found[2])] = at
+    return times
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    added: list[float]
+    """Seconds of each token."""
+    cpu_per_token: float
+    """Seconds of CPU time that the gateway took, the beginnings of streams included."""
+    peak_bytes: int
+
+
+@contextmanager
+def child(*args: str) -> Iterator[tuple[int, str]]:
+    """A part of the benchmark in a process of its own: its id, and its line when it was ready."""
+    command = [sys.executable, "-m", *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        if not said.startswith("ready"):
+            raise RuntimeError(f"{' '.join(args)} did not start: {said}")
+        yield process.pid, said
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def measure(load: Load) -> Measured:
+    """Carry a load through a gateway of its own."""
+    this, described = "benchmarks.gateway", json.dumps(asdict(load))
+    gateway_args = ("producer.cli", "gateway", "--port", "0", "--redis")
+    with ExitStack() as stack:
+        noted = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "noted"
+        url = stack.enter_context(EmbeddedServer()).url
+        for _ in range(load.num_workers):
+            stack.enter_context(child(this, "--serve", url, "--load", described))
+        pid, said = stack.enter_context(child(*gateway_args, url))
+        port = int(said.split("//127.0.0.1:")[1].split(",")[0])
+        with child(this, "--observe", url, "--file", str(noted)):
+            cpu_before = _cpu_seconds(pid)
+            clients = uvloop.run(ask(port, load))
+            cpu_per_token = (_cpu_seconds(pid) - cpu_before) / (load.num_streams * load.num_tokens)
+            peak_bytes = _peak_bytes(pid)
+        published = published_times(pickle.loads(noted.read_bytes()))  # noqa: S301
+    first = int(load.num_tokens * _FIRST_SHARE)
+    arrived = {key: at for key, at in arrival_times(clients).items() if key[1] > first}
+    added = [at - published[key] for key, at in arrived.items()]
+    return Measured(added, cpu_per_token, peak_bytes)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--observe", help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, Load(**options.load))
+        return
+    if options.observe:
+        observe(options.observe, options.file)
+        return
+    allow_many_connections()
+    percentiles = ("p50", "p95", "p99", "largest")
+    table = Table("streams", "tokens/s", *percentiles, "gateway's CPU", "its memory")
+    for load in LOADS:
+        measured = measure(replace(load, seconds=load.seconds / 5) if options.quick else load)
+        row = [f"{percentile(measured.added, at) * 1000:.2f}" for at in (0.5, 0.95, 0.99, 1.0)]
+        rate = f"{load.num_streams * load.tokens_per_second:,.0f}"
+        used = f"{measured.cpu_per_token * 1e6:.0f} µs a token"
+        memory = f"{measured.peak_bytes / 2**20:.0f} MiB"
+        table.add_row(f"{load.num_streams:,}", rate, *row, used, memory)
+    Console().print("From the event's publication in Redis to its bytes at an HTTP client, ms:")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Calls of tools in texts, whole and in pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from producer.gateway.openai.tool_text import ToolDelta, ToolText
+from shared.tool_call_style import ToolCallStyle
+
+BARE = ToolCallStyle()
+LLAMA = ToolCallStyle(arguments_key="parameters")
+TAGS = ToolCallStyle(before="<tool_call>\n", after="\n</tool_call>")
+
+CALL = '{"name": "f", "arguments": {"a": {"b": "}\\"{"}}}'
+ARGUMENTS = '{"a": {"b": "}\\"{"}}'
+
+
+def read(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The content, and name and arguments of each call."""
+    tools = ToolText(style)
+    content, names, arguments = "", list[str](), list[str]()
+
+    def take(deltas: list[ToolDelta]) -> None:
+        for delta in deltas:
+            if delta.name is not None:
+                names.append(delta.name)
+                arguments.append("")
+            arguments[delta.index] += delta.arguments
+
+    for piece in pieces:
+        more, deltas = tools.feed(piece)
+        content += more
+        take(deltas)
+    content += tools.finish()
+    assert tools.num_calls == len(names)
+    return content, list(zip(names, arguments, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "content", "calls"),
+    [
+        (BARE, "Hello.", "Hello.", []),
+        (BARE, CALL, "", [("f", ARGUMENTS)]),
+        (BARE, f"  {CALL}\n", "\n", [("f", ARGUMENTS)]),
+        (BARE, f"I call {CALL}", f"I call {CALL}", []),
+        (BARE, '{"name": "f", "age": 3}', '{"name": "f", "age": 3}', []),
+        (BARE, '{"name": "f"', '{"name": "f"', []),
+        (BARE, '{"name":"f","arguments":{"a":', "", [("f", '{"a":')]),
+        (BARE, '{"name": "a\\"\\\\b", "arguments": {}}', "", [('a"\\b', "{}")]),
+        (LLAMA, '{"name": "f", "parameters": {"a": [1]}}', "", [("f", '{"a": [1]}')]),
+        (TAGS, f"<tool_call>\n{CALL}\n</tool_call>", "", [("f", ARGUMENTS)]),
+        (TAGS, f"Well <tool_call>{CALL}</tool_call>", "Well ", [("f", ARGUMENTS)]),
+        (
+            TAGS,
+            f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>\n",
+            "",
+            [("f", ARGUMENTS), ("f", ARGUMENTS)],
+        ),
+        (TAGS, f"<tool_call>{CALL}</tool_call> so", " so", [("f", ARGUMENTS)]),
+        (TAGS, "a < b <tool", "a < b <tool", []),
+        (TAGS, "<tool_call>no</tool_call>", "<tool_call>no</tool_call>", []),
+        (TAGS, CALL, CALL, []),
+    ],
+)
+def test_calls_in_a_text(
+    style: ToolCallStyle, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    """The same, in whatever pieces the text comes."""
+    assert read(style, [text]) == (content, calls)
+    assert read(style, list(text)) == (content, calls)
+    for size in (2, 3, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(style, pieces) == (content, calls)
