@@ -11,6 +11,8 @@ from typing import Any, Self, TypeVar
 import redis
 import redis.asyncio
 
+from producer import api_keys
+from producer.api_keys import ApiKey
 from producer.cancelling import heeding_cancels
 from producer.composing import Messages, Prompt, call_fields, compose, compose_samples
 from producer.connecting import (
@@ -236,6 +238,18 @@ class AsyncClient:
         with explained(self.url):
             queue = await self._connected()
             return await heeding_cancels(queue.purge(request_ids))
+
+    async def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
+        """As `Client.create_api_key`."""
+        return await self._converse(api_keys.create(self._keys, key, weight))
+
+    async def api_keys(self) -> list[ApiKey]:
+        """As `Client.api_keys`."""
+        return await self._converse(api_keys.list_all(self._keys))
+
+    async def revoke_api_key(self, name: str) -> ApiKey:
+        """As `Client.revoke_api_key`."""
+        return await self._converse(api_keys.revoke(self._keys, name))
 
     async def close(self) -> None:
         """As `Client.close`."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from producer.gateway.command import gateway
+from producer.key_commands import keys
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
 from producer.printing import StreamPrinter
@@ -340,6 +341,7 @@ def settings(as_json: AsJson = False) -> None:
 for _command in (gateway, top, pause, resume, drain, reprioritise):
     app.command()(_command)
 app.add_typer(dead, name="dead")
+app.add_typer(keys, name="keys")
 
 
 def _settings_rows(current: Settings) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ from typing import Any, Self, TypeVar
 
 import redis
 
+from producer import api_keys
+from producer.api_keys import ApiKey
 from producer.composing import Messages, Prompt, call_fields, compose, compose_samples
 from producer.connecting import (
     address_of,
@@ -259,6 +261,21 @@ class Client:
         """Delete dead letters; gives how many there were."""
         with explained(self.url):
             return self._queue.purge(request_ids)
+
+    def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
+        """Make a key of the gateway: its secret, shown this once, and what is kept of it.
+
+        With `weight`, that of its tenant is set too. Raises ConfigurationError.
+        """
+        return self._converse(api_keys.create(self._queue.keys, key, weight))
+
+    def api_keys(self) -> list[ApiKey]:
+        """The gateway's keys by name."""
+        return self._converse(api_keys.list_all(self._queue.keys))
+
+    def revoke_api_key(self, name: str) -> ApiKey:
+        """Let nobody in with a key from now on. Raises RequestNotFoundError."""
+        return self._converse(api_keys.revoke(self._queue.keys, name))
 
     def close(self) -> None:
         """End every wait and close the connections, unless the redis-py client was given."""

@@ -10,6 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from producer.api_keys import ApiKey
 from producer.dead_letters import DeadLetter
 from producer.queue_stats import QueueStats
 from shared.schemas import WorkerStats
@@ -65,6 +66,30 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
         buried = f"{datetime.fromtimestamp(letter.buried_at / 1000):%Y-%m-%d %H:%M:%S}"
         counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
         table.add_row(letter.request_id, buried, *counts, escape(letter.payload[:80]))
+    return table
+
+
+def api_keys_table(keys: Sequence[ApiKey]) -> Table:
+    """One row for each."""
+    table = plain_table(
+        *("name", "key", "tenant", "requests/min", "tokens/min", "priority from", "admin", "made"),
+        left=("name", "key", "tenant"),
+    )
+    for key in keys:
+        made = f"{datetime.fromtimestamp(key.created_at / 1000):%Y-%m-%d %H:%M}"
+        limits = (
+            f"{it:,}" if it else "–" for it in (key.requests_per_minute, key.tokens_per_minute)
+        )
+        admin = "yes" if key.is_admin else "–"
+        table.add_row(
+            key.name,
+            f"…{key.hint}",
+            key.tenant or "–",
+            *limits,
+            str(key.highest_priority),
+            admin,
+            made,
+        )
     return table
 
 

@@ -87,6 +87,10 @@ class Keys:
     def backlog(self) -> str:
         return self.prefix + "backlog"
 
+    @property
+    def api_keys(self) -> str:
+        return self.prefix + "api_keys"
+
     def pending_of(self, tenant: str) -> str:
         """Where a tenant's ids wait; '' is the tenant without a name.
 

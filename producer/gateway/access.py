@@ -1,33 +1,130 @@
-"""Who calls: what an API key stands for."""
+"""Who calls, and how much they may ask for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import json
+import math
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from fastapi import Depends
+from fastapi import Depends, Request
 
-from producer.gateway.context import ThisGateway
+from producer import api_keys
+from producer.api_keys import ApiKey
+from producer.gateway.context import Gateway, ThisGateway
+from producer.gateway.errors import ApiError
 from shared.schemas import MAX_PRIORITY
+from shared.scripts import Rate, take_of_rates
+
+Caller = ApiKey
+"""Somebody is what their key allows."""
+
+_NOBODY = Caller(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_DEFAULT_OUTPUT = 256
+"""What `enqueue` counts for an output without `max_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """What somebody may do. Without any key everybody on this machine may do everything."""
+async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
+    """The key that a call comes with. Without any key made, this machine may do everything.
 
-    name: str = ""
-    tenant: str | None = None
-    """Whose share of the queue is used; None: the tenant without a name."""
-    highest_priority: int = -MAX_PRIORITY
-    """The lowest number, so the soonest place, that may be asked for."""
-    is_admin: bool = True
-    """May see and steer the whole queue: dashboard, pause, drain, dead letters."""
+    Raises ApiError 401.
+    """
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and secret:
+        key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret.strip()))
+        if key is not None:
+            return key
+    if await gateway.queue.run(api_keys.count(gateway.keys)) == 0:
+        if _is_from_this_machine(request):
+            return _NOBODY
+        raise _unauthorised(
+            "there is no API key yet, so only this machine is answered; make one with"
+            " `promptq keys create NAME`"
+        )
+    raise _unauthorised(
+        "the API key is unknown or was revoked"
+        if secret
+        else "an API key is needed: Authorization: Bearer KEY"
+    )
 
 
-async def caller_of(gateway: ThisGateway) -> Caller:
-    """Raises ApiError 401 for a key that is unknown."""
-    return Caller()
+async def admin_of(caller: ThisCaller) -> Caller:
+    """A caller that may see and steer the whole queue. Raises ApiError 403 for others."""
+    if not caller.is_admin:
+        raise ApiError(
+            403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
+        )
+    return caller
 
 
 ThisCaller = Annotated[Caller, Depends(caller_of)]
 """A route's parameter of this type is who calls it; a route without it is open to anybody."""
+
+ThisAdmin = Annotated[Caller, Depends(admin_of)]
+
+
+async def admit(
+    gateway: Gateway, caller: Caller, requests: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Take what the requests need from the caller's rates; gives the headers that tell of them.
+
+    `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
+    OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
+    """
+    rates = []
+    if caller.requests_per_minute:
+        rates.append(Rate("requests", len(requests), caller.requests_per_minute))
+    if caller.tokens_per_minute:
+        tokens = sum(_estimated_tokens(request) for request in requests)
+        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
+    if not rates:
+        return {}
+    answer = await gateway.queue.run(take_of_rates(caller.name, rates))
+    headers = {}
+    for rate in rates:
+        headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{rate.name}"] = str(answer.remaining[rate.name])
+        headers[f"x-ratelimit-reset-{rate.name}"] = f"{answer.reset_ms[rate.name]}ms"
+    if answer.wait_ms == 0:
+        return headers
+    limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
+    if answer.wait_ms is None:
+        needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
+        message = f"this needs {needed}, and the key {caller.name!r} never has more than {limits}"
+    else:
+        headers["retry-after"] = str(math.ceil(answer.wait_ms / 1000))
+        headers["retry-after-ms"] = str(answer.wait_ms)
+        message = f"the key {caller.name!r} has used its {limits}; try again in {answer.wait_ms} ms"
+    raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def _estimated_tokens(request: Mapping[str, Any]) -> int:
+    wanted = request.get("max_tokens")  # what is no number is refused by whoever enqueues
+    output = wanted if isinstance(wanted, int) and wanted > 0 else _DEFAULT_OUTPUT
+    return len(json.dumps(request, default=str)) // 4 + output
+
+
+def _unauthorised(message: str) -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, code="invalid_api_key", headers=headers)
+
+
+def _is_from_this_machine(request: Request) -> bool:
+    """Whether nobody else can be behind it: no proxy, and no page of another site in a browser."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
+    if request.client is not None and not _is_loopback(request.client.host):
+        return False
+    origin = request.headers.get("origin")
+    hosts = [request.url.hostname, *([urlsplit(origin).hostname] if origin else [])]
+    return all(host == "localhost" or _is_loopback(host or "") for host in hosts)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from producer.gateway.access import Caller
+from producer.gateway.access import Caller, admit
 from producer.gateway.context import Gateway
 from producer.gateway.errors import ApiError
 from producer.gateway.event_stream import EventStream
@@ -33,19 +35,27 @@ async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call
     last_event_id = request.headers.get("last-event-id")
     if call.stream and last_event_id:
         return await _resume(gateway, caller, call, last_event_id)
-    completion = await _begin(gateway, caller, call)
+    completion, rates = await _begin(gateway, caller, call)
     if call.stream:
-        return EventStream(gateway, completion, is_new=True)
+        return _with(rates, EventStream(gateway, completion, is_new=True))
     try:
         async with while_present(request.receive):
-            return await _whole_answer(gateway, completion)
+            return _with(rates, await _whole_answer(gateway, completion))
     except ClientLeftError:
         if not completion.detach:
             gateway.cancels.cancel(completion.request_ids)
         return Response(status_code=_CLIENT_LEFT)
 
 
-async def _begin(gateway: Gateway, caller: Caller, call: Call) -> Completion:
+def _with(headers: Mapping[str, str], response: Response) -> Response:
+    response.headers.update(headers)
+    return response
+
+
+async def _begin(
+    gateway: Gateway, caller: Caller, call: Call
+) -> tuple[Completion, Mapping[str, str]]:
+    """What was enqueued, and the headers that tell of the caller's rates."""
     call = granted(call, caller).with_key_of(caller.name)
     view = await gateway.watch.look()
     if call.model and view.model and call.model != view.model:
@@ -57,11 +67,13 @@ async def _begin(gateway: Gateway, caller: Caller, call: Call) -> Completion:
             code="no_worker",
             headers={"Retry-After": "5"},
         )
+    requests = call.requests(new_completion_id(call.is_chat))
+    rates = await admit(gateway, caller, requests)
     async with gateway.calling:
-        enqueued = await gateway.client.enqueue_many(call.requests(new_completion_id(call.is_chat)))
+        enqueued = await gateway.client.enqueue_many(requests)
     # Where the idempotency key was known, these are those of the call that brought it first.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
-    return completion_of(call, completion_id, view.model)
+    return completion_of(call, completion_id, view.model), rates
 
 
 def unknown_model(asked: str, served: str) -> ApiError:

@@ -28,6 +28,7 @@ from producer.gateway.routes import (
 from producer.gateway.settings import GatewaySettings
 from shared.connection import make_async_redis
 from shared.keys import Keys
+from shared.request_queue import AsyncRequestQueue
 
 _ROUTERS = (
     health.router,
@@ -55,7 +56,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         calling = asyncio.Semaphore(_MAX_CALLING)
         cancels = Cancels(client, calling)
         watch = QueueWatch(connection, keys, url)
-        app.state.gateway = Gateway(settings, client, connection, watch, cancels, calling, keys)
+        queue = AsyncRequestQueue(connection, settings.queue)
+        app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)
         try:
             yield
         finally:

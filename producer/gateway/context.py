@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, cast
 
 import redis.asyncio
@@ -14,6 +14,7 @@ from producer.gateway.cancels import Cancels
 from producer.gateway.queue_view import QueueWatch
 from producer.gateway.settings import GatewaySettings
 from shared.keys import Keys
+from shared.request_queue import AsyncRequestQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,17 @@ class Gateway:
     settings: GatewaySettings
     client: AsyncClient
     redis: redis.asyncio.Redis
-    """For what no client method does: API keys, limits, files, statistics."""
+    """For plain commands, such as those about files."""
+    queue: AsyncRequestQueue
+    """For calls that the client has no method for, such as those about API keys and rates."""
     watch: QueueWatch
     cancels: Cancels
     calling: asyncio.Semaphore
     """Held around a call of the client, for the pool refuses whom it has no connection for."""
-    keys: Keys = field(default_factory=Keys)
+
+    @property
+    def keys(self) -> Keys:
+        return self.queue.keys
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -7,6 +7,7 @@ import math
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from shared.errors import (
@@ -93,6 +94,10 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(PromptqError)
     async def _promptq_error(request: Request, error: PromptqError) -> JSONResponse:
         return as_api_error(error).response()
+
+    @app.exception_handler(RedisError)
+    async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
+        return as_api_error(RedisSideError(str(error))).response()
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,0 +1,279 @@
+"""API keys: who gets in, as which tenant, and how much each may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import redis
+import redis.asyncio
+from fastapi import FastAPI
+
+from producer import AsyncClient, Client
+from producer.api_keys import ApiKey
+from producer.gateway.access import ThisAdmin, ThisCaller, admit
+from producer.gateway.app import create_app
+from producer.gateway.context import ThisGateway
+from producer.gateway.settings import GatewaySettings
+from shared.errors import ConfigurationError, RequestNotFoundError
+from shared.keys import Keys
+from tests.producer.gateway.living import LiveGateway
+from tests.producer.playing import Run
+
+HERE = ("127.0.0.1", 5000)
+
+
+def app_with_routes(url: str) -> FastAPI:
+    """A gateway with routes that do nothing but ask who calls."""
+    app = create_app(GatewaySettings(redis_url=url))
+
+    @app.get("/who")
+    async def who(caller: ThisCaller) -> dict[str, Any]:
+        return {"name": caller.name, "tenant": caller.tenant}
+
+    @app.get("/admin")
+    async def admin(caller: ThisAdmin) -> str:
+        return caller.name
+
+    @app.post("/take")
+    async def take(
+        gateway: ThisGateway, caller: ThisCaller, requests: int, max_tokens: int
+    ) -> dict[str, str]:
+        wanted = [{"prompt": "x" * 40, "max_tokens": max_tokens}] * requests
+        return await admit(gateway, caller, wanted)
+
+    return app
+
+
+@asynccontextmanager
+async def calling(
+    url: str, client: tuple[str, int] = HERE, base: str = "http://localhost"
+) -> AsyncIterator[httpx2.AsyncClient]:
+    app = app_with_routes(url)
+    async with app.router.lifespan_context(app):
+        transport = httpx2.ASGITransport(app=app, client=client)
+        async with httpx2.AsyncClient(transport=transport, base_url=base) as http:
+            yield http
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def make_key(url: str, weight: float | None = None, **fields: Any) -> str:
+    with Client(url) as client:
+        return client.create_api_key(ApiKey.build(**fields), weight)[0]
+
+
+async def test_without_any_key_this_machine_may_do_everything(redis_url: str) -> None:
+    async with calling(redis_url) as http:
+        assert (await http.get("/who")).json() == {"name": "local", "tenant": None}
+        assert (await http.get("/admin")).status_code == 200
+    async with calling(redis_url, client=("::1", 5000), base="http://[::1]:8000") as http:
+        assert (await http.get("/who")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("client", "base", "headers"),
+    [
+        (("10.0.0.7", 5000), "http://localhost", {}),
+        (HERE, "http://localhost", {"X-Forwarded-For": "10.0.0.7"}),
+        (HERE, "http://localhost", {"Forwarded": "for=10.0.0.7"}),
+        (HERE, "http://rebound.example", {}),
+        (HERE, "http://localhost", {"Origin": "https://elsewhere.example"}),
+        (HERE, "http://localhost", {"Origin": "null"}),
+    ],
+    ids=["another machine", "a proxy", "a proxy by RFC 7239", "rebound name", "page", "sandbox"],
+)
+async def test_without_any_key_nobody_else_is_answered(
+    redis_url: str, client: tuple[str, int], base: str, headers: dict[str, str]
+) -> None:
+    async with calling(redis_url, client, base) as http:
+        answer = await http.get("/who", headers=headers)
+    assert answer.status_code == 401
+    assert "promptq keys create" in answer.json()["error"]["message"]
+
+
+async def test_from_the_first_key_on_nobody_gets_in_without_one(redis_url: str) -> None:
+    secret = make_key(redis_url, name="web", tenant="shop")
+    async with calling(redis_url) as http:
+        without = await http.get("/who")
+        wrong = await http.get("/who", headers=bearer(secret[:-1] + "!"))
+        right = await http.get("/who", headers=bearer(secret))
+        with Client(redis_url) as client:
+            client.revoke_api_key("web")
+            client.create_api_key(ApiKey(name="other"))
+        revoked = await http.get("/who", headers=bearer(secret))
+    assert right.json() == {"name": "web", "tenant": "shop"}
+    for answer in (without, wrong, revoked):
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert secret not in answer.text
+
+
+async def test_only_an_admin_may_steer(redis_url: str) -> None:
+    plain = make_key(redis_url, name="web")
+    admin = make_key(redis_url, name="operator", is_admin=True)
+    async with calling(redis_url) as http:
+        assert (await http.get("/admin", headers=bearer(plain))).status_code == 403
+        assert (await http.get("/admin", headers=bearer(admin))).json() == "operator"
+
+
+async def test_rates_are_taken_whole_or_not_at_all(redis_url: str) -> None:
+    secret = make_key(redis_url, name="web", requests_per_minute=4, tokens_per_minute=1000)
+    async with calling(redis_url) as http:
+
+        async def take(requests: int, max_tokens: int) -> httpx2.Response:
+            query = {"requests": requests, "max_tokens": max_tokens}
+            return await http.post("/take", params=query, headers=bearer(secret))
+
+        first = (await take(1, 700)).json()
+        assert first["x-ratelimit-limit-tokens"] == "1000"
+        assert first["x-ratelimit-remaining-requests"] == "3"
+        left = int(first["x-ratelimit-remaining-tokens"])
+        assert 250 <= left < 300, "a quarter of the payload's bytes counts beside max_tokens"
+        refused = await take(1, 700)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 0 < int(refused.headers["retry-after"]) <= 30, "700 tokens less 280: 25 seconds"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "3", "nothing was taken"
+        assert (await take(3, 10)).status_code == 200
+        none_left = await take(1, 1)
+        assert (none_left.status_code, none_left.headers["x-ratelimit-remaining-requests"]) == (
+            429,
+            "0",
+        )
+        never = await take(1, 2000)
+        assert never.status_code == 429
+        assert "never has more" in never.json()["error"]["message"]
+        assert "retry-after" not in never.headers
+
+
+async def test_what_was_taken_comes_back_evenly(redis_url: str) -> None:
+    secret = make_key(redis_url, name="web", requests_per_minute=2)
+    async with calling(redis_url) as http, redis.asyncio.Redis.from_url(redis_url) as connection:
+
+        async def take(requests: int) -> httpx2.Response:
+            query = {"requests": requests, "max_tokens": 1}
+            return await http.post("/take", params=query, headers=bearer(secret))
+
+        assert (await take(2)).status_code == 200
+        refused = await take(1)
+        assert 0 < int(refused.headers["retry-after-ms"]) <= 30_000, "2 a minute: one each 30 s"
+        assert int(refused.headers["x-ratelimit-reset-requests"].removesuffix("ms")) > 30_000
+        # As if half a minute had passed.
+        await connection.hincrby(f"{Keys().prefix}rate:web", "requests", -30_000)
+        assert (await take(1)).status_code == 200
+        assert (await take(1)).status_code == 429
+
+
+async def test_two_gateways_share_the_rates(redis_url: str) -> None:
+    secret = make_key(redis_url, name="web", requests_per_minute=5)
+    async with calling(redis_url) as one, calling(redis_url) as two:
+        answers = await asyncio.gather(
+            *(
+                http.post("/take", params={"requests": 1, "max_tokens": 1}, headers=bearer(secret))
+                for http in [one, two] * 5
+            )
+        )
+    assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 5
+
+
+async def test_keys_are_kept_hashed(redis_url: str) -> None:
+    async with AsyncClient(redis_url) as client:
+        secret, made = await client.create_api_key(ApiKey(name="web"))
+        assert secret.endswith(made.hint)
+        queue = client._queue
+        assert queue is not None
+        kept = await queue._redis.hgetall(Keys().api_keys)
+        assert len(kept) == 1
+        assert secret.encode() not in b"".join([*kept.keys(), *kept.values()])
+        with pytest.raises(ConfigurationError, match="there is a key 'web' already"):
+            await client.create_api_key(ApiKey(name="web"))
+        with pytest.raises(RequestNotFoundError, match="no key 'other'"):
+            await client.revoke_api_key("other")
+
+
+def run_all(run: Run, commands: Sequence[Sequence[str]]) -> list[str]:
+    outputs = []
+    for command in commands:
+        done = run("keys", *command)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    return outputs
+
+
+def test_the_commands(run: Run, redis_url: str) -> None:
+    empty, secret, listed, as_json, revoked, nothing = run_all(
+        run,
+        [
+            ["list"],
+            [
+                "create",
+                "web",
+                "--tenant",
+                "shop",
+                "--weight",
+                "2.5",
+                "--requests-per-minute",
+                "1200",
+            ],
+            ["list"],
+            ["list", "--json"],
+            ["revoke", "web"],
+            ["list"],
+        ],
+    )
+    assert empty == nothing == "no keys: the gateway answers on this machine alone\n"
+    assert secret.startswith("pq-")
+    assert len(secret.strip()) == 46
+    assert "1,200" in listed
+    assert secret.strip() not in listed
+    assert '"tenant": "shop"' in as_json
+    assert revoked.startswith(f"revoked web (…{secret.strip()[-4:]})\n")
+    with Client(redis_url) as client:
+        weight = client._queue._redis.hget(Keys().config, "weight:shop")
+    assert float(weight) == 2.5
+    wrong = run("keys", "create", "no spaces")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr.startswith("promptq: name: ")
+
+
+def test_openai_client_with_a_key(
+    start_gateway: Callable[..., LiveGateway], redis_url: str
+) -> None:
+    gateway = start_gateway(http_header_seconds=0)
+    secret = make_key(
+        redis_url, name="web", tenant="shop", highest_priority=-1, requests_per_minute=2
+    )
+    options = {"base_url": gateway.base_url, "max_retries": 0}
+    with (
+        openai.OpenAI(api_key="pq-wrong", **options) as stranger,
+        pytest.raises(openai.AuthenticationError, match="unknown or was revoked"),
+    ):
+        stranger.completions.create(model="", prompt="Once")
+    with openai.OpenAI(api_key=secret, **options) as client:
+        with pytest.raises(openai.PermissionDeniedError, match="priority"):
+            client.completions.create(model="", prompt="Once", extra_body={"priority": -2})
+        with pytest.raises(openai.PermissionDeniedError, match="tenant"):
+            client.completions.create(model="", prompt="Once", extra_body={"tenant": "other"})
+        for left in ("1", "0"):
+            answer = client.completions.with_raw_response.create(
+                model="", prompt="Once", stream=True, extra_body={"detach": True, "priority": -1}
+            )
+            assert answer.headers["x-ratelimit-remaining-requests"] == left
+            with redis.Redis.from_url(redis_url) as connection:
+                record = Keys().request(answer.headers["x-request-id"])
+                assert connection.hget(record, "tenant") == b"shop"
+            answer.close()
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="", prompt="Once")
+    assert refused.value.code == "rate_limit_exceeded"
+    assert int(refused.value.response.headers["retry-after"]) > 0
