@@ -45,6 +45,7 @@ from producer.stream import (
 )
 from producer.subscriptions import Mailbox, Subscriptions
 from producer.timeline import Timeline, read_timeline
+from producer.tracing import enqueueing
 from shared import scripts
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError
@@ -53,6 +54,7 @@ from shared.observations import Sample
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus, NewRequest
+from shared.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -73,6 +75,7 @@ class AsyncClient:
         queue: str = "default",
         *,
         silence_seconds: float = SILENCE_SECONDS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._keys = Keys(queue)
         self._owned: redis.asyncio.Redis | None = None
@@ -81,6 +84,7 @@ class AsyncClient:
         self._connecting = asyncio.Lock()
         self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._silence = silence_seconds
+        self._tracing = tracing
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
@@ -267,8 +271,8 @@ class AsyncClient:
         if not new:
             return []
         queue = await self._connected()
-        with explained(self.url):
-            return await heeding_cancels(queue.enqueue(new))
+        with explained(self.url), enqueueing(self._tracing, self._keys.queue, new) as traced:
+            return await heeding_cancels(queue.enqueue(traced))
 
     async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

@@ -42,6 +42,7 @@ from producer.stream import (
     heard,
 )
 from producer.timeline import Timeline, read_timeline
+from producer.tracing import enqueueing
 from shared import scripts
 from shared.connection import open_redis
 from shared.errors import RedisUnavailableError
@@ -50,6 +51,7 @@ from shared.observations import Sample
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus, NewRequest
+from shared.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -59,7 +61,8 @@ class Client:
 
     `server` is a URL or a redis-py client (which stays its owner's to close); without one, the
     server of PROMPTQ_REDIS_URL or of the `promptq up` that runs on this machine. Use it as a
-    context manager, or call `close`.
+    context manager, or call `close`. With `tracing` (see `shared.tracing`) each request gets a
+    span, of which its worker's spans are children.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError; so does
     every method when the server goes away.
@@ -71,6 +74,7 @@ class Client:
         queue: str = "default",
         *,
         silence_seconds: float = SILENCE_SECONDS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._owned: redis.Redis | None = None
         if isinstance(server, redis.Redis):
@@ -85,6 +89,7 @@ class Client:
                 raise without_server(error) from error
         self._queue = RequestQueue(self._redis, queue)
         self._silence = silence_seconds
+        self._tracing = tracing
 
     def enqueue(
         self,
@@ -267,8 +272,9 @@ class Client:
     def _enqueue(self, new: list[NewRequest]) -> list[str]:
         if not new:
             return []
-        with explained(self.url):
-            return self._queue.enqueue(new)
+        queue = self._queue.keys.queue
+        with explained(self.url), enqueueing(self._tracing, queue, new) as traced:
+            return self._queue.enqueue(traced)
 
     def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

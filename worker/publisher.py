@@ -24,7 +24,8 @@ class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
-    with each request that got its last event from this worker. What the server does not take is
+    with each request that got its last event from this worker, `on_left` with each that left it and
+    how: a finish reason, or what the server said. What the server does not take is
     tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     """
 
@@ -37,6 +38,7 @@ class Publisher:
         on_finished: Callable[[HeldRequest], None],
         retry_seconds: float = 0.0,
         meter: Meter | None = None,
+        on_left: Callable[[HeldRequest, str], None] = lambda held, outcome: None,
     ) -> None:
         self._queue = queue
         self._leases = leases
@@ -45,6 +47,7 @@ class Publisher:
         self._on_finished = on_finished
         self._retry_seconds = retry_seconds
         self._meter = meter or Meter()
+        self._on_left = on_left
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
@@ -98,6 +101,7 @@ class Publisher:
                 self._leases.drop(held)
                 self._meter.note_end(FinishReason(row.finish_reason), held)
                 self._on_finished(held)
+                self._on_left(held, row.finish_reason)
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
                 self._settle(held, status)
@@ -162,8 +166,8 @@ class Publisher:
                 self._meter.note_end(FinishReason(status.value))
 
     def _settle(self, held: HeldRequest, status: RowStatus) -> None:
-        if not status.is_lost:
-            return
+        if not status.is_lost or self._leases.by_sequence(held.sequence_id) is None:
+            return  # of two calls under way the other's reply may have told it before
         if status in (RowStatus.GAP, RowStatus.ERROR):
             self._log.error("row refused", request_id=held.request_id, status=status)
         elif status is RowStatus.FENCED:
@@ -173,6 +177,7 @@ class Publisher:
             self._with_gaps.append(held)
         self.abort(held)
         self._leases.drop(held)
+        self._on_left(held, status.value)
 
     def _rows(self, step: StepOutput) -> list[Row]:
         rows = [self._row_or_failure(output, step.ended_at) for output in step.outputs]
