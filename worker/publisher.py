@@ -72,7 +72,8 @@ class Publisher:
 
         Raises what the server said last when it took nothing for `retry_seconds`.
         """
-        untold = self._untold(rows)
+        senders = [self._leases.by_request(row.request_id) for row in rows]
+        untold = _untold(senders)
         lengths = [held.as_held() for held in untold]
         started = time.monotonic()
         self._num_sending += 1
@@ -87,7 +88,7 @@ class Publisher:
         finally:
             self._num_sending -= 1
         self._meter.note_publish(len(rows), time.monotonic() - started)
-        self._count_ends_by_server((*statuses, *published.held))
+        self._note_ends_by_server((*senders, *untold), (*statuses, *published.held))
         for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
@@ -128,12 +129,6 @@ class Publisher:
         published = await keep_trying(lambda: self._queue.publish(rows), self._retry_seconds)
         return next((status for status in published.rows if status.is_lost), published.rows[-1])
 
-    def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
-        """Those of the rows' requests whose exact prompt length is not in Redis yet."""
-        found = [self._leases.by_request(row.request_id) for row in rows]
-        untold = [it for it in found if it is not None and not it.prompt_tokens_told]
-        return list(dict.fromkeys(untold))
-
     async def renew(self, held: Sequence[HeldRequest]) -> None:
         """Renew leases; drop what the server says is cancelled, expired or not ours any more."""
         try:
@@ -142,7 +137,7 @@ class Publisher:
             for item in held:  # perhaps not told; to tell it twice does no harm
                 item.prompt_tokens_told = False
             raise
-        self._count_ends_by_server(published.held)
+        self._note_ends_by_server(held, published.held)
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
         self._on_progress()
@@ -159,25 +154,32 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
-    def _count_ends_by_server(self, statuses: Iterable[RowStatus]) -> None:
+    def _note_ends_by_server(
+        self, requests: Iterable[HeldRequest | None], statuses: Iterable[RowStatus]
+    ) -> None:
         """Of two calls under way only one hears of it, perhaps when the request is let go of."""
-        for status in statuses:
+        for held, status in zip(requests, statuses, strict=True):
+            if status is RowStatus.OK:
+                continue
             if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
                 self._meter.note_end(FinishReason(status.value))
+                if held is not None:
+                    self._on_left(held, status.value)
 
     def _settle(self, held: HeldRequest, status: RowStatus) -> None:
         if not status.is_lost or self._leases.by_sequence(held.sequence_id) is None:
-            return  # of two calls under way the other's reply may have told it before
+            return
         if status in (RowStatus.GAP, RowStatus.ERROR):
             self._log.error("row refused", request_id=held.request_id, status=status)
+            self._on_left(held, status.value)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
             self._meter.num_fences_lost += 1
+            self._on_left(held, status.value)
         if status is RowStatus.GAP:
             self._with_gaps.append(held)
         self.abort(held)
         self._leases.drop(held)
-        self._on_left(held, status.value)
 
     def _rows(self, step: StepOutput) -> list[Row]:
         rows = [self._row_or_failure(output, step.ended_at) for output in step.outputs]
@@ -236,3 +238,9 @@ class Publisher:
             self.abort(held)
         logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None
         return held.next_row(token_ids, text, logprobs, reason)
+
+
+def _untold(senders: Iterable[HeldRequest | None]) -> list[HeldRequest]:
+    """Those whose exact prompt length is not in Redis yet."""
+    found = [it for it in senders if it is not None and not it.prompt_tokens_told]
+    return list(dict.fromkeys(found))
