@@ -324,9 +324,10 @@ class Stats(_Wire):
     attempts: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    preempted_at: list[int] = []
-    """Unix milliseconds of the server, as `resumed_at`."""
-    resumed_at: list[int] = []
+    preempted_at: list[int] | None = None
+    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a script
+    that folds the log could not tell from an empty object."""
+    resumed_at: list[int] | None = None
 
 
 class ErrorInfo(_Wire):

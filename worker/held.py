@@ -187,8 +187,8 @@ class HeldRequest:
             attempts=self.claim.attempt,
             preemptions=timing.preemptions,
             recomputed_tokens=timing.recomputed_tokens,
-            preempted_at=[*map(self.server_ms, timing.preempted_at)],
-            resumed_at=[*map(self.server_ms, timing.resumed_at)],
+            preempted_at=[*map(self.server_ms, timing.preempted_at)] or None,
+            resumed_at=[*map(self.server_ms, timing.resumed_at)] or None,
         )
 
     def server_ms(self, at: float) -> int:
