@@ -325,8 +325,8 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a script
-    that folds the log could not tell from an empty object."""
+    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a
+    script that folds the log could not tell from an empty object."""
     resumed_at: list[int] | None = None
 
 
