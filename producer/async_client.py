@@ -25,6 +25,7 @@ from producer.outcomes import Samples, fold
 from producer.overview import (
     Overview,
     WorkerView,
+    keep_statistics,
     read_overview,
     read_statistics,
     read_worker,
@@ -197,6 +198,10 @@ class AsyncClient:
     async def statistics(self, since_ms: int = 0) -> list[Sample]:
         """As `Client.statistics`."""
         return await self._converse(read_statistics(self._keys, since_ms))
+
+    async def keep_statistics(self) -> None:
+        """As `Client.keep_statistics`."""
+        await self._converse(keep_statistics(self._keys))
 
     async def pause(self) -> None:
         """As `Client.pause`."""

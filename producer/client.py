@@ -22,6 +22,7 @@ from producer.outcomes import Samples, fold
 from producer.overview import (
     Overview,
     WorkerView,
+    keep_statistics,
     read_overview,
     read_statistics,
     read_worker,
@@ -221,6 +222,10 @@ class Client:
         `since_ms` (Unix milliseconds of the server) on, the oldest first.
         """
         return self._converse(read_statistics(self._queue.keys, since_ms))
+
+    def keep_statistics(self) -> None:
+        """Call it every few seconds to have samples of the time when no worker is alive, too."""
+        self._converse(keep_statistics(self._queue.keys))
 
     def pause(self) -> None:
         """Hand out no more requests: they are taken in and wait. What runs goes on."""

@@ -13,6 +13,7 @@ from producer import AsyncClient
 from producer.timeline import Happened, Timeline
 from shared import observing, scripts
 from shared.errors import RequestNotFoundError
+from shared.keys import Keys
 from shared.observations import SAMPLE_MS, SlotState
 from shared.observing import Contribution
 from shared.request_queue import AsyncRequestQueue
@@ -73,6 +74,8 @@ async def test_a_workers_slots_tell_who_runs_and_how_far(
             await client.cancel(request_id)
     with pytest.raises(RequestNotFoundError):
         await client.worker(worker.worker_id)
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        assert not await connection.exists(Keys().slots(worker.worker_id))
 
 
 async def test_a_preempted_request_is_shown_without_a_slot_and_its_life_tells_of_it(
@@ -230,3 +233,16 @@ async def test_a_working_worker_fills_the_statistics(redis_url: str, client: Asy
     assert told.queue_p50_ms is not None
     assert told.queue_p95_ms is not None
     assert told.queue_p50_ms <= told.ttft_p50_ms
+
+
+async def test_without_workers_whoever_keeps_the_statistics_going_shows_what_waits(
+    redis_url: str, client: AsyncClient
+) -> None:
+    await client.enqueue("Once", priority=4)
+    await client.keep_statistics()
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        await connection.hset("promptq:{default}:statistics:open", "bucket", 1_000_000)
+    await client.keep_statistics()
+    (sample,) = await client.statistics()
+    assert (sample.waiting, sample.priorities, sample.workers) == (1, {4: 1}, 0)
+    assert (sample.tokens_per_second, sample.ttft_p50_ms) == (0, None)
