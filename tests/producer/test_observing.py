@@ -85,7 +85,7 @@ async def test_a_preempted_request_is_shown_without_a_slot_and_its_life_tells_of
     async with running_worker(redis_url, served) as worker:
         lazy = await client.enqueue("lazy", priority=5, max_tokens=350)
         await anext(client.stream(lazy))
-        urgent = await client.enqueue("urgent", priority=-5, max_tokens=400)
+        urgent = await client.enqueue("urgent", priority=-5, max_tokens=3000)
 
         async def preempted() -> Any:
             slots = (await client.worker(worker.worker_id)).slots
