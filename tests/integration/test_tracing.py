@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -187,6 +188,21 @@ def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: 
         for it in others
     }
     assert reasons == {True: ["cancelled"], False: ["length"]}
+
+
+def test_a_context_that_a_request_brings_is_the_parent_of_its_enqueueing(
+    redis_url: str, collector: Collector
+) -> None:
+    tracing = tracing_to(collector, "producer")
+    with Client(redis_url, tracing=tracing) as client:
+        request_id = client.enqueue("x", trace_context={"traceparent": PARENT})
+        payload = json.loads(client.timeline(request_id).payload)
+    tracing.close()
+    send = collector.named("send default")
+    assert send.trace_id.hex() == PARENT.split("-")[1]
+    assert send.parent_span_id.hex() == PARENT.split("-")[2]
+    carried = f"00-{send.trace_id.hex()}-{send.span_id.hex()}-01"
+    assert payload["trace_context"] == {"traceparent": carried}
 
 
 def test_an_enqueue_that_fails_is_a_span_that_says_so(redis_url: str, collector: Collector) -> None:

@@ -173,10 +173,10 @@ async def test_of_a_long_queue_the_front_is_counted_and_the_rest_estimated(
     redis_url: str, client: AsyncClient
 ) -> None:
     many = [{"prompt": "x", "priority": 3 if n % 4 else 1} for n in range(4000)]
-    await client.enqueue_many([*many, *({"prompt": "x", "priority": -9} for _ in range(5))])
+    await client.enqueue_many([*many, *({"prompt": "x", "priority": -9} for _ in range(3))])
     counts = (await client.overview()).priorities
-    assert counts[-9] == 5
-    assert sum(counts.values()) == pytest.approx(4005, abs=5)
+    assert counts[-9] == 3
+    assert sum(counts.values()) == pytest.approx(4003, abs=5)
     assert counts[1] == pytest.approx(1000, rel=0.15)
 
 
