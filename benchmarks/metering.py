@@ -31,6 +31,7 @@ def held_request(number: int) -> HeldRequest:
     claim = Claim(f"r{number}", b"", "1-x", 1, 0.0, 0, 0, 0, 1, 1)
     return HeldRequest(
         claim=claim,
+        request=request,
         engine_request=EngineRequest(number, [1], request, 0, STEPS),
         text=cast(TextStream, None),
         token_ids=[],

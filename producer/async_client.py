@@ -27,6 +27,7 @@ from producer.outcomes import Samples, fold
 from producer.overview import (
     Overview,
     WorkerView,
+    keep_statistics,
     read_overview,
     read_statistics,
     read_worker,
@@ -47,6 +48,7 @@ from producer.stream import (
 )
 from producer.subscriptions import Mailbox, Subscriptions
 from producer.timeline import Timeline, read_timeline
+from producer.tracing import enqueueing
 from shared import scripts
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError
@@ -55,6 +57,7 @@ from shared.observations import Sample
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
+from shared.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -75,6 +78,7 @@ class AsyncClient:
         queue: str = "default",
         *,
         silence_seconds: float = SILENCE_SECONDS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._keys = Keys(queue)
         self._owned: redis.asyncio.Redis | None = None
@@ -83,6 +87,7 @@ class AsyncClient:
         self._connecting = asyncio.Lock()
         self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._silence = silence_seconds
+        self._tracing = tracing
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
@@ -201,6 +206,10 @@ class AsyncClient:
         """As `Client.statistics`."""
         return await self._converse(read_statistics(self._keys, since_ms))
 
+    async def keep_statistics(self) -> None:
+        """As `Client.keep_statistics`."""
+        await self._converse(keep_statistics(self._keys))
+
     async def pause(self) -> None:
         """As `Client.pause`."""
         await self._converse(set_paused(self._keys, True))
@@ -286,8 +295,8 @@ class AsyncClient:
         if not new:
             return []
         queue = await self._connected()
-        with explained(self.url):
-            return await heeding_cancels(queue.enqueue(new))
+        with explained(self.url), enqueueing(self._tracing, self._keys.queue, new) as traced:
+            return await heeding_cancels(queue.enqueue(traced))
 
     async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

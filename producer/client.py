@@ -24,6 +24,7 @@ from producer.outcomes import Samples, fold
 from producer.overview import (
     Overview,
     WorkerView,
+    keep_statistics,
     read_overview,
     read_statistics,
     read_worker,
@@ -44,6 +45,7 @@ from producer.stream import (
     heard,
 )
 from producer.timeline import Timeline, read_timeline
+from producer.tracing import enqueueing
 from shared import scripts
 from shared.connection import open_redis
 from shared.errors import RedisUnavailableError
@@ -52,6 +54,7 @@ from shared.observations import Sample
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
 from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
+from shared.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -61,7 +64,8 @@ class Client:
 
     `server` is a URL or a redis-py client (which stays its owner's to close); without one, the
     server of PROMPTQ_REDIS_URL or of the `promptq up` that runs on this machine. Use it as a
-    context manager, or call `close`.
+    context manager, or call `close`. With `tracing` (see `shared.tracing`) each request gets a
+    span, of which its worker's spans are children.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError; so does
     every method when the server goes away.
@@ -73,6 +77,7 @@ class Client:
         queue: str = "default",
         *,
         silence_seconds: float = SILENCE_SECONDS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._owned: redis.Redis | None = None
         if isinstance(server, redis.Redis):
@@ -87,6 +92,7 @@ class Client:
                 raise without_server(error) from error
         self._queue = RequestQueue(self._redis, queue)
         self._silence = silence_seconds
+        self._tracing = tracing
 
     def enqueue(
         self,
@@ -227,6 +233,10 @@ class Client:
         """
         return self._converse(read_statistics(self._queue.keys, since_ms))
 
+    def keep_statistics(self) -> None:
+        """Call it every few seconds to have samples of the time when no worker is alive, too."""
+        self._converse(keep_statistics(self._queue.keys))
+
     def pause(self) -> None:
         """Hand out no more requests: they are taken in and wait. What runs goes on."""
         self._converse(set_paused(self._queue.keys, True))
@@ -292,8 +302,9 @@ class Client:
     def _enqueue(self, new: list[NewRequest]) -> list[str]:
         if not new:
             return []
-        with explained(self.url):
-            return self._queue.enqueue(new)
+        queue = self._queue.keys.queue
+        with explained(self.url), enqueueing(self._tracing, queue, new) as traced:
+            return self._queue.enqueue(traced)
 
     def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

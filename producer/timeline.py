@@ -156,9 +156,9 @@ def _of_this_attempt(timeline: Timeline, claimed_at: int, finished_at: int) -> I
         prefill_at = max(claimed_at, finished_at - round(ended_ms))
     if prefill_at is not None:
         yield moment(Happened.PREFILL, prefill_at)
-    for at in told.preempted_at if told else []:
+    for at in (told.preempted_at if told else None) or []:
         yield moment(Happened.PREEMPTED, at)
-    for at in told.resumed_at if told else []:
+    for at in (told.resumed_at if told else None) or []:
         yield moment(Happened.RESUMED, at)
 
 

@@ -124,6 +124,24 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+class TraceContext(BaseModel):
+    """Which span a request belongs to, as in the headers of W3C Trace Context.
+
+    What is no such header's value is not refused: the request just begins a trace of its own.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    traceparent: str = Field("", max_length=256)
+    tracestate: str | None = Field(None, max_length=1024)
+
+    @property
+    def carrier(self) -> dict[str, str]:
+        """As headers."""
+        found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
+        return {name: value for name, value in found.items() if value}
+
+
 class Request(SamplingParams):
     """A request's payload.
 
@@ -145,6 +163,7 @@ class Request(SamplingParams):
     cache_salt: str | None = Field(None, max_length=200)
     metadata: dict[str, Any] | None = None
     webhook_url: str | None = Field(None, pattern=r"^https?://", max_length=2048)
+    trace_context: TraceContext | None = None
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -308,9 +327,10 @@ class Stats(_Wire):
     attempts: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
-    preempted_at: list[int] = []
-    """Unix milliseconds of the server, as `resumed_at`."""
-    resumed_at: list[int] = []
+    preempted_at: list[int] | None = None
+    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a
+    script that folds the log could not tell from an empty object."""
+    resumed_at: list[int] | None = None
 
 
 class ErrorInfo(_Wire):

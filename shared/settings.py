@@ -107,6 +107,11 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker goes on with what runs"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="base URL of an OpenTelemetry collector for traces, such as"
+        " http://localhost:4318 (extra `tracing`); default: OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,

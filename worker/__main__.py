@@ -20,6 +20,7 @@ from shared.errors import PromptqError, RedisUnavailableError
 from shared.keys import Keys
 from shared.logs import configure_logs
 from shared.settings import Settings, flag_of, read_settings
+from shared.tracing import start_tracing
 from worker.building import Served, build
 from worker.metrics import MetricsServer
 from worker.service import EngineStuckError, Worker
@@ -56,6 +57,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
 
+    tracing = start_tracing("promptq-worker", settings.otlp_endpoint)
     client = await _open_when_there(redis_url, settings.redis_wait)
     try:
         start_up = StartUp()
@@ -64,7 +66,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
         finally:
             start_up.close()
         _spare_the_collector()
-        worker = Worker(settings, served, client, start_up.seconds)
+        worker = Worker(settings, served, client, start_up.seconds, tracing)
         exposed = None
         if settings.metrics_port is not None:
             exposed = MetricsServer(worker, settings.metrics_host, settings.metrics_port)
@@ -85,6 +87,8 @@ async def serve(settings: Settings, redis_url: str) -> None:
         os._exit(1)  # the interpreter would wait for the thread that hangs
     finally:
         await client.aclose()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 def _place_compute_threads() -> None:

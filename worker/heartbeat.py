@@ -93,7 +93,7 @@ def _slot_of(held: HeldRequest, sequence: SequenceSnapshot) -> SlotStats:
     return SlotStats(
         slot=sequence.slot,
         request_id=held.request_id,
-        tenant=held.tenant,
+        tenant=held.request.tenant,
         priority=held.priority,
         attempt=held.claim.attempt,
         state=_state_of(held, sequence),

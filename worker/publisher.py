@@ -24,7 +24,8 @@ class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
-    with each request that got its last event from this worker. What the server does not take is
+    with each request that got its last event from this worker, `on_left` with each that left it and
+    how: a finish reason, or what the server said. What the server does not take is
     tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     `token_text` names the tokens of log-probabilities.
     """
@@ -39,6 +40,7 @@ class Publisher:
         retry_seconds: float = 0.0,
         meter: Meter | None = None,
         token_text: Callable[[int], str] | None = None,
+        on_left: Callable[[HeldRequest, str], None] = lambda held, outcome: None,
     ) -> None:
         self._queue = queue
         self._leases = leases
@@ -48,6 +50,7 @@ class Publisher:
         self._retry_seconds = retry_seconds
         self._meter = meter or Meter()
         self._token_text = token_text
+        self._on_left = on_left
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
@@ -72,7 +75,8 @@ class Publisher:
 
         Raises what the server said last when it took nothing for `retry_seconds`.
         """
-        untold = self._untold(rows)
+        senders = [self._leases.by_request(row.request_id) for row in rows]
+        untold = _untold(senders)
         lengths = [held.as_held() for held in untold]
         started = time.monotonic()
         self._num_sending += 1
@@ -87,7 +91,7 @@ class Publisher:
         finally:
             self._num_sending -= 1
         self._meter.note_publish(len(rows), time.monotonic() - started)
-        self._count_ends_by_server((*statuses, *published.held))
+        self._note_ends_by_server((*senders, *untold), (*statuses, *published.held))
         for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
@@ -101,6 +105,7 @@ class Publisher:
                 self._leases.drop(held)
                 self._meter.note_end(FinishReason(row.finish_reason), held)
                 self._on_finished(held)
+                self._on_left(held, row.finish_reason)
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
                 self._settle(held, status)
@@ -127,12 +132,6 @@ class Publisher:
         published = await keep_trying(lambda: self._queue.publish(rows), self._retry_seconds)
         return next((status for status in published.rows if status.is_lost), published.rows[-1])
 
-    def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
-        """Those of the rows' requests whose exact prompt length is not in Redis yet."""
-        found = [self._leases.by_request(row.request_id) for row in rows]
-        untold = [it for it in found if it is not None and not it.prompt_tokens_told]
-        return list(dict.fromkeys(untold))
-
     async def renew(self, held: Sequence[HeldRequest]) -> None:
         """Renew leases; drop what the server says is cancelled, expired or not ours any more."""
         try:
@@ -141,7 +140,7 @@ class Publisher:
             for item in held:  # perhaps not told; to tell it twice does no harm
                 item.prompt_tokens_told = False
             raise
-        self._count_ends_by_server(published.held)
+        self._note_ends_by_server(held, published.held)
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
         self._on_progress()
@@ -158,20 +157,28 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
-    def _count_ends_by_server(self, statuses: Iterable[RowStatus]) -> None:
+    def _note_ends_by_server(
+        self, requests: Iterable[HeldRequest | None], statuses: Iterable[RowStatus]
+    ) -> None:
         """Of two calls under way only one hears of it, perhaps when the request is let go of."""
-        for status in statuses:
+        for held, status in zip(requests, statuses, strict=True):
+            if status is RowStatus.OK:
+                continue
             if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
                 self._meter.note_end(FinishReason(status.value))
+                if held is not None:
+                    self._on_left(held, status.value)
 
     def _settle(self, held: HeldRequest, status: RowStatus) -> None:
-        if not status.is_lost:
+        if not status.is_lost or self._leases.by_sequence(held.sequence_id) is None:
             return
         if status in (RowStatus.GAP, RowStatus.ERROR):
             self._log.error("row refused", request_id=held.request_id, status=status)
+            self._on_left(held, status.value)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
             self._meter.num_fences_lost += 1
+            self._on_left(held, status.value)
         if status is RowStatus.GAP:
             self._with_gaps.append(held)
         self.abort(held)
@@ -243,3 +250,9 @@ def _name_tokens(logprobs: Sequence[TokenLogprob], token_text: Callable[[int], s
         chosen.token = token_text(chosen.token_id)
         for other in chosen.top or ():
             other.token = token_text(other.token_id)
+
+
+def _untold(senders: Iterable[HeldRequest | None]) -> list[HeldRequest]:
+    """Those whose exact prompt length is not in Redis yet."""
+    found = [it for it in senders if it is not None and not it.prompt_tokens_told]
+    return list(dict.fromkeys(found))

@@ -20,6 +20,7 @@ from shared.request_queue import AsyncRequestQueue
 from shared.schemas import ErrorInfo, FinishReason, Result, TokenEvent, Usage, WorkerStats
 from shared.scripts import Claim, Room, Row
 from shared.settings import Settings
+from shared.tracing import Tracing
 from worker.building import Served
 from worker.control import Cancels, listen
 from worker.ending import end
@@ -32,6 +33,7 @@ from worker.meter import Meter
 from worker.persistence import keep_trying
 from worker.publisher import Publisher
 from worker.reaping import Reaper
+from worker.tracing import RequestTracer
 
 _REAPS_PER_LEASE = 4
 _WATCHES_PER_STANDSTILL = 8
@@ -56,6 +58,7 @@ class Worker:
         served: Served,
         client: redis.asyncio.Redis,
         start_up_seconds: Mapping[str, float] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.served = served
@@ -73,6 +76,7 @@ class Worker:
         self.leases = Leases()
         self.engine = EngineThread(served.engine)
         self.meter = Meter()
+        self._tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
         self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, self.stats)
         self._limits = self.engine.limits
         # Waiting inside the engine already, so that a freed slot is filled by the very next step.
@@ -86,6 +90,7 @@ class Worker:
             settings.redis_retry_seconds,
             self.meter,
             served.tokenizer.token_text,
+            self._tracer.end,
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
@@ -310,6 +315,8 @@ class Worker:
         """
         others = [held for held in self.leases if held not in suspects]
         seconds = self._queue.lease_ms / 1000  # later there is nothing to give back
+        for held in self.leases:
+            self._tracer.end(held, "error" if held in suspects else "given_back")
         await keep_trying(
             lambda: release(self._queue, self.leases, suspects, crashed=True), seconds
         )

@@ -19,7 +19,7 @@ from shared import metrics
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.schemas import FinishReason
-from tests.helpers import running_worker, served_model_free
+from tests.helpers import running_worker, served_model_free, text_of
 from worker.metrics import MetricsServer
 from worker.service import Worker
 
@@ -118,6 +118,21 @@ async def test_latencies_between_tokens_are_those_of_the_steps(
     assert count == 4 * 7
     assert 0.03 <= value(told, metrics.BETWEEN_TOKENS, "_sum") / count < 0.1
     assert value(told, metrics.BETWEEN_TOKENS, "_bucket", le="0.025") == 0
+
+
+async def test_what_a_stop_string_ends_tells_its_times_too(
+    redis_url: str, client: AsyncClient
+) -> None:
+    """The engine does not end it, the worker does."""
+    async with running_worker(redis_url, served_model_free(step_seconds=0.01)) as worker:
+        result = await client.generate("x", seed=1, stop=text_of(1, 12)[8:], max_tokens=100)
+        await until_idle(worker)
+        told = await scrape(worker)
+    assert result.finish_reason == "stop"
+    assert result.stats is not None
+    assert result.stats.prompt_ms >= 10
+    assert result.stats.generation_ms >= 10 * 10
+    assert value(told, metrics.DECODE_TIME, "_sum") >= 0.1
 
 
 async def test_a_request_that_another_attempt_took_counts_as_a_lost_fence(
