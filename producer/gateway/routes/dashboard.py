@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from producer.connecting import explained
 from producer.gateway import request_search
-from producer.gateway.admin import ThisAdmin
+from producer.gateway.access import ThisAdmin
 from producer.gateway.context import Gateway, ThisGateway
 from producer.gateway.errors import ApiError, as_api_error
 from producer.gateway.page_stream import event_response, message

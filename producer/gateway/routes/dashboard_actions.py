@@ -10,13 +10,25 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 from starlette.types import Message
 
-from producer.gateway.admin import ThisAdmin, same_origin
+from producer.gateway.access import ThisAdmin
 from producer.gateway.bodies import read_body
 from producer.gateway.context import ThisGateway
+from producer.gateway.errors import ApiError
 from shared.errors import RequestNotFoundError
 from shared.logs import get_logger
 from shared.schemas import MAX_PRIORITY
 from shared.scripts import CancelStatus, PriorityStatus
+
+
+async def same_origin(request: Request) -> None:
+    """Keep other web sites from acting through the browser of somebody who may.
+
+    Without a key a gateway on this machine trusts everybody on it, and so every page that a browser
+    here shows. Browsers say where a request comes from; programs do not, and are no concern here.
+    Raises ApiError 403.
+    """
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise ApiError(403, "another web site may not do this", code="cross_site")
 
 
 class BoundedRoute(APIRoute):
@@ -168,7 +180,7 @@ def _log(request: Request, admin: ThisAdmin, action: str, **what: Any) -> None:
     get_logger().info(
         "done from the dashboard",
         action=action,
-        by=admin.name or "anybody",
+        by=admin.name,
         address=address,
         **what,
     )

@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from typing import Any
-
 import httpx2
 import pytest
 import pytest_asyncio
-from fastapi import FastAPI, Request
 from playwright.async_api import expect
+from structlog.testing import capture_logs
 
-from producer.gateway.access import Caller, caller_of
-from producer.gateway.app import create_app
-from producer.gateway.errors import ApiError
+from producer import AsyncClient
+from producer.api_keys import ApiKey
 from producer.gateway.routes import dashboard, dashboard_actions
-from tests.producer.gateway import living
 from tests.producer.gateway.dashboard.conftest import Open
-from tests.producer.gateway.living import LiveGateway, serving
+from tests.producer.gateway.living import LiveGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-CALLERS = {
-    "Bearer of-an-admin": Caller(name="ann"),
-    "Bearer of-a-tenant": replace(Caller(name="tim"), tenant="gold", is_admin=False),
-}
-
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def keyed(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LiveGateway]:
-    """A gateway with a key for an administrator and one for a tenant."""
-
-    async def keyed_caller(request: Request) -> Caller:
-        try:
-            return CALLERS[request.headers.get("Authorization", "")]
-        except KeyError:
-            raise ApiError(401, "this key is unknown") from None
-
-    def with_keys(*args: Any) -> FastAPI:
-        app = create_app(*args)
-        app.dependency_overrides[caller_of] = keyed_caller
-        return app
-
-    monkeypatch.setattr(living, "create_app", with_keys)
-    async with serving(redis_url) as gateway:
-        yield gateway
+async def secrets(client: AsyncClient) -> dict[str, str]:
+    """The key of an administrator and that of a tenant."""
+    made = {}
+    for name, is_admin in (("ann", True), ("tim", False)):
+        key = ApiKey(name=name, tenant=None if is_admin else "gold", is_admin=is_admin)
+        made[name], _ = await client.create_api_key(key)
+    return made
 
 
 DATA = [
@@ -76,29 +55,35 @@ async def test_the_list_of_data_is_complete() -> None:
 
 @pytest.mark.parametrize(("method", "path"), DATA)
 async def test_only_an_administrator_sees_and_steers(
-    keyed: LiveGateway, method: str, path: str
+    gateway: LiveGateway, secrets: dict[str, str], method: str, path: str
 ) -> None:
-    async with httpx2.AsyncClient(base_url=keyed.url) as http:
+    async with httpx2.AsyncClient(base_url=gateway.url) as http:
         body = BODY if method == "POST" else None
         assert (await http.request(method, path, json=body)).status_code == 401
-        headers = {"Authorization": "Bearer of-a-tenant"}
+        headers = {"Authorization": f"Bearer {secrets['tim']}"}
         answer = await http.request(method, path, json=body, headers=headers)
         assert answer.status_code == 403
         assert answer.json()["error"]["type"] == "permission_error"
 
 
 async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
-    keyed: LiveGateway, open_page: Open
+    client: AsyncClient, secrets: dict[str, str], open_page: Open
 ) -> None:
-    page = await open_page(url=keyed.url, expected="40")
+    page = await open_page(expected="40")
     await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
-    await page.get_by_label("API key").fill("of-a-tenant")
+    await page.get_by_label("API key").fill(secrets["tim"])
     await page.get_by_role("button", name="Enter").click()
-    await expect(page.get_by_text("may not see or steer the queue")).to_be_visible()
-    await page.get_by_label("API key").fill("of-an-admin")
+    await expect(page.get_by_text("needs one made with --admin")).to_be_visible()
+    await page.get_by_label("API key").fill(secrets["ann"])
     await page.get_by_role("button", name="Enter").click()
     await expect(page.get_by_role("heading", name="Overview")).to_be_visible()
     await expect(page.get_by_text("No worker is alive")).to_be_visible()
+    await page.get_by_role("button", name="Pause queue").click()
+    with capture_logs() as logs:
+        await page.get_by_role("button", name="Pause", exact=True).click()
+        await expect(page.locator("#toasts")).to_contain_text("paused")
+    assert [it["by"] for it in logs if it.get("action") == "pause"] == ["ann"]
+    assert (await client.stats()).paused
     assert await page.evaluate("JSON.stringify([localStorage, document.cookie])") == '[{},""]'
     await page.reload()
     await expect(page.get_by_role("heading", name="Overview")).to_be_visible()
