@@ -19,13 +19,19 @@ export function open(main, { argument: id, frame }) {
   const life = h("div");
   const text = tokenView();
   let isOver = false;
+  let latest = null;
   const length = h("span", { class: "quiet" });
   const asked = h("div");
   main.append(title, about, h("div", { class: "halves" }, life,
     h("section", { class: "card" }, h("h2", {}, "Text ", length), text.element)), asked);
 
-  return stream("live/request", { id }, {
+  // The gateway tells of changes; how long one waits changes without any.
+  const clockwork = setInterval(() => {
+    if (latest?.value.state === "waiting") show(about, ...facets(latest.value, Date.now() + latest.ahead));
+  }, 1000);
+  const close = stream("live/request", { id }, {
     request: ({ now, value }) => {
+      latest = { value, ahead: now - Date.now() };
       show(title, ...head(value));
       show(about, ...facets(value, now));
       show(life, section("Life", timeline(value, now)));
@@ -46,6 +52,10 @@ export function open(main, { argument: id, frame }) {
       else frame.warn(`Not live: ${error.message}. Trying again.`);
     },
   }, () => isOver);
+  return () => {
+    clearInterval(clockwork);
+    close();
+  };
 }
 
 function head(it) {

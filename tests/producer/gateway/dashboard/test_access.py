@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from producer import AsyncClient
 from producer.api_keys import ApiKey
 from producer.gateway.routes import dashboard, dashboard_actions
-from tests.producer.gateway.dashboard.conftest import Open
+from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -71,6 +71,7 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
 ) -> None:
     page = await open_page(expected="40")
     await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
+    await keep_screenshot(page, "key-desktop-light")
     await page.get_by_label("API key").fill(secrets["tim"])
     await page.get_by_role("button", name="Enter").click()
     await expect(page.get_by_text("needs one made with --admin")).to_be_visible()

@@ -13,7 +13,7 @@ from producer import AsyncClient
 from shared.keys import Keys
 from shared.schemas import RequestState
 from tests.helpers import running_worker, served_model_free
-from tests.producer.gateway.dashboard.conftest import Open
+from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.test_queue_commands import bury
 
@@ -85,6 +85,7 @@ async def test_change_the_priority_of_what_waits(
     await page.get_by_role("button", name="Change priority").click()
     field = page.get_by_label("Priority, -1000 to 1000")
     await expect(field).to_have_value("0")
+    await keep_screenshot(page, "priority-desktop-light", full_page=False)
     await field.fill("-2000")
     await page.get_by_role("button", name="Change it").click()
     await expect(field).to_be_visible()  # the browser holds it to the range

@@ -145,6 +145,9 @@ async def test_a_requests_life_with_its_text_as_it_comes(
     await expect(life).to_have_text(
         [re.compile(it) for it in ("Enqueued", "Claimed.*attempt 1 on first", "Given back")]
     )
+    waits = page.locator(".facts div", has_text="Waits for").locator("dd")
+    before = await waits.inner_text()
+    await expect(waits).not_to_have_text(before)
     served = served_model_free(max_num_seqs=1, step_seconds=0.01)
     async with running_worker(redis_url, served) as worker:
         await expect(text).to_have_text(re.compile(f"^{text_of(3, 250)[:20]}"))
