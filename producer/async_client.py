@@ -24,8 +24,16 @@ from producer.connecting import (
 )
 from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
+from producer.overview import (
+    Overview,
+    WorkerView,
+    keep_statistics,
+    read_overview,
+    read_statistics,
+    read_worker,
+)
 from producer.queue_stats import QueueStats, read_stats
-from producer.steering import drain_workers, set_paused
+from producer.steering import drain_workers, reprioritise, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -39,13 +47,17 @@ from producer.stream import (
     follow,
 )
 from producer.subscriptions import Mailbox, Subscriptions
+from producer.timeline import Timeline, read_timeline
+from producer.tracing import enqueueing
 from shared import scripts
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError
 from shared.keys import Keys, check_request_id
+from shared.observations import Sample
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus, NewRequest
+from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
+from shared.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -66,6 +78,7 @@ class AsyncClient:
         queue: str = "default",
         *,
         silence_seconds: float = SILENCE_SECONDS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._keys = Keys(queue)
         self._owned: redis.asyncio.Redis | None = None
@@ -74,6 +87,7 @@ class AsyncClient:
         self._connecting = asyncio.Lock()
         self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._silence = silence_seconds
+        self._tracing = tracing
         if isinstance(server, redis.asyncio.Redis):
             check_replies_are_bytes(server.connection_pool)
             self.url = address_of(server.connection_pool)
@@ -161,6 +175,11 @@ class AsyncClient:
             queue = await self._connected()
             return await heeding_cancels(queue.cancel(check_request_id(request_id)))
 
+    async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
+        """As `Client.reprioritise`."""
+        calls = reprioritise(self._keys, check_request_id(request_id), priority)
+        return await self._converse(calls)
+
     async def state(self, request_id: str) -> RequestState | None:
         """As `Client.state`."""
         with explained(self.url):
@@ -170,6 +189,26 @@ class AsyncClient:
     async def stats(self) -> QueueStats:
         """As `Client.stats`."""
         return await self._converse(read_stats(self._keys))
+
+    async def overview(self) -> Overview:
+        """As `Client.overview`."""
+        return await self._converse(read_overview(self._keys))
+
+    async def worker(self, worker_id: str) -> WorkerView:
+        """As `Client.worker`."""
+        return await self._converse(read_worker(self._keys, worker_id))
+
+    async def timeline(self, request_id: str) -> Timeline:
+        """As `Client.timeline`."""
+        return await self._converse(read_timeline(self._keys, check_request_id(request_id)))
+
+    async def statistics(self, since_ms: int = 0) -> list[Sample]:
+        """As `Client.statistics`."""
+        return await self._converse(read_statistics(self._keys, since_ms))
+
+    async def keep_statistics(self) -> None:
+        """As `Client.keep_statistics`."""
+        await self._converse(keep_statistics(self._keys))
 
     async def pause(self) -> None:
         """As `Client.pause`."""
@@ -256,8 +295,8 @@ class AsyncClient:
         if not new:
             return []
         queue = await self._connected()
-        with explained(self.url):
-            return await heeding_cancels(queue.enqueue(new))
+        with explained(self.url), enqueueing(self._tracing, self._keys.queue, new) as traced:
+            return await heeding_cancels(queue.enqueue(traced))
 
     async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

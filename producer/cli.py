@@ -15,7 +15,8 @@ from producer.key_commands import keys
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
 from producer.printing import StreamPrinter
-from producer.queue_commands import dead, drain, pause, resume
+from producer.queue_commands import dead, drain, pause, reprioritise, resume
+from producer.top import top
 from shared.connection import without_password
 from shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from shared.request_queue import new_request_id
@@ -342,7 +343,7 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
-for _command in (gateway, pause, resume, drain):
+for _command in (gateway, top, pause, resume, drain, reprioritise):
     app.command()(_command)
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")

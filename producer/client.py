@@ -21,8 +21,16 @@ from producer.connecting import (
 )
 from producer.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
 from producer.outcomes import Samples, fold
+from producer.overview import (
+    Overview,
+    WorkerView,
+    keep_statistics,
+    read_overview,
+    read_statistics,
+    read_worker,
+)
 from producer.queue_stats import QueueStats, read_stats
-from producer.steering import drain_workers, set_paused
+from producer.steering import drain_workers, reprioritise, set_paused
 from producer.stream import (
     SILENCE_SECONDS,
     Action,
@@ -36,13 +44,17 @@ from producer.stream import (
     follow,
     heard,
 )
+from producer.timeline import Timeline, read_timeline
+from producer.tracing import enqueueing
 from shared import scripts
 from shared.connection import open_redis
 from shared.errors import RedisUnavailableError
 from shared.keys import check_request_id
+from shared.observations import Sample
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus, NewRequest
+from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
+from shared.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -52,7 +64,8 @@ class Client:
 
     `server` is a URL or a redis-py client (which stays its owner's to close); without one, the
     server of PROMPTQ_REDIS_URL or of the `promptq up` that runs on this machine. Use it as a
-    context manager, or call `close`.
+    context manager, or call `close`. With `tracing` (see `shared.tracing`) each request gets a
+    span, of which its worker's spans are children.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError; so does
     every method when the server goes away.
@@ -64,6 +77,7 @@ class Client:
         queue: str = "default",
         *,
         silence_seconds: float = SILENCE_SECONDS,
+        tracing: Tracing | None = None,
     ) -> None:
         self._owned: redis.Redis | None = None
         if isinstance(server, redis.Redis):
@@ -78,6 +92,7 @@ class Client:
                 raise without_server(error) from error
         self._queue = RequestQueue(self._redis, queue)
         self._silence = silence_seconds
+        self._tracing = tracing
 
     def enqueue(
         self,
@@ -183,6 +198,14 @@ class Client:
         with explained(self.url):
             return self._queue.cancel(check_request_id(request_id))
 
+    def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
+        """Move a waiting request to where it would be, had it come with this priority.
+
+        Says whether it did; what a worker holds stays as it is. Raises InvalidRequestError.
+        """
+        calls = reprioritise(self._queue.keys, check_request_id(request_id), priority)
+        return self._converse(calls)
+
     def state(self, request_id: str) -> RequestState | None:
         """Where a request is in its life; None if it is unknown."""
         with explained(self.url):
@@ -191,6 +214,28 @@ class Client:
     def stats(self) -> QueueStats:
         """What the queue holds and how its workers fare."""
         return self._converse(read_stats(self._queue.keys))
+
+    def overview(self) -> Overview:
+        """What the queue holds, how its workers fare, and what it was like lately."""
+        return self._converse(read_overview(self._queue.keys))
+
+    def worker(self, worker_id: str) -> WorkerView:
+        """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
+        return self._converse(read_worker(self._queue.keys, worker_id))
+
+    def timeline(self, request_id: str) -> Timeline:
+        """What happened to a request, and when. Raises RequestNotFoundError."""
+        return self._converse(read_timeline(self._queue.keys, check_request_id(request_id)))
+
+    def statistics(self, since_ms: int = 0) -> list[Sample]:
+        """Samples of what the queue was like, one for each 5 s of the last hour, from
+        `since_ms` (Unix milliseconds of the server) on, the oldest first.
+        """
+        return self._converse(read_statistics(self._queue.keys, since_ms))
+
+    def keep_statistics(self) -> None:
+        """Call it every few seconds to have samples of the time when no worker is alive, too."""
+        self._converse(keep_statistics(self._queue.keys))
 
     def pause(self) -> None:
         """Hand out no more requests: they are taken in and wait. What runs goes on."""
@@ -257,8 +302,9 @@ class Client:
     def _enqueue(self, new: list[NewRequest]) -> list[str]:
         if not new:
             return []
-        with explained(self.url):
-            return self._queue.enqueue(new)
+        queue = self._queue.keys.queue
+        with explained(self.url), enqueueing(self._tracing, queue, new) as traced:
+            return self._queue.enqueue(traced)
 
     def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
         answer: Any = None

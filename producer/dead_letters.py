@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from typing import Any
 
 from pydantic import BaseModel
 
+from producer.request_fields import EndedAttempt, ended_attempts, json_object, whole
 from shared import scripts
 from shared.errors import RequestNotFoundError
 from shared.keys import Keys
 from shared.scripts import Call
-
-
-class EndedAttempt(BaseModel):
-    """One attempt that did not finish its request. Times are Unix milliseconds of the server."""
-
-    attempt: int = 0
-    worker: str = ""
-    claimed_at: int = 0
-    ended_at: int = 0
-    how: str = ""
-    """`crashed`, `crashed alone`, `given back`, or `its claim was lost`."""
 
 
 class DeadLetter(BaseModel):
@@ -48,16 +37,16 @@ def read_dead_letter(keys: Keys, request_id: str) -> Generator[Call[Any], Any, D
     record = yield scripts.record(keys, request_id)
     if record.get("state") != "dead":
         raise RequestNotFoundError(f"id: {request_id!r} is not a dead letter")
-    last = _object(record.get("last_event"))
+    last = json_object(record.get("last_event"))
     return DeadLetter(
         request_id=request_id,
-        buried_at=_whole(record.get("finished_at")),
-        crashes=_whole(record.get("crashes")),
-        attempts=_whole(record.get("attempt")),
+        buried_at=whole(record.get("finished_at")),
+        crashes=whole(record.get("crashes")),
+        attempts=whole(record.get("attempt")),
         message=(last.get("error") or {}).get("message", ""),
         payload=record.get("payload", ""),
         num_tokens=last.get("index", 0),
-        history=_history(record.get("history")),
+        history=ended_attempts(record.get("history")),
     )
 
 
@@ -70,26 +59,3 @@ def read_dead_letters(keys: Keys, limit: int) -> Generator[Call[Any], Any, list[
         except RequestNotFoundError:
             continue  # it was purged between the two calls
     return found
-
-
-def _whole(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
-
-
-def _object(text: str | None) -> dict[str, Any]:
-    value = _parsed(text)
-    return value if isinstance(value, dict) else {}
-
-
-def _history(text: str | None) -> list[EndedAttempt]:
-    items = _parsed(text)
-    if not isinstance(items, list):
-        return []
-    return [EndedAttempt.model_validate(item) for item in items if isinstance(item, dict)]
-
-
-def _parsed(text: str | None) -> Any:
-    try:
-        return json.loads(text or "null")
-    except ValueError:
-        return None

@@ -1,4 +1,4 @@
-"""Commands about a whole queue: pause, resume, drain, and its dead letters."""
+"""Commands that steer a queue: pause, resume, drain, who waits where, and its dead letters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from producer.options import AsJson, Queue, Redis, RequestId, open_client
 from shared.errors import RequestNotFoundError
+from shared.scripts import PriorityStatus
 
 dead = typer.Typer(
     no_args_is_help=True,
@@ -73,6 +74,31 @@ def drain(
         print("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
     else:
         print("no such worker is alive" if worker else "no worker is alive")
+
+
+def reprioritise(
+    request_id: RequestId,
+    priority: Annotated[int, typer.Option(help="-1000 to 1000, lower runs sooner.")],
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Give a waiting request another priority: it moves as if it had come with it.
+
+    Examples:
+
+      promptq reprioritise 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --priority -5
+    """
+    with open_client(redis, queue) as client:
+        status = client.reprioritise(request_id, priority)
+    if status is PriorityStatus.UNKNOWN:
+        raise RequestNotFoundError(f"id: no request {request_id!r} waits")
+    print(
+        {
+            PriorityStatus.CHANGED: f"it waits with priority {priority}",
+            PriorityStatus.ACTIVE: "nothing changed: a worker holds it",
+            PriorityStatus.FINISHED: "nothing changed: it is over",
+        }[status]
+    )
 
 
 @dead.command("list")

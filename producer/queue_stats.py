@@ -26,6 +26,8 @@ class QueueStats(BaseModel):
     dead: int
     """Dead letters: given up after crashes of their workers."""
     workers: list[WorkerStats]
+    now_ms: int = 0
+    """Server time, by which heartbeats are dated."""
 
 
 def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
@@ -35,7 +37,7 @@ def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
     counts["pending"] = yield scripts.count(keys)
     for name in ("delayed", "leases", "dead"):
         counts[name] = yield Call("", ["ZCARD", getattr(keys, name)], int)
-    now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000)
+    now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000 + int(reply[1]) // 1000)
     workers = []
     for worker_id in (yield scripts.live_worker_ids(keys, now_ms)):
         worker = yield scripts.worker_stats(keys, worker_id)
@@ -50,4 +52,5 @@ def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
         active=counts["leases"],
         dead=counts["dead"],
         workers=workers,
+        now_ms=now_ms,
     )

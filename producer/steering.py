@@ -1,13 +1,16 @@
-"""What steers a whole queue: pause, resume, and workers that are to drain."""
+"""What steers a queue: pause, resume, workers that are to drain, and who waits where."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from typing import Any
 
 from shared import scripts
+from shared.errors import InvalidRequestError
 from shared.keys import Keys
-from shared.scripts import Call
+from shared.schemas import MAX_PRIORITY
+from shared.scripts import Call, PriorityStatus
 
 
 def set_paused(keys: Keys, paused: bool) -> Generator[Call[Any], Any, None]:
@@ -23,3 +26,36 @@ def drain_workers(keys: Keys, worker_id: str | None) -> Generator[Call[Any], Any
     alive = yield scripts.live_worker_ids(keys, now_ms)
     yield scripts.tell_workers(keys, f"drain:{worker_id}" if worker_id else "drain")
     return [it for it in alive if worker_id is None or it == worker_id]
+
+
+def reprioritise(
+    keys: Keys, request_id: str, priority: int
+) -> Generator[Call[Any], Any, PriorityStatus]:
+    """Give a waiting request another priority. Raises InvalidRequestError. Yields as above.
+
+    The payload bears the priority too, as workers decide by it who makes room for whom; it is
+    rewritten here, since Lua's JSON would not keep large numbers and empty lists as they are.
+    """
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority: {priority} is not between -{MAX_PRIORITY} and {MAX_PRIORITY}",
+            field="priority",
+        )
+    status = PriorityStatus.STALE
+    while status is PriorityStatus.STALE:
+        payload = yield scripts.payload(keys, request_id)
+        if payload is None:
+            return PriorityStatus.UNKNOWN
+        new_payload = _with_priority(payload, priority)
+        status = yield scripts.reprioritise(request_id, priority, payload, new_payload)
+    return status
+
+
+def _with_priority(payload: bytes, priority: int) -> str:
+    try:
+        fields = json.loads(payload)
+        changed = json.dumps({**fields, "priority": priority}, ensure_ascii=False)
+        changed.encode()
+    except (ValueError, TypeError) as error:  # no worker could read it either
+        raise InvalidRequestError(f"payload: is no JSON object: {error}", field="payload") from None
+    return changed

@@ -118,3 +118,12 @@ class Keys:
 
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"
+
+    def slots(self, worker_id: str) -> str:
+        """What a worker last told of its batch."""
+        return f"{self.prefix}slots:{worker_id}"
+
+    @property
+    def statistics(self) -> str:
+        """What the queue was like, a sample for each 5 s of the last hour."""
+        return self.prefix + "statistics"

@@ -4,34 +4,77 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any, cast
 
 import structlog
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_ACCESS_LOG = "uvicorn.access"
 
 
 def configure_logs(level: str, form: str) -> None:
-    """Send log lines of at least `level` to standard error, in the form auto, console or json."""
+    """Send log lines of at least `level` to standard error, in the form auto, console or json.
+
+    Lines of libraries that use the standard `logging` take the same form: those of uvicorn from
+    `level` on (run it with `log_config=None`), those of others from warnings on.
+    """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
-    processors: list[Any] = [
+    stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)
+    common: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso" if not console else "%H:%M:%S", utc=not console),
+        stamp,
+    ]
+    rendering: list[Any] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
     ]
     if console:
-        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
-    else:
-        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     structlog.configure(
-        processors=processors,
+        processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*common, _name_fields],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+            pass_foreign_args=True,
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(_LEVELS[level], logging.WARNING))
+    logging.getLogger("uvicorn").setLevel(_LEVELS[level])
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
     """A logger with `bound` in every line."""
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(**bound))
+
+
+def bind(**fields: Any) -> None:
+    """Have `fields` in every line that this task logs from now on, whoever logs it.
+
+    What serves an HTTP request says so which `request_id` it is about; uvicorn's line about the
+    request has it then too.
+    """
+    structlog.contextvars.bind_contextvars(**fields)
+
+
+def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Give a line of the standard library its logger's name, and uvicorn's access lines fields."""
+    values = line.pop("positional_args", ())
+    line["logger"] = line["_record"].name
+    if line["logger"] == _ACCESS_LOG and len(values) == 5:
+        client, method, path, _version, status = values
+        line["event"] = "answered"
+        # A query may hold a secret.
+        path = path.split("?")[0]
+        line.update(client=client, method=method, path=path, status=status)
+    return line

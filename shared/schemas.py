@@ -124,6 +124,24 @@ class SamplingParams(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+class TraceContext(BaseModel):
+    """Which span a request belongs to, as in the headers of W3C Trace Context.
+
+    What is no such header's value is not refused: the request just begins a trace of its own.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    traceparent: str = Field("", max_length=256)
+    tracestate: str | None = Field(None, max_length=1024)
+
+    @property
+    def carrier(self) -> dict[str, str]:
+        """As headers."""
+        found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
+        return {name: value for name, value in found.items() if value}
+
+
 class Request(SamplingParams):
     """A request's payload.
 
@@ -145,6 +163,7 @@ class Request(SamplingParams):
     cache_salt: str | None = Field(None, max_length=200)
     metadata: dict[str, Any] | None = None
     webhook_url: str | None = Field(None, pattern=r"^https?://", max_length=2048)
+    trace_context: TraceContext | None = None
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -308,6 +327,10 @@ class Stats(_Wire):
     attempts: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    preempted_at: list[int] | None = None
+    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a
+    script that folds the log could not tell from an empty object."""
+    resumed_at: list[int] | None = None
 
 
 class ErrorInfo(_Wire):
@@ -431,8 +454,21 @@ class WorkerStats(_Wire):
     kv_tokens: int = 0
     kv_used_tokens: int = 0
     kv_bytes_per_token: int = 0
+    kv_blocks: int = 0
+    kv_used_blocks: int = 0
+    """Owned by some sequence ..."""
+    kv_shared_blocks: int = 0
+    """... and those of them that several own."""
+    kv_free_blocks: int = 0
+    """That can be taken: empty ones, and those that hold a prefix but have no owner ..."""
+    kv_cached_blocks: int = 0
+    """... which are these."""
+    step_ms: float = 0.0
+    """Median of the last steps."""
     tokens_per_second: float = 0.0
     """Generated tokens a second over the time in which the engine had work."""
+    recent_tokens_per_second: float = 0.0
+    """The same since the last heartbeat, busy or not."""
     mean_queue_ms: float = 0.0
     mean_prompt_ms: float = 0.0
     mean_generation_ms: float = 0.0

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
 from shared.keys import Keys
+from shared.observations import SLOTS, SlotStats
 from shared.schemas import PROTOCOL_VERSION, Request, RequestState, TokenEvent, WorkerStats
 from shared.tool_call_style import ToolCallStyle
 
@@ -25,10 +26,17 @@ T = TypeVar("T")
 
 SCRIPT_NAMES = (
     "enqueue", "claim", "publish", "release", "cancel", "reap", "requeue", "purge", "heartbeat",
-    "sweep", "waiting", "limit",
+    "sweep", "waiting", "priorities", "sample", "reprioritise", "limit",
 )  # fmt: skip
 _SHARED_PARTS = ("_common", "_tenants", "_log", "_moves", "_crashes")
-_FURTHER_PARTS = {"claim": ["_sharing"], "cancel": ["_places"], "sweep": ["_places"]}
+_FURTHER_PARTS = {
+    "claim": ["_sharing"],
+    "cancel": ["_places"],
+    "reprioritise": ["_places"],
+    "sweep": ["_places"],
+    "priorities": ["_priorities"],
+    "sample": ["_priorities"],
+}
 
 
 @cache
@@ -79,6 +87,16 @@ class CancelStatus(StrEnum):
     ACTIVE = "active"
     FINISHED = "finished"
     UNKNOWN = "unknown"
+
+
+class PriorityStatus(StrEnum):
+    """What became of a wish for another priority; the script's header says when."""
+
+    CHANGED = "changed"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+    STALE = "stale"
 
 
 @dataclass(slots=True)
@@ -356,6 +374,14 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
     return Call("cancel", [mode, *encoded], parse)
 
 
+def reprioritise(
+    request_id: str, priority: int, payload: bytes, new_payload: str
+) -> Call[PriorityStatus]:
+    """Move what waits to another priority, if `payload` is still what it was enqueued with."""
+    args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
+    return Call("reprioritise", args, lambda reply: PriorityStatus(_text(reply)))
+
+
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
     """Tidy up behind workers and requests whose time is over.
 
@@ -449,11 +475,15 @@ def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
     return Call("limit", args, parse)
 
 
-def heartbeat(stats: WorkerStats, ttl_ms: int) -> Call[int]:
+def heartbeat(
+    stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
+) -> Call[int]:
     """Tell how a worker fares, for `ttl_ms`; 0: that it leaves. Gives how many workers live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
+    if slots is not None:
+        args += ["slots", SLOTS.dump_json([*slots])]
     return Call("heartbeat", args, int)
 
 
@@ -495,6 +525,11 @@ def contains(keys: Keys, request_id: str) -> Call[bool]:
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
     """A request's hash as it is, all fields as text; empty if there is none."""
     return Call("", ["HGETALL", keys.request(request_id)], _text_map)
+
+
+def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
+    """A request's payload as it was enqueued; None if it is unknown."""
+    return Call("", ["HGET", keys.request(request_id), "payload"], lambda reply: reply)
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:

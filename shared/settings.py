@@ -107,6 +107,20 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker goes on with what runs"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="base URL of an OpenTelemetry collector for traces, such as"
+        " http://localhost:4318 (extra `tracing`); default: OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+    )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the worker's metrics for Prometheus; 0: a free one; default: none",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="address that the metrics are served at; 0.0.0.0: all"
+    )
 
 
 def read_settings(**overrides: Any) -> Settings:

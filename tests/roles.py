@@ -33,10 +33,13 @@ _ROLE_OF_SCRIPT = {
     "purge": "producer",
     "waiting": "producer",
     "limit": "producer",
+    "priorities": "producer",
+    "reprioritise": "producer",
     "claim": "worker",
     "publish": "worker",
     "release": "worker",
     "reap": "worker",
+    "sample": "worker",
     "sweep": "worker",
     "heartbeat": "worker",
 }

@@ -20,7 +20,9 @@ from shared.errors import PromptqError, RedisUnavailableError
 from shared.keys import Keys
 from shared.logs import configure_logs
 from shared.settings import Settings, flag_of, read_settings
+from shared.tracing import start_tracing
 from worker.building import Served, build
+from worker.metrics import MetricsServer
 from worker.service import EngineStuckError, Worker
 from worker.start_up import StartUp
 from worker.watchdog import watched
@@ -55,6 +57,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
 
+    tracing = start_tracing("promptq-worker", settings.otlp_endpoint)
     client = await _open_when_there(redis_url, settings.redis_wait)
     try:
         start_up = StartUp()
@@ -63,21 +66,29 @@ async def serve(settings: Settings, redis_url: str) -> None:
         finally:
             start_up.close()
         _spare_the_collector()
-        worker = Worker(settings, served, client, start_up.seconds)
+        worker = Worker(settings, served, client, start_up.seconds, tracing)
+        exposed = None
+        if settings.metrics_port is not None:
+            exposed = MetricsServer(worker, settings.metrics_host, settings.metrics_port)
         async with watched(settings.stuck_seconds):
             await worker.start()
             try:
                 seconds = time.monotonic() - started
-                print(_ready_line(settings, served, redis_url, seconds, str(start_up)), flush=True)
+                line = _ready_line(settings, served, redis_url, seconds, str(start_up))
+                print(line + (f"; metrics at {exposed.url}" if exposed else ""), flush=True)
                 await worker.serve(stop)
                 await worker.drain(stop_now)
             finally:
                 await worker.stop()
+                if exposed is not None:
+                    await asyncio.to_thread(exposed.close)
     except EngineStuckError as error:
         print(f"promptq worker: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the interpreter would wait for the thread that hangs
     finally:
         await client.aclose()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 def _place_compute_threads() -> None:

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from traceback import clear_frames
 
 from shared.logs import get_logger
@@ -19,6 +19,7 @@ from shared.schemas import FinishReason
 from worker.engine.interface import (
     Engine,
     EngineRequest,
+    EngineSnapshot,
     EngineStats,
     SequenceOutput,
     StepOutput,
@@ -41,6 +42,7 @@ class EngineThread:
         self._engine = engine
         self._additions: deque[EngineRequest] = deque()
         self._aborts: deque[int] = deque()
+        self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
         self._inbox = threading.Condition()
         self._outbox: deque[StepOutput] = deque()
         self._unfetched = threading.BoundedSemaphore(_MAX_UNFETCHED_STEPS)
@@ -81,6 +83,14 @@ class EngineThread:
             self._aborts.append(sequence_id)
             self._inbox.notify()
 
+    async def snapshot(self) -> EngineSnapshot:
+        """Where all sequences stand after the step that runs."""
+        answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
+        with self._inbox:
+            self._snapshots.append(answer)
+            self._inbox.notify()
+        return await answer
+
     async def fetch(self) -> list[StepOutput]:
         """All steps since the last call, at least one.
 
@@ -107,6 +117,10 @@ class EngineThread:
     def seconds_without_progress(self) -> float:
         """How long the current step has been running; about 0 while there is none."""
         return time.monotonic() - self._last_progress
+
+    @property
+    def _has_mail(self) -> bool:
+        return bool(self._additions or self._aborts or self._snapshots)
 
     def _take_outbox(self) -> list[StepOutput]:
         steps = []
@@ -137,11 +151,12 @@ class EngineThread:
     def _apply_inbox(self) -> bool:
         """Wait for something to do, let additions and aborts take effect; False to stop."""
         with self._inbox:
-            while not (self._stopping or self._additions or self._aborts or self._engine.has_work):
+            while not (self._stopping or self._has_mail or self._engine.has_work):
                 self._last_progress = time.monotonic()
                 self._inbox.wait(_IDLE_TICK_SECONDS)
             additions, self._additions = self._additions, deque()
             aborts, self._aborts = self._aborts, deque()
+            snapshots, self._snapshots = self._snapshots, deque()
         for request in additions:
             try:
                 self._engine.add(request)
@@ -153,7 +168,20 @@ class EngineThread:
             self.stats = self._engine.stats  # perhaps no step follows that would tell
             if self.on_freed is not None:
                 self.on_freed(sequence_id)
+        if snapshots:
+            self._answer(snapshots, self._engine.snapshot())
         return not self._stopping
+
+    def _answer(
+        self, waiting: Iterable[asyncio.Future[EngineSnapshot]], snapshot: EngineSnapshot
+    ) -> None:
+        def answer() -> None:
+            for future in waiting:
+                if not future.done():
+                    future.set_result(snapshot)
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(answer)
 
     def _put_refusal(self, request: EngineRequest, reason: str) -> None:
         refusal = SequenceOutput(

@@ -42,6 +42,7 @@ class HeldRequest:
     """
 
     claim: Claim
+    request: Request
     engine_request: EngineRequest
     text: TextStream
     token_ids: list[int]
@@ -55,6 +56,8 @@ class HeldRequest:
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """How it fared, once it has its last row."""
+    last_token_at: float | None = None
+    """When this attempt's last token came; `time.monotonic()` in seconds."""
     prompt_tokens_told: bool = False
     rows: list[Row] = field(default_factory=list)
     """Of this attempt, in order: should the server lose some, they are sent again."""
@@ -184,7 +187,13 @@ class HeldRequest:
             attempts=self.claim.attempt,
             preemptions=timing.preemptions,
             recomputed_tokens=timing.recomputed_tokens,
+            preempted_at=[*map(self.server_ms, timing.preempted_at)] or None,
+            resumed_at=[*map(self.server_ms, timing.resumed_at)] or None,
         )
+
+    def server_ms(self, at: float) -> int:
+        """Unix milliseconds of the server for a `time.monotonic()` in seconds."""
+        return self.claim.claimed_at_ms + round((at - self.claimed_at) * 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +245,7 @@ class Preparation:
             texts=[event.text for event in claim.events],
             logprobs=[item for event in claim.events for item in event.logprobs or ()],
             claimed_at=time.monotonic(),
+            request=request,
         )
 
     def _check_served(self, request: Request) -> None:

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import InvalidRequestError
 from shared.logs import get_logger
+from shared.metrics import CLAIM_TIME, Histogram
 from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
 from shared.scripts import Claim, Room
 from worker.ending import end
@@ -62,7 +63,8 @@ class Intake:
     to generate; `renew` renews leases and tells prompt lengths; `on_ready` hears that something is
     available. `depth` None adapts to the rate of hand-outs, so
     that about 100 ms of work lie ready. Claims are in `leases` from the first, to be renewed there;
-    one whose preparation takes longer than `stuck_seconds` counts as hung.
+    one whose preparation takes longer than `stuck_seconds` counts as hung. `claim_time` is told how
+    long each claim took.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Intake:
         on_complete: Callable[[HeldRequest], Awaitable[None]],
         depth: int | None = None,
         stuck_seconds: float = math.inf,
+        claim_time: Histogram | None = None,
     ) -> None:
         self.metrics = IntakeMetrics()
         self.num_workers = 1
@@ -93,6 +96,7 @@ class Intake:
         self._fixed_depth = depth
         self._stuck_seconds = stuck_seconds
         self._preparing: tuple[Claim, float] | None = None  # and since when
+        self._claim_time = claim_time or Histogram(CLAIM_TIME)
         self._ready: list[tuple[tuple[float, str], float, HeldRequest]] = []
         self._hand_outs: deque[float] = deque()
         self._fill_changed_at = time.monotonic()
@@ -237,7 +241,9 @@ class Intake:
             return 0
         if not work_came and self._too_small is not None and not _more(room, self._too_small):
             return 0
+        started = time.monotonic()
         claims = await self._queue.take_batch(room)
+        self._claim_time.add(time.monotonic() - started)
         self._num_pending = claims.num_pending
         self._too_small = None if claims else room
         if claims.next_skip:
@@ -253,6 +259,7 @@ class Intake:
         for claim, outcome in zip(claims, prepared, strict=True):
             if outcome is None or not self._leases.has_claim(claim):
                 continue
+            self._log.debug("claimed", request_id=claim.request_id, attempt=claim.attempt)
             if isinstance(outcome, InvalidRequestError):
                 failed.append((claim, outcome))
             elif outcome.is_at_end:

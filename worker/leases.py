@@ -48,6 +48,12 @@ class Leases:
         """Whether it is held still and not prepared yet. For any thread."""
         return self._claims.get(claim.request_id) is claim
 
+    def has(self, held: Leased) -> bool:
+        """Whether this very one is held."""
+        if isinstance(held, Claim):
+            return self.has_claim(held)
+        return held.sequence_id in self._by_sequence
+
     def add(self, held: HeldRequest) -> None:
         self._claims.pop(held.request_id, None)
         self._by_request[held.request_id] = held

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -11,10 +12,11 @@ from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import ErrorInfo, FinishReason, TokenLogprob
 from shared.scripts import Row, RowStatus
-from worker.engine.interface import SequenceOutput
+from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
 from worker.leases import Leased, Leases
+from worker.meter import Meter
 from worker.persistence import keep_trying
 
 
@@ -22,7 +24,8 @@ class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
-    with each request that got its last event from this worker. What the server does not take is
+    with each request that got its last event from this worker, `on_left` with each that left it and
+    how: a finish reason, or what the server said. What the server does not take is
     tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     `token_text` names the tokens of log-probabilities.
     """
@@ -35,7 +38,9 @@ class Publisher:
         on_progress: Callable[[], None],
         on_finished: Callable[[HeldRequest], None],
         retry_seconds: float = 0.0,
+        meter: Meter | None = None,
         token_text: Callable[[int], str] | None = None,
+        on_left: Callable[[HeldRequest, str], None] = lambda held, outcome: None,
     ) -> None:
         self._queue = queue
         self._leases = leases
@@ -43,7 +48,9 @@ class Publisher:
         self._on_progress = on_progress
         self._on_finished = on_finished
         self._retry_seconds = retry_seconds
+        self._meter = meter or Meter()
         self._token_text = token_text
+        self._on_left = on_left
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
@@ -57,8 +64,7 @@ class Publisher:
         """Until cancelled, or until the engine fails, whose exception it raises."""
         while True:
             steps = await self._engine.fetch()
-            outputs = [output for step in steps for output in step.outputs]
-            rows = [row for output in outputs if (row := self._row_or_failure(output)) is not None]
+            rows = [row for step in steps for row in self._rows(step)]
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
@@ -69,8 +75,10 @@ class Publisher:
 
         Raises what the server said last when it took nothing for `retry_seconds`.
         """
-        untold = self._untold(rows)
+        senders = [self._leases.by_request(row.request_id) for row in rows]
+        untold = _untold(senders)
         lengths = [held.as_held() for held in untold]
+        started = time.monotonic()
         self._num_sending += 1
         try:
             published = await keep_trying(
@@ -82,16 +90,22 @@ class Publisher:
             ]
         finally:
             self._num_sending -= 1
+        self._meter.note_publish(len(rows), time.monotonic() - started)
+        self._note_ends_by_server((*senders, *untold), (*statuses, *published.held))
         for row, status in zip(rows, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
+            reason = row.finish_reason or None
+            self._log.debug("ended", request_id=row.request_id, status=status, reason=reason)
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
             self._settle(held, status)
             if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
+                self._meter.note_end(FinishReason(row.finish_reason), held)
                 self._on_finished(held)
+                self._on_left(held, row.finish_reason)
         for held, status in zip(untold, published.held, strict=True):
             if self._leases.by_request(held.request_id) is held:
                 self._settle(held, status)
@@ -118,12 +132,6 @@ class Publisher:
         published = await keep_trying(lambda: self._queue.publish(rows), self._retry_seconds)
         return next((status for status in published.rows if status.is_lost), published.rows[-1])
 
-    def _untold(self, rows: Sequence[Row]) -> list[HeldRequest]:
-        """Those of the rows' requests whose exact prompt length is not in Redis yet."""
-        found = [self._leases.by_request(row.request_id) for row in rows]
-        untold = [it for it in found if it is not None and not it.prompt_tokens_told]
-        return list(dict.fromkeys(untold))
-
     async def renew(self, held: Sequence[Leased]) -> None:
         """Renew leases; drop what the server says is cancelled, expired or not ours any more."""
         try:
@@ -133,6 +141,7 @@ class Publisher:
                 if isinstance(item, HeldRequest):
                     item.prompt_tokens_told = False
             raise
+        self._note_ends_by_server(held, published.held)
         for item, status in zip(held, published.held, strict=True):
             self._settle(item, status)
         self._on_progress()
@@ -149,25 +158,43 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
+    def _note_ends_by_server(
+        self, requests: Iterable[Leased | None], statuses: Iterable[RowStatus]
+    ) -> None:
+        """Of two calls under way only one hears of it, perhaps when the request is let go of."""
+        for held, status in zip(requests, statuses, strict=True):
+            if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
+                self._meter.note_end(FinishReason(status.value))
+                if isinstance(held, HeldRequest):
+                    self._on_left(held, status.value)
+
     def _settle(self, held: Leased, status: RowStatus) -> None:
-        if not status.is_lost:
+        if not status.is_lost or not self._leases.has(held):
             return
         if status in (RowStatus.GAP, RowStatus.ERROR):
             self._log.error("row refused", request_id=held.request_id, status=status)
         elif status is RowStatus.FENCED:
             self._log.warning("lease lost", request_id=held.request_id)
+            self._meter.num_fences_lost += 1
         if isinstance(held, HeldRequest):
+            if status in (RowStatus.GAP, RowStatus.ERROR, RowStatus.FENCED):
+                self._on_left(held, status.value)
             if status is RowStatus.GAP:
                 self._with_gaps.append(held)
             self.abort(held)
         self._leases.drop(held)
 
-    def _row_or_failure(self, output: SequenceOutput) -> Row | None:
+    def _rows(self, step: StepOutput) -> list[Row]:
+        rows = [self._row_or_failure(output, step.ended_at) for output in step.outputs]
+        self._meter.note_step(step)
+        return [row for row in rows if row is not None]
+
+    def _row_or_failure(self, output: SequenceOutput, at: float) -> Row | None:
         """The row for an output; if making it fails, the row that ends this one request."""
         held = self._leases.by_sequence(output.sequence_id)
         emitted = held.emitted if held is not None else None
         try:
-            return self._row(output)
+            return self._row(output, at)
         except Exception as error:  # whatever it is, it is this request's alone
             if held is None or emitted is None:
                 raise
@@ -177,7 +204,7 @@ class Publisher:
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             return held.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
-    def _row(self, output: SequenceOutput) -> Row | None:
+    def _row(self, output: SequenceOutput, at: float) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)
         if held is None or held.ended:
             return None
@@ -188,10 +215,13 @@ class Publisher:
             return None
         if output.timing is not None:
             held.timing = output.timing
+        if output.token_ids:
+            self._meter.note_output(held, output, at)
         if output.finish_reason is not None:
             self._leases.mark_out_of_engine(held)
         if output.finish_reason is FinishReason.ERROR:
             error = ErrorInfo(type="internal_error", message=output.error or "the engine failed it")
+            self._log.error("the engine failed", request_id=held.request_id, error=output.error)
             return held.next_row(
                 [], held.text.flush(), finish_reason=output.finish_reason, error=error
             )
@@ -220,3 +250,9 @@ def _name_tokens(logprobs: Sequence[TokenLogprob], token_text: Callable[[int], s
         chosen.token = token_text(chosen.token_id)
         for other in chosen.top or ():
             other.token = token_text(other.token_id)
+
+
+def _untold(senders: Iterable[HeldRequest | None]) -> list[HeldRequest]:
+    """Those whose exact prompt length is not in Redis yet."""
+    found = [it for it in senders if it is not None and not it.prompt_tokens_told]
+    return list(dict.fromkeys(found))

@@ -20,19 +20,21 @@ from shared.request_queue import AsyncRequestQueue
 from shared.schemas import ErrorInfo, FinishReason, Result, TokenEvent, Usage, WorkerStats
 from shared.scripts import Claim, Room, Row
 from shared.settings import Settings
+from shared.tracing import Tracing
 from worker.building import Served
 from worker.control import Cancels, listen
 from worker.ending import end
 from worker.engine_thread import EngineThread
+from worker.heartbeat import INTERVAL_SECONDS, Heartbeat
 from worker.held import HeldRequest, Preparation
 from worker.intake import Intake
 from worker.leases import Leased, Leases, keep_alive, release
+from worker.meter import Meter
 from worker.persistence import keep_trying
 from worker.publisher import Publisher
 from worker.reaping import Reaper
+from worker.tracing import RequestTracer
 
-_HEARTBEAT_SECONDS = 1.0
-_HEARTBEAT_TTL_MS = 10_000
 _REAPS_PER_LEASE = 4
 _WATCHES_PER_STANDSTILL = 8
 _MAX_WATCH_SECONDS = 1.0
@@ -57,6 +59,7 @@ class Worker:
         served: Served,
         client: redis.asyncio.Redis,
         start_up_seconds: Mapping[str, float] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.served = served
@@ -73,6 +76,9 @@ class Worker:
         )
         self.leases = Leases()
         self.engine = EngineThread(served.engine)
+        self.meter = Meter()
+        self._tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
+        self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, self.stats)
         self._limits = self.engine.limits
         # Waiting inside the engine already, so that a freed slot is filled by the very next step.
         self._lookahead = max(1, self._limits.max_num_seqs // 8)
@@ -83,7 +89,9 @@ class Worker:
             self._feed,
             self._count_finished,
             settings.redis_retry_seconds,
+            self.meter,
             served.tokenizer.token_text,
+            self._tracer.end,
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
@@ -104,6 +112,7 @@ class Worker:
             on_complete=self._complete,
             depth=settings.prefetch_depth,
             stuck_seconds=settings.stuck_seconds,
+            claim_time=self.meter.claim_time,
         )
         self._start_up = dict(start_up_seconds or {})
         self._draining = False
@@ -126,9 +135,9 @@ class Worker:
         self._spawn(self._listen())
         self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(keep_alive(self.leases, lease_ms, self._renew_when_possible, self._is_stuck))
-        self._spawn(self._every(_HEARTBEAT_SECONDS, self._heartbeat))
+        self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reaper.run_once))
-        await self._heartbeat()
+        await self._beat()
         self.intake.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -173,7 +182,7 @@ class Worker:
             self._publisher.abort(held)
         await self._survive_redis(lambda: self._give_back(suspects))
         await self.engine.stop(patience=self._settings.stuck_seconds)
-        await self._survive_redis(self._leave)
+        await self._survive_redis(self._heartbeat.leave)
 
     @property
     def _is_busy(self) -> bool:
@@ -208,7 +217,14 @@ class Worker:
             kv_tokens=limits.kv_tokens,
             kv_used_tokens=engine.num_used_blocks * limits.block_size,
             kv_bytes_per_token=limits.bytes_per_token,
+            kv_blocks=engine.num_blocks,
+            kv_used_blocks=engine.num_used_blocks,
+            kv_shared_blocks=self._heartbeat.snapshot.num_shared_blocks,
+            kv_free_blocks=engine.num_blocks - engine.num_used_blocks,
+            kv_cached_blocks=engine.num_cached_blocks,
+            step_ms=self._heartbeat.snapshot.step_seconds * 1000,
             tokens_per_second=engine.generation_tokens / max(engine.busy_seconds, 1e-9),
+            recent_tokens_per_second=self._heartbeat.tokens_per_second,
             mean_queue_ms=self._sums["queue_ms"] / finished,
             mean_prompt_ms=self._sums["prompt_ms"] / finished,
             mean_generation_ms=self._sums["generation_ms"] / finished,
@@ -266,6 +282,8 @@ class Worker:
             error=ErrorInfo(type=error.error_type, message=str(error)),
         )
         result = Result.fold([*claim.events, event]).to_json()
+        self.meter.note_end(FinishReason.ERROR)
+        self._log.debug("refused", request_id=claim.request_id, error=str(error))
         await self._publisher.send([Row.of(claim.request_id, claim.fence, event, result)])
 
     async def _complete(self, held: HeldRequest) -> None:
@@ -279,10 +297,8 @@ class Worker:
             for name in self._sums:
                 self._sums[name] += getattr(held.stats, name)
 
-    async def _heartbeat(self) -> None:
-        self.intake.num_workers = await self._queue.run(
-            scripts.heartbeat(self.stats(), _HEARTBEAT_TTL_MS)
-        )
+    async def _beat(self) -> None:
+        self.intake.num_workers = await self._heartbeat.beat()
 
     async def _listen(self) -> None:
         def drain(worker_id: str) -> None:
@@ -303,13 +319,12 @@ class Worker:
         suspects = [*suspects, stuck_on] if stuck_on is not None else suspects
         others = [held for held in (*self.leases, *self.leases.claims) if held not in suspects]
         seconds = self._queue.lease_ms / 1000  # later there is nothing to give back
+        for held in self.leases:
+            self._tracer.end(held, "error" if held in suspects else "given_back")
         await keep_trying(
             lambda: release(self._queue, self.leases, suspects, crashed=True), seconds
         )
         await keep_trying(lambda: release(self._queue, self.leases, others), seconds)
-
-    async def _leave(self) -> None:
-        await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
     async def _renew_when_possible(self, held: list[Leased]) -> None:
         try:

@@ -14,7 +14,17 @@ from producer.gateway import errors
 from producer.gateway.cancels import Cancels
 from producer.gateway.context import Gateway
 from producer.gateway.queue_view import QueueWatch
-from producer.gateway.routes import chat, completions, docs, health, models, streams
+from producer.gateway.routes import (
+    chat,
+    completions,
+    dashboard,
+    dashboard_actions,
+    docs,
+    health,
+    metrics,
+    models,
+    streams,
+)
 from producer.gateway.settings import GatewaySettings
 from shared.connection import make_async_redis
 from shared.keys import Keys
@@ -22,11 +32,14 @@ from shared.request_queue import AsyncRequestQueue
 
 _ROUTERS = (
     health.router,
+    metrics.router,
     chat.router,
     completions.router,
     streams.router,
     models.router,
     docs.router,
+    dashboard.router,
+    dashboard_actions.router,
 )
 _MAX_CALLING = 32
 
@@ -59,6 +72,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.state.stopping = asyncio.Event()
     errors.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)

@@ -87,6 +87,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # It would report each stream that it breaks off as an error of the application.
             logging.getLogger("uvicorn.error").disabled = True
+            app.state.stopping.set()  # pages would stay open for as long as they may
             await super().shutdown(sockets)
 
     for number in (signal.SIGTERM, signal.SIGINT):

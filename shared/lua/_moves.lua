@@ -96,12 +96,15 @@ local function promote_delayed()
   return #due
 end
 
--- The queue score of a request that arrives now: lower runs first. Aging lets each level of
--- priority overtake by at most so long; a strict level is wider than any time.
+-- What a level of priority is worth in the queue's scores. Aging lets it overtake by at most so long;
+-- a strict level is wider than any time.
+local function priority_level()
+  return config('strict_priority') == '1' and 2199023255552 or whole(config('aging_ms'), 60000)
+end
+
+-- The queue score of a request that arrives now: lower runs first.
 local function score_of(priority)
-  local level = config('strict_priority') == '1' and 2199023255552
-    or whole(config('aging_ms'), 60000)
-  return now + priority * level
+  return now + priority * priority_level()
 end
 
 local MAX_HISTORY = 16

@@ -1,4 +1,4 @@
--- Stands right in front of `cancel.lua` and `sweep.lua`: where an id waits.
+-- Stands right in front of `cancel.lua`, `reprioritise.lua` and `sweep.lua`: where an id waits.
 
 -- The queue in which an id waits: its tenant's, or wherever a stranger put it; nil for none.
 local function queue_of(id, tenant)

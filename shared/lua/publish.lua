@@ -96,6 +96,13 @@ local function charge_row(id, index, count)
   charge_later(tenant_name(known[id].tenant), whole(priority_of(id), 0), OUTPUT_WEIGHT * tokens)
 end
 
+-- When a request got its first token: once in its life.
+local function note_first_token(id, at)
+  if ARGV[at + 2] == '0' and ARGV[at + 3] ~= '0' then
+    redis.pcall('HSET', request_key(id), 'first_token_at', now_text)
+  end
+end
+
 for n, status in ipairs(row_status) do
   local at = 3 + (n - 1) * ROW
   local id, count, event, reason = ARGV[at], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
@@ -104,6 +111,7 @@ for n, status in ipairs(row_status) do
   elseif status == 'ok' and reason ~= '' then
     local result, request = ARGV[at + 6], known[id]
     if request.tenant then tell(id) end
+    note_first_token(id, at)
     finish(id, reason, count, event, request.tenant, result ~= '' and result or nil, request.untold)
     request.untold = nil
     if request.tenant then charge_row(id, ARGV[at + 2], count) end
@@ -116,6 +124,7 @@ for n, status in ipairs(row_status) do
       finish_bare(id, 'error', 'internal_error', 'tokens: the log does not take an event: ' .. message)
     else
       publish_event(id, event)
+      note_first_token(id, at)
       if known[id].tenant then charge_row(id, ARGV[at + 2], count) end
     end
   elseif status == 'cancelled' or status == 'expired' then

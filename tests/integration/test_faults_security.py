@@ -75,6 +75,7 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
                 assert again[0] == again[1]
                 assert (await reading.result(again[0])).text == text_of(7, 9)
             late = producer.enqueue("a", seed=8, max_tokens=9, delay_ms=200)
+            producer.reprioritise(late, -1)
             assert subscriber.result(late).text == text_of(8, 9)
             with pytest.raises(RequestFailedError):
                 subscriber.result(producer.enqueue("a", model="another"))
@@ -192,6 +193,6 @@ def test_a_request_id_stays_inside_its_own_keys(roles: Roles, tmp_path: Path) ->
         expected = {keys.request(it) for it in strange} | {keys.tokens(it) for it in strange}
         own = {keys.prefix + name for name in ("config", "outputs", "workers")}
         assert expected <= found
-        of_workers = (keys.worker(""), f"{keys.prefix}claimed:")
+        of_workers = (keys.worker(""), keys.slots(""), keys.statistics, f"{keys.prefix}claimed:")
         others = {key for key in found - expected - own if not key.startswith(of_workers)}
         assert others == set()

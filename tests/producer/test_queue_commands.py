@@ -14,6 +14,7 @@ from shared.errors import RequestNotFoundError
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState
+from shared.scripts import PriorityStatus
 from tests.helpers import text_of
 from tests.producer.playing import HandWorker, Run, Start
 from tests.roles import QueueClient, as_role
@@ -132,7 +133,16 @@ def test_drain_one_of_two(run: Run, start: Start, redis_url: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["pause", "resume", "drain", "dead list", "dead show", "dead requeue", "dead purge"],
+    [
+        "pause",
+        "resume",
+        "drain",
+        "reprioritise",
+        "dead list",
+        "dead show",
+        "dead requeue",
+        "dead purge",
+    ],
 )
 def test_help_shows_examples(run: Run, command: str) -> None:
     assert re.search(rf"Examples:\s+promptq {command}", run(*command.split(), "--help").stdout)
@@ -153,8 +163,21 @@ def test_each_client_has_the_same_calls(any_client: Any, redis_url: str) -> None
     assert any_client.dead_letters() == []
     with pytest.raises(RequestNotFoundError, match="'two'"):
         any_client.dead_letter("two")
+    assert any_client.reprioritise(new_id, -3) is PriorityStatus.CHANGED
     any_client.pause()
     assert any_client.stats().paused
     any_client.resume()
     assert not any_client.stats().paused
     assert any_client.drain() == []
+
+
+def test_reprioritise(run: Run, own_worker: HandWorker, redis_url: str) -> None:
+    with Client(redis_url) as client:
+        for request_id in ("a", "b"):
+            client.enqueue("Hi", request_id=request_id)
+    assert "priority -5" in run("reprioritise", "b", "--priority", "-5").stdout
+    assert own_worker.take().request_id == "b"
+    assert "a worker holds it" in run("reprioritise", "b", "--priority", "0").stdout
+    unknown = run("reprioritise", "c", "--priority", "0")
+    assert unknown.returncode == 1
+    assert "'c'" in unknown.stderr

@@ -105,6 +105,14 @@ def test_nothing_more_is_taken_in_or_handed_out(client: Any, queue: RequestQueue
     assert ids(queue.take_batch(ROOM)) == ["a", "b"]
 
 
+def test_nothing_moves_by_halves(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    payload = client.hget(queue.keys.request("a"), "payload")
+    call = scripts.reprioritise("a", -3, payload, '{"prompt":"hello","priority":-3}')
+    refused_whole(client, lambda: queue.run(call))
+    assert queue.run(call) == "changed"
+
+
 def test_what_is_held_is_kept_and_given_back_all_the_same(client: Any, queue: RequestQueue) -> None:
     """Else leases would run out, and that would count as a crash."""
     a, b = two_running(queue)

@@ -49,6 +49,11 @@ class BlockManager:
     def num_cached(self) -> int:
         return len(self._cached)
 
+    def shared_blocks(self, sequence: Sequence) -> list[int]:
+        """The sequence's blocks that others own too."""
+        references = self._references
+        return [block for block in sequence.block_table if references[block] > 1]
+
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The computed blocks that the sequence's tokens begin with.
 

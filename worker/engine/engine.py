@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from shared.errors import ConfigurationError
@@ -13,8 +15,10 @@ from worker.engine.drafting import Drafter
 from worker.engine.interface import (
     EngineLimits,
     EngineRequest,
+    EngineSnapshot,
     EngineStats,
     SequenceOutput,
+    SequenceSnapshot,
     StepOutput,
 )
 from worker.engine.pacing import Pacing
@@ -27,6 +31,8 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 """An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
 _SMALL_STEPS = 256
 """So many steps are kept smaller after one that was out of memory."""
+_STEPS_SHOWN = 32
+"""The step time that people see is the median of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class LLMEngine:
         self._sequences: dict[int, Sequence] = {}
         self._totals = EngineStats(num_blocks=layout.num_blocks)
         self._next_audit_at = 0.0
+        self._last_steps: deque[float] = deque(maxlen=_STEPS_SHOWN)
 
     @property
     def has_work(self) -> bool:
@@ -148,6 +155,7 @@ class LLMEngine:
         self._totals.num_steps += 1
         self._totals.step_seconds = time.perf_counter() - started_at
         self._totals.busy_seconds += self._totals.step_seconds
+        self._last_steps.append(self._totals.step_seconds)
         self._pacing.note(step.batch, self._totals.step_seconds)
         if self._totals.num_steps == self._full_steps_from:
             self._scheduler.max_num_batched_tokens = self.limits.max_num_batched_tokens
@@ -166,6 +174,17 @@ class LLMEngine:
         outputs = self._recovery.compute(there) if there else []
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
+
+    def snapshot(self) -> EngineSnapshot:
+        found = EngineSnapshot(step_seconds=median(self._last_steps) if self._last_steps else 0.0)
+        shared: set[int] = set()
+        by_slot = sorted(self._scheduler.running, key=lambda it: it.slot or 0)
+        for sequence in (*by_slot, *self._scheduler.waiting):
+            shared_here = self._block_manager.shared_blocks(sequence)
+            shared.update(shared_here)
+            found.sequences.append(_snapshot_of(sequence, len(shared_here)))
+        found.num_shared_blocks = len(shared)
+        return found
 
     def check_integrity(self) -> None:
         scheduler = self._scheduler
@@ -259,14 +278,17 @@ class LLMEngine:
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
         self._totals.generation_tokens += num_appended
+        timing = None
         if sequence.timing.first_token_at is None:
             sequence.timing.first_token_at = time.monotonic()
+            timing = sequence.timing.copy()
         logprobs = [it.logprob for it in tokens[:num_appended] if it.logprob is not None]
         return SequenceOutput(
             sequence.sequence_id,
             sequence.token_ids[-num_appended:],
             logprobs=logprobs or None,
             finish_reason=finish_reason,
+            timing=timing,
         )
 
     def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
@@ -336,6 +358,18 @@ def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[Sam
 
 def _failed(sequence: Sequence, error: str) -> SequenceOutput:
     return SequenceOutput(sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=error)
+
+
+def _snapshot_of(sequence: Sequence, num_shared_blocks: int) -> SequenceSnapshot:
+    return SequenceSnapshot(
+        sequence_id=sequence.sequence_id,
+        slot=sequence.slot,
+        num_tokens=sequence.num_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_blocks=len(sequence.block_table),
+        num_shared_blocks=num_shared_blocks,
+        timing=sequence.timing.copy(),
+    )
 
 
 def _check_settings(limits: EngineLimits, prefill_chunk: int, max_model_len: int | None) -> None:

@@ -7,7 +7,8 @@ asyncio or torch, so that an engine can just as well live in a process of its ow
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from shared.schemas import FinishReason, SamplingParams, TokenLogprob
@@ -78,6 +79,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     timing: SequenceTiming | None = None
+    """With its first token of this attempt, and with its last output."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,12 @@ class SequenceTiming:
     """Prompt tokens that were found in the prefix cache when first scheduled."""
     recomputed_tokens: int = 0
     preemptions: int = 0
+    preempted_at: list[float] = field(default_factory=list)
+    resumed_at: list[float] = field(default_factory=list)
+
+    def copy(self) -> SequenceTiming:
+        """One that its sequence does not change any more."""
+        return replace(self, preempted_at=[*self.preempted_at], resumed_at=[*self.resumed_at])
 
 
 @dataclass(slots=True)
@@ -128,6 +136,34 @@ class EngineStats:
 class StepOutput:
     outputs: list[SequenceOutput]
     stats: EngineStats
+    ended_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` in seconds."""
+
+
+@dataclass(slots=True)
+class SequenceSnapshot:
+    """Where one sequence stands between two steps; `slot` is None for one that waits."""
+
+    sequence_id: int
+    slot: int | None
+    num_tokens: int
+    """Known: prompt and output."""
+    num_computed_tokens: int
+    num_blocks: int
+    num_shared_blocks: int
+    timing: SequenceTiming
+    """A copy."""
+
+
+@dataclass(slots=True)
+class EngineSnapshot:
+    """All sequences between two steps: those that run by slot, then those that wait in order."""
+
+    sequences: list[SequenceSnapshot] = field(default_factory=list)
+    num_shared_blocks: int = 0
+    """Each counted once, however many share it."""
+    step_seconds: float = 0.0
+    """Median of the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +224,10 @@ class Engine(Protocol):
         Ends, each with an error, those sequences that fail alone. Raises if the engine itself is
         broken, or was before the step's work was known.
         """
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Where all sequences stand, for people to look at."""
         ...
 
     def check_integrity(self) -> None:

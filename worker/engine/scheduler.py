@@ -219,6 +219,8 @@ class Scheduler:
                 sequence.num_computed_tokens, sequence.num_prompt_tokens
             )
             self.num_cached_tokens += sequence.timing.cached_tokens
+        else:
+            sequence.timing.resumed_at.append(time.monotonic())
         insort(self.running, sequence, key=_urgency)
         plan.give(sequence)
 
@@ -231,6 +233,7 @@ class Scheduler:
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
         sequence.timing.preemptions += 1
+        sequence.timing.preempted_at.append(time.monotonic())
         self.num_preemptions += 1
         self.add(sequence)
 

@@ -145,11 +145,11 @@ def test_slot_and_blocks_are_free_when_the_last_output_is_returned() -> None:
     assert not engine.has_work
 
 
-def test_the_last_output_tells_how_the_sequence_fared() -> None:
+def test_the_first_and_the_last_output_tell_how_the_sequence_fared() -> None:
     engine = build_model_free_engine(step_seconds=0.001)
     engine.add(make_request(1, 40, max_tokens=3))
     outputs = [engine.step().outputs[0] for _ in range(3)]
-    assert [output.timing is None for output in outputs] == [True, True, False]
+    assert [output.timing is None for output in outputs] == [False, True, False]
     timing = outputs[-1].timing
     assert timing is not None
     assert timing.scheduled_at is not None

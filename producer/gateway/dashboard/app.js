@@ -1,0 +1,113 @@
+// The frame around the pages: which one is open, the theme, and the key.
+
+import { get, key, whenRefused } from "./api.js";
+import { h } from "./dom.js";
+import * as dead from "./page_dead.js";
+import * as overview from "./page_overview.js";
+import * as playground from "./page_playground.js";
+import * as request from "./page_request.js";
+import * as requests from "./page_requests.js";
+import * as worker from "./page_worker.js";
+
+const PAGES = { "": overview, worker, requests, request, dead, playground };
+
+const main = document.getElementById("main");
+const banner = document.getElementById("banner");
+let close = () => {};
+let stale = 0;
+
+/** What pages may ask of the frame. */
+const frame = {
+  /** Say across the page that something is wrong; null: nothing any more. */
+  warn(text) {
+    banner.hidden = !text;
+    banner.textContent = text ?? "";
+  },
+};
+
+/** `#/request/ID?x=1` as its page, its argument and its query. */
+function place() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = path.split("/");
+  return { name, argument: decodeURIComponent(rest.join("/")), query: new URLSearchParams(query) };
+}
+
+async function open() {
+  close();
+  close = () => {};
+  frame.warn(null);
+  const mine = ++stale;
+  const { name, argument, query } = place();
+  for (const link of document.querySelectorAll("nav a")) {
+    const target = link.hash.replace(/^#\/?/, "");
+    const isHere = target === name || (target === "requests" && name === "request") || (target === "" && name === "worker");
+    link.toggleAttribute("aria-current", isHere);
+  }
+  document.getElementById("leave").hidden = !key.get();
+  try {
+    const { queue } = await get("caller");
+    document.getElementById("queue").textContent = `queue ${queue}`;
+  } catch (error) {
+    if (mine === stale && error.status !== 401 && error.status !== 403) {
+      frame.warn(`${error.message}; trying again`);
+      setTimeout(() => mine === stale && open(), 2000);
+    }
+    return;
+  }
+  if (mine !== stale) return;
+  const page = PAGES[name] ?? overview;
+  main.replaceChildren();
+  main.dataset.page = name || "overview";
+  window.scrollTo(0, 0);
+  close = page.open(main, { argument, query, frame });
+}
+
+function askForKey(error) {
+  close();
+  close = () => {};
+  stale += 1;
+  frame.warn(null);
+  const input = h("input", { type: "password", name: "key", autocomplete: "off", required: true });
+  main.dataset.page = "key";
+  main.replaceChildren(h("form", {
+    class: "card login",
+    onsubmit: (event) => {
+      event.preventDefault();
+      key.set(input.value.trim());
+      open();
+    },
+  },
+  h("h1", {}, "A key, please"),
+  h("p", { class: "quiet" }, error.message),
+  h("label", { class: "field" }, "API key with the rights of an administrator", input),
+  h("p", { class: "quiet" }, "It is kept in this tab until you close it."),
+  h("div", { class: "buttons" }, h("button", { class: "primary", type: "submit" }, "Enter"))));
+  input.focus();
+}
+
+const THEMES = { "": "Auto", light: "Light", dark: "Dark" };
+
+function showTheme() {
+  const chosen = document.documentElement.dataset.theme ?? "";
+  const button = document.getElementById("theme");
+  button.textContent = THEMES[chosen];
+  button.setAttribute("aria-label", `Theme: ${THEMES[chosen]}`);
+}
+
+document.getElementById("theme").onclick = () => {
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf(document.documentElement.dataset.theme ?? "") + 1) % names.length];
+  if (next) document.documentElement.dataset.theme = next;
+  else delete document.documentElement.dataset.theme;
+  localStorage.setItem("promptq-theme", next);
+  showTheme();
+};
+document.getElementById("leave").onclick = () => {
+  key.forget();
+  open();
+};
+
+whenRefused(askForKey);
+window.onhashchange = open;
+showTheme();
+open();

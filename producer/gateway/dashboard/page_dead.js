@@ -1,0 +1,50 @@
+// Requests that were given up because they crash their workers.
+
+import { purge, requeue } from "./actions.js";
+import { get } from "./api.js";
+import { toast } from "./dialog.js";
+import { h, show } from "./dom.js";
+import { clock, count } from "./format.js";
+import { requestLink } from "./parts.js";
+
+export function open(main) {
+  const list = h("div");
+  const all = h("div", { class: "buttons" });
+  main.append(h("div", { class: "title" }, h("h1", {}, "Dead letters"), h("span", { class: "spacer" }), all), list);
+  let closed = false;
+
+  async function load() {
+    let letters;
+    try {
+      letters = await get("dead");
+    } catch (error) {
+      toast(error.message, "bad");
+      return;
+    }
+    if (closed) return;
+    const then = async (action, ids) => (await action(ids)) && load();
+    show(all, letters.length > 0 && h("button", { type: "button", onclick: () => then(requeue, null) }, "Requeue all"),
+      letters.length > 0 && h("button", { type: "button", class: "danger", onclick: () => then(purge, null) }, "Purge all"));
+    show(list, letters.length
+      ? letters.map((it) => letter(it, then))
+      : h("p", { class: "card empty" }, "No request was given up."));
+  }
+
+  load();
+  return () => {
+    closed = true;
+  };
+}
+
+function letter(it, then) {
+  return h("article", { class: "card letter", "data-key": it.request_id },
+    h("h2", {}, requestLink(it.request_id)),
+    h("p", {}, it.message),
+    h("p", { class: "quiet" }, `Buried ${clock(it.buried_at)} after ${count(it.crashes)} crashes in ${count(it.attempts)} attempts; it had emitted ${count(it.num_tokens)} tokens.`),
+    h("details", {}, h("summary", {}, "Attempts and payload"),
+      h("ul", {}, it.history.map((one) => h("li", {}, `Attempt ${one.attempt} on ${one.worker}, ${clock(one.claimed_at)} to ${clock(one.ended_at)}: ${one.how}`))),
+      h("pre", { class: "payload" }, it.payload)),
+    h("div", { class: "buttons" },
+      h("button", { type: "button", onclick: () => then(requeue, [it.request_id]) }, "Requeue"),
+      h("button", { type: "button", class: "danger", onclick: () => then(purge, [it.request_id]) }, "Purge")));
+}

@@ -1,0 +1,72 @@
+// Looks for requests by id, tenant and state.
+
+import { get } from "./api.js";
+import { toast } from "./dialog.js";
+import { h, show } from "./dom.js";
+import { clock, count, duration } from "./format.js";
+import { badge, requestLink, table } from "./parts.js";
+
+const STATES = [
+  ["waiting", "waiting"], ["delayed", "delayed"], ["active", "active"], ["completed", "completed"], ["failed", "failed"],
+  ["cancelled", "cancelled"], ["expired", "expired"], ["dead", "dead"], ["", "any"],
+];
+
+export function open(main, { query }) {
+  const given = Object.fromEntries(["prefix", "tenant", "state"].map((it) => [it, query.get(it) ?? ""]));
+  if (!query.has("state") && !given.prefix) given.state = "active";
+  const prefix = h("input", { name: "prefix", value: given.prefix, placeholder: "its id, or how it begins", autocomplete: "off" });
+  const tenant = h("input", { name: "tenant", value: given.tenant, placeholder: "any", autocomplete: "off" });
+  const state = h("select", { name: "state" }, STATES.map(([value, name]) => h("option", { value, selected: value === given.state }, name)));
+  const found = h("section", { class: "card" });
+  let rows = [];
+  let closed = false;
+
+  async function search(cursor = "") {
+    let page;
+    try {
+      page = await get("requests", { ...given, cursor });
+    } catch (error) {
+      toast(error.message, "bad");
+      return;
+    }
+    if (closed) return;
+    rows = cursor ? [...rows, ...page.requests] : page.requests;
+    show(found,
+      h("p", { class: "quiet searched" }, `Searched ${page.searched}.`),
+      rows.length ? table(COLUMNS, rows, (it) => it.request_id) : h("p", { class: "empty" }, page.cursor ? "Nothing so far." : "No request is like this."),
+      page.cursor && h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => search(page.cursor) }, "Search on")));
+  }
+
+  main.append(
+    h("div", { class: "title" }, h("h1", {}, "Requests")),
+    h("form", {
+      class: "card search",
+      onsubmit: (event) => {
+        event.preventDefault();
+        const wanted = `#/requests?${new URLSearchParams({ prefix: prefix.value.trim(), tenant: tenant.value.trim(), state: state.value })}`;
+        if (location.hash === wanted) search();
+        else location.hash = wanted;
+      },
+    },
+    h("label", { class: "field wide" }, "Id", prefix),
+    h("label", { class: "field" }, "Tenant", tenant),
+    h("label", { class: "field" }, "State", state),
+    h("button", { type: "submit", class: "primary" }, "Search")),
+    found);
+  search();
+  return () => {
+    closed = true;
+  };
+}
+
+const COLUMNS = [
+  { name: "Request", of: (it) => requestLink(it.request_id) },
+  { name: "State", of: (it) => badge(it.state) },
+  { name: "Enqueued", of: (it) => clock(it.enqueued_at), number: true },
+  { name: "First token", of: (it) => (it.first_token_at ? duration(it.first_token_at - it.enqueued_at) : "–"), number: true },
+  { name: "In all", of: (it) => (it.finished_at ? duration(it.finished_at - it.enqueued_at) : "–"), number: true },
+  { name: "Prompt", of: (it) => count(it.prompt_tokens), number: true },
+  { name: "Priority", of: (it) => String(it.priority), number: true },
+  { name: "Tenant", of: (it) => it.tenant || "–" },
+  { name: "Attempts", of: (it) => String(it.attempt), number: true },
+];

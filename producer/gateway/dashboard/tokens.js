@@ -1,0 +1,82 @@
+// A text as it comes, token by token, with their probabilities where they are known.
+
+import { h, s, show } from "./dom.js";
+import { count, percent } from "./format.js";
+
+const WIDEST_TIP = 260;
+
+/** Printable: spaces and line breaks would not be seen. */
+function visible(text) {
+  return text === "" ? "(nothing)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+/** Steps of colour: 0 for what was certain, 5 for what was most surprising. */
+function surprise(logprob) {
+  return Math.min(5, Math.floor(-logprob / 0.7));
+}
+
+/** Returns {element, add(event), clear()}; `event` is one of a request's events. */
+export function tokenView() {
+  const text = h("div", { class: "text", tabindex: 0, role: "log", "aria-label": "Text" });
+  const tip = h("div", { class: "tip", hidden: true });
+  const element = h("div", { class: "tokens" }, text, tip);
+  let told = new WeakMap();
+  let coming = [];
+
+  /** Once a frame, however many tokens there were; who reads at the end stays there. */
+  function append() {
+    const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    text.append(...coming);
+    coming = [];
+    if (isAtEnd) text.scrollTop = text.scrollHeight;
+  }
+
+  function explain(span) {
+    const logprobs = told.get(span);
+    tip.hidden = !logprobs;
+    if (!logprobs) return;
+    show(tip, ...logprobs.map((it) => h("table", {},
+      h("caption", {}, `${visible(it.token ?? span.textContent)} `, h("span", { class: "quiet" }, `id ${it.token_id}, rank ${count(it.rank)}`)),
+      h("tbody", {}, rowsOf(it)))));
+    const frame = element.getBoundingClientRect();
+    const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+    tip.style.left = `${Math.max(0, Math.min(at.left - frame.left, frame.width - WIDEST_TIP))}px`;
+    tip.style.top = `${at.bottom - frame.top + 4}px`;
+  }
+
+  text.onpointerover = (event) => explain(event.target);
+  text.onclick = (event) => explain(event.target);
+  text.onpointerleave = () => {
+    tip.hidden = true;
+  };
+  return {
+    element,
+    add(event) {
+      if (!event.text && !event.logprobs) return;
+      const span = h("span", {}, event.text);
+      if (event.logprobs?.length) {
+        told.set(span, event.logprobs);
+        const worst = Math.min(...event.logprobs.map((it) => it.logprob));
+        span.className = `token surprise-${surprise(worst)}`;
+      }
+      if (!coming.length) requestAnimationFrame(append);
+      coming.push(span);
+    },
+    clear() {
+      coming = [];
+      text.replaceChildren();
+      told = new WeakMap();
+      tip.hidden = true;
+    },
+  };
+}
+
+function rowsOf(chosen) {
+  const others = chosen.top ?? [];
+  const rows = others.some((it) => it.token_id === chosen.token_id) ? others : [...others, chosen];
+  return rows.map((it) => h("tr", { class: it.token_id === chosen.token_id && "chosen" },
+    h("td", {}, it.token === null || it.token === undefined ? `token ${it.token_id}` : visible(it.token)),
+    h("td", { class: "number" }, percent(Math.exp(it.logprob))),
+    h("td", { class: "share" }, s("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none" },
+      s("rect", { width: 100 * Math.exp(it.logprob), height: 8 })))));
+}

@@ -1,0 +1,251 @@
+"""The dashboard: its page, and what the page shows. What it does is in `dashboard_actions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from functools import cache
+from importlib import resources
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
+
+from producer.connecting import explained
+from producer.gateway import request_search
+from producer.gateway.access import ThisAdmin
+from producer.gateway.context import Gateway, ThisGateway
+from producer.gateway.errors import ApiError, as_api_error
+from producer.gateway.page_stream import event_response, message
+from producer.gateway.request_search import FoundRequests
+from producer.gateway.sampler import Sampler
+from producer.timeline import Timeline
+from shared.errors import PromptqError, RequestNotFoundError
+from shared.keys import check_request_id
+from shared.observations import SAMPLE_MS
+
+router = APIRouter(include_in_schema=False)
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    # Nothing but what this gateway serves, no script or style inside the page, and no text ever
+    # taken for HTML: browsers that know trusted types refuse it.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+TIMELINE_SECONDS = 1.0
+"""How often a request's page looks whether something but its tokens has changed."""
+
+MAX_SHOWN_PAYLOAD = 65_536
+"""Characters; a longer payload is cut, as people do not read it."""
+
+RequestId = Annotated[str, Query(alias="id")]
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    folder = resources.files("producer.gateway") / "dashboard"
+    names = [it.name for it in folder.iterdir() if it.name.rpartition(".")[2] in _TYPES]
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@router.get("/")
+async def page() -> Response:
+    """The dashboard's one page. It holds no data, so it is open to anybody."""
+    return await file("index.html")
+
+
+@router.get("/dashboard/files/{name}")
+async def file(name: str) -> Response:
+    """A script or style of the page."""
+    content = _files().get(name)
+    if content is None:
+        raise ApiError(404, f"there is no file {name!r}")
+    kind = _TYPES[name.rpartition(".")[2]]
+    return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+
+
+@router.get("/dashboard/api/caller")
+async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, str]:
+    """Who is asking, and which queue this is."""
+    return {"name": admin.name, "queue": gateway.keys.queue}
+
+
+@router.get("/dashboard/api/live/overview")
+async def live_overview(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway
+) -> StreamingResponse:
+    """The last hour, then the overview once a second."""
+    return event_response(request, _overview(gateway, _sampler_of(request, gateway)))
+
+
+@router.get("/dashboard/api/live/worker")
+async def live_worker(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
+) -> StreamingResponse:
+    """A worker and its batch, once a second."""
+    return event_response(
+        request, _sampled(_sampler_of(request, gateway), f"worker {worker_id}", "worker")
+    )
+
+
+@router.get("/dashboard/api/live/request")
+async def live_request(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
+) -> StreamingResponse:
+    """A request's life as it changes, and its events from the first on."""
+    async with gateway.calling:
+        timeline = await gateway.client.timeline(check_request_id(request_id))
+    return event_response(request, _request(gateway, request_id, timeline))
+
+
+@router.get("/dashboard/api/requests")
+async def requests(
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    state: str = "",
+    tenant: str = "",
+    prefix: str = "",
+    cursor: str = "",
+) -> FoundRequests:
+    """A page of requests, and what was searched for it."""
+    with explained(gateway.client.url):
+        async with gateway.calling:
+            return await request_search.search(
+                gateway.redis,
+                gateway.keys,
+                state=state,
+                tenant=tenant,
+                prefix=prefix,
+                cursor=cursor,
+            )
+
+
+@router.get("/dashboard/api/dead")
+async def dead_letters(
+    admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+) -> list[dict[str, object]]:
+    """Dead letters, the latest first; of long payloads the beginning."""
+    async with gateway.calling:
+        letters = await gateway.client.dead_letters(limit)
+    return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
+
+
+def _sampler_of(request: Request, gateway: Gateway) -> Sampler:
+    """The one of this gateway; it starts with the first page and ends with the last."""
+    state = request.app.state
+    if not hasattr(state, "sampler"):
+
+        async def read(topic: str) -> str:
+            _, _, worker_id = topic.partition(" ")
+            if not worker_id:
+                return await _as_of_now(gateway, await gateway.client.overview())
+            try:
+                return await _as_of_now(gateway, await gateway.client.worker(worker_id))
+            except RequestNotFoundError:
+                return await _as_of_now(gateway, None)
+
+        state.sampler = Sampler(read)
+    sampler: Sampler = state.sampler
+    return sampler
+
+
+async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
+    """With the server's time, by which pages reckon how long ago something was."""
+    with explained(gateway.client.url):
+        seconds, microseconds = await gateway.redis.time()
+    text = "null" if value is None else value.model_dump_json()
+    return f'{{"now":{seconds * 1000 + microseconds // 1000},"value":{text}}}'
+
+
+async def _sampled(sampler: Sampler, topic: str, event: str) -> AsyncGenerator[str, None]:
+    async with aclosing(sampler.watch(topic)) as samples:
+        async for sample in samples:
+            yield message("unreachable", "null") if sample is None else message(event, sample)
+
+
+async def _overview(gateway: Gateway, sampler: Sampler) -> AsyncGenerator[str, None]:
+    with suppress(PromptqError):  # what follows says that the queue cannot be reached
+        samples = await gateway.client.statistics()
+        dumped = [it.model_dump(mode="json") for it in samples]
+        yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
+    async with aclosing(_sampled(sampler, "overview", "overview")) as messages:
+        async for text in messages:
+            yield text
+
+
+async def _request(
+    gateway: Gateway, request_id: str, timeline: Timeline
+) -> AsyncGenerator[str, None]:
+    """Both sources write into one bounded mailbox; a page that is slow holds up only itself."""
+    mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
+    is_over = asyncio.Event()
+
+    async def follow_tokens() -> None:
+        async with aclosing(gateway.client.stream(request_id)) as events:
+            async for event in events:
+                await mailbox.put(message("tokens", event.to_json()))
+        is_over.set()
+
+    async def follow_timeline(shown: Timeline) -> None:
+        await mailbox.put(await _request_message(gateway, shown))
+        while True:
+            was_over = is_over.is_set()
+            async with gateway.calling:
+                current = await gateway.client.timeline(request_id)
+            if current != shown:
+                shown = current
+                await mailbox.put(await _request_message(gateway, shown))
+            if was_over:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TIMELINE_SECONDS):
+                    await is_over.wait()
+
+    async def follow_both() -> None:
+        tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
+        try:
+            await asyncio.gather(*tasks)
+        except PromptqError as error:
+            body = as_api_error(error).body
+            await mailbox.put(message("problem", json.dumps(body["error"])))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await mailbox.put(None)
+
+    following = asyncio.create_task(follow_both())
+    try:
+        while (text := await mailbox.get()) is not None:
+            yield text + _at_hand(mailbox)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
+    """What has come meanwhile goes out with it: a long text is not thousands of packets."""
+    texts: list[str] = []
+    while not mailbox.empty():
+        text = mailbox.get_nowait()
+        if text is None:
+            mailbox.put_nowait(None)
+            break
+        texts.append(text)
+    return "".join(texts)
+
+
+async def _request_message(gateway: Gateway, timeline: Timeline) -> str:
+    payload = timeline.payload
+    if len(payload) > MAX_SHOWN_PAYLOAD:
+        payload = payload[:MAX_SHOWN_PAYLOAD] + "…"
+    shown = timeline.model_copy(update={"payload": payload})
+    return message("request", await _as_of_now(gateway, shown))

@@ -1,0 +1,44 @@
+"""The queue as a whole, and the gateway's HTTP, for Prometheus. Workers expose their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
+
+from producer.gateway.context import ThisGateway
+from producer.overview import Overview
+from shared import metrics
+from shared.errors import RedisSideError
+from shared.metrics import Reading
+
+router = APIRouter(tags=["metrics"])
+
+
+@router.get("/metrics", include_in_schema=False)
+async def scrape(request: Request, gateway: ThisGateway) -> Response:
+    """All metrics; while Redis is away those of the queue are missing, and `queue_up` is 0."""
+    try:
+        overview = await gateway.client.overview()
+    except RedisSideError:
+        overview = None
+    found = [*_of_queue(gateway.keys.queue, overview)]
+    if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
+        found += http_meter.readings()
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(metrics.registry_of(lambda: found)), media_type=content_type)
+
+
+def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
+    yield metrics.QUEUE_UP, (queue,), float(overview is not None)
+    if overview is None:
+        return
+    yield metrics.WAITING, (overview.model,), float(overview.waiting)
+    for priority, count in overview.priorities.items():
+        yield metrics.QUEUE_WAITING, (queue, str(priority)), float(count)
+    yield metrics.QUEUE_DELAYED, (queue,), float(overview.delayed)
+    yield metrics.QUEUE_ACTIVE, (queue,), float(overview.active)
+    yield metrics.QUEUE_DEAD, (queue,), float(overview.dead)
+    yield metrics.QUEUE_PAUSED, (queue,), float(overview.paused)
+    yield metrics.WORKERS, (queue,), float(len(overview.workers))

@@ -1,0 +1,121 @@
+"""`promptq top`: the dashboard's overview in a terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from producer.options import Queue, Redis, open_client
+from shared.errors import RedisSideError
+
+if TYPE_CHECKING:
+    from producer.client import Client
+    from producer.overview import Overview
+    from shared.observations import Sample
+
+REFRESH_SECONDS = 1.0
+_HOUR_MS = 3_600_000
+
+
+class LastHour:
+    """Samples of the queue's statistics; each call reads only what is new."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._samples: list[Sample] = []
+
+    def read(self, now_ms: int) -> list[Sample]:
+        since = self._samples[-1].at + 1 if self._samples else 0
+        self._samples += self._client.statistics(since)
+        self._samples = [it for it in self._samples if it.at > now_ms - _HOUR_MS]
+        return self._samples
+
+
+def top(
+    once: Annotated[
+        bool, typer.Option("--once", help="Print it once and leave; so it does in a pipe.")
+    ] = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Watch the queue and its workers, refreshed each second. q or Ctrl-C leaves.
+
+    Examples:
+
+      promptq top
+      promptq top --queue chat --once
+    """
+    from rich.console import Console
+
+    from producer.overview_screen import overview_screen
+
+    console = Console()
+    with open_client(redis, queue) as client:
+        hour = LastHour(client)
+
+        def look() -> Any:
+            overview: Overview = client.overview()
+            return overview_screen(overview, hour.read(overview.now_ms), console.width)
+
+        if once or not console.is_terminal:
+            console.print(look())
+        else:
+            _watch(look)
+
+
+def _watch(look: Callable[[], Any]) -> None:
+    """Show it until somebody has enough. Raises what the first look raises."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    shown = look()
+    with (
+        _keys() as key_pressed,
+        Live(shown, screen=True, auto_refresh=False) as live,
+    ):
+        try:
+            while True:
+                live.update(shown, refresh=True)
+                if b"q" in key_pressed(REFRESH_SECONDS).lower():
+                    return
+                try:
+                    shown = look()
+                except RedisSideError as error:
+                    shown = Group(Text(str(error), style="bold red"), shown)
+        except KeyboardInterrupt:
+            return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bytes]]:
+    """Gives what waits some seconds for keys, which are not echoed; empty if none came."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _key
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _key(seconds: float) -> bytes:
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return os.read(sys.stdin.fileno(), 64) if ready else b""
+
+
+def _no_key(seconds: float) -> bytes:
+    time.sleep(seconds)
+    return b""

@@ -1,0 +1,98 @@
+-- Add to the queue's statistics: one entry of the stream `statistics` for each 5 s, whoever calls.
+-- KEYS  1 pending
+-- ARGV  1 tokens that were generated   2 prompt tokens that were computed   3 requests that ended
+--       4 times to first token (ms), with spaces between   5 times in the queue (ms), likewise;
+--       all of them since the caller's last call
+-- Reply how many entries were written: 0 or 1
+-- What waits and runs is counted by the first call of each 5 s, the rest is summed up in the hash
+-- `statistics:open` until the first call after them, which writes the entry.
+
+local BUCKET_MS, MAX_ENTRIES, KEPT_MS = 5000, 720, 3600000
+local BIN_WIDTH = math.log(1.05) -- times are known to some 2%: in bins, they add up over workers
+local stream, open = prefix .. 'statistics', prefix .. 'statistics:open'
+local WORDS = {'generated_tokens', 'prompt_tokens', 'finished'}
+
+local function read_open()
+  local flat, fields = redis.pcall('HGETALL', open), {}
+  for at = 1, flat.err and 0 or #flat, 2 do fields[flat[at]] = flat[at + 1] end
+  return fields
+end
+
+-- The times of a kind that stand at these shares of all, by their bins; '' where there are none.
+local function percentiles(fields, kind, shares)
+  local bins, total, found = {}, 0, {}
+  for name, num in pairs(fields) do
+    local bin = string.match(name, '^' .. kind .. ':(%d+)$')
+    if bin then
+      bins[#bins + 1] = {tonumber(bin), tonumber(num)}
+      total = total + tonumber(num)
+    end
+  end
+  table.sort(bins, function(one, other) return one[1] < other[1] end)
+  for nth, share in ipairs(shares) do
+    local left, at = math.max(1, math.ceil(total * share)), 0
+    while at < #bins and left > 0 do
+      at = at + 1
+      left = left - bins[at][2]
+    end
+    found[nth] = at > 0 and string.format('%.1f', math.exp((bins[at][1] + 0.5) * BIN_WIDTH)) or ''
+  end
+  return unpack(found)
+end
+
+local function close(fields)
+  local seconds = BUCKET_MS / 1000
+  local ttft_p50, ttft_p95 = percentiles(fields, 'ttft', {0.5, 0.95})
+  local queue_p50, queue_p95 = percentiles(fields, 'queue', {0.5, 0.95})
+  local added = redis.pcall('XADD', stream, 'MAXLEN', MAX_ENTRIES, fields.bucket .. '-0',
+    'waiting', fields.waiting, 'priorities', fields.priorities, 'delayed', fields.delayed,
+    'active', fields.active, 'running', fields.running, 'workers', fields.workers,
+    'tokens_per_second', string.format('%.1f', (tonumber(fields.generated_tokens) or 0) / seconds),
+    'prompt_tokens_per_second', string.format('%.1f', (tonumber(fields.prompt_tokens) or 0) / seconds),
+    'finished', fields.finished or '0', 'ttft_p50_ms', ttft_p50, 'ttft_p95_ms', ttft_p95,
+    'queue_p50_ms', queue_p50, 'queue_p95_ms', queue_p95)
+  return type(added) == 'string' and 1 or 0 -- a server's clock that went back writes no entry twice
+end
+
+local function begin(bucket)
+  local total, counts = waiting_by_priority()
+  local parts, running = {}, 0
+  for priority, num in pairs(counts) do
+    parts[#parts + 1] = string.format('"%d":%d', priority, num)
+  end
+  local alive = redis.call('ZRANGE', prefix .. 'workers', now_text, '+inf', 'BYSCORE')
+  for _, worker in ipairs(alive) do
+    local told = redis.pcall('HGET', prefix .. 'worker:' .. worker, 'num_running')
+    running = running + (type(told) == 'string' and whole(told, 0) or 0)
+  end
+  redis.call('DEL', open)
+  redis.call('HSET', open, 'bucket', bucket, 'waiting', total,
+    'priorities', '{' .. table.concat(parts, ',') .. '}', 'delayed', redis.call('ZCARD', delayed),
+    'active', redis.call('ZCARD', leases), 'running', running, 'workers', #alive)
+end
+
+local function add_times(kind, times)
+  local bins = {}
+  for ms in string.gmatch(times or '', '%d+') do
+    local bin = math.floor(math.log(math.max(1, tonumber(ms))) / BIN_WIDTH)
+    bins[bin] = (bins[bin] or 0) + 1
+  end
+  for bin, num in pairs(bins) do redis.call('HINCRBY', open, kind .. ':' .. bin, num) end
+end
+
+write_needs_no_memory()
+local bucket, written = exact(now - now % BUCKET_MS), 0
+local fields = read_open()
+if fields.bucket ~= bucket then
+  if whole(fields.bucket) and fields.workers then written = close(fields) end
+  begin(bucket)
+end
+for nth, name in ipairs(WORDS) do
+  local num = whole(ARGV[nth], 0)
+  if num > 0 then redis.call('HINCRBY', open, name, exact(num)) end
+end
+add_times('ttft', ARGV[4])
+add_times('queue', ARGV[5])
+redis.pcall('PEXPIRE', open, KEPT_MS)
+redis.pcall('PEXPIRE', stream, KEPT_MS)
+return written

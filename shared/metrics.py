@@ -1,0 +1,194 @@
+"""Names, buckets and form of all metrics, for Prometheus.
+
+Where vLLM has a metric, it has vLLM's name behind `promptq:`, its labels and its buckets
+(vllm/v1/metrics/loggers.py), so that a dashboard made for it need only be told another prefix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+PREFIX = "promptq:"
+
+# fmt: off
+_LATENCY = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)
+_BETWEEN_TOKENS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)
+_ROUND_TRIP = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5,
+)
+# fmt: on
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_REQUEST_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+_ATTEMPTS = (1, 2, 3, 5, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One metric. Counters are exposed with `_total` behind their name, as vLLM's are."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    documentation: str
+    labels: tuple[str, ...] = ("model_name",)
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+
+# fmt: off
+# vLLM's, of workers.
+RUNNING = Spec("gauge", "num_requests_running", "Requests in the batch.")
+WAITING = Spec("gauge", "num_requests_waiting", "Requests held by a worker that are not in its"
+               " batch; of a gateway: requests in the queue.")
+KV_USAGE = Spec("gauge", "kv_cache_usage_perc", "KV cache usage; 1 means 100 percent.")
+PREFIX_QUERIES = Spec("counter", "prefix_cache_queries", "Prompt tokens looked up in the cache.")
+PREFIX_HITS = Spec("counter", "prefix_cache_hits", "Prompt tokens that were found in the cache.")
+PREEMPTIONS = Spec("counter", "num_preemptions", "Preemptions of running requests.")
+PROMPT_TOKENS = Spec("counter", "prompt_tokens", "Prompt tokens, found in the cache or computed.")
+GENERATION_TOKENS = Spec("counter", "generation_tokens", "Generated tokens.")
+SUCCESS = Spec("counter", "request_success", "Requests that ended, by how.",
+               ("model_name", "finished_reason"))
+DRAFTED = Spec("counter", "spec_decode_num_draft_tokens", "Tokens that were drafted.")
+ACCEPTED = Spec("counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were right.")
+FIRST_TOKEN = Spec("histogram", "time_to_first_token_seconds",
+                   "From enqueueing to the first token.", buckets=_FIRST_TOKEN)
+BETWEEN_TOKENS = Spec("histogram", "inter_token_latency_seconds",
+                      "Between two outputs of a request.", buckets=_BETWEEN_TOKENS)
+END_TO_END = Spec("histogram", "e2e_request_latency_seconds", "From enqueueing to the end.",
+                  buckets=_LATENCY)
+QUEUE_TIME = Spec("histogram", "request_queue_time_seconds",
+                  "From enqueueing to the first prefill.", buckets=_LATENCY)
+PREFILL_TIME = Spec("histogram", "request_prefill_time_seconds",
+                    "From the first prefill to the first token.", buckets=_LATENCY)
+DECODE_TIME = Spec("histogram", "request_decode_time_seconds", "From the first token to the end.",
+                   buckets=_LATENCY)
+REQUEST_PROMPT = Spec("histogram", "request_prompt_tokens", "Prompt tokens of a request.",
+                      buckets=_REQUEST_TOKENS)
+REQUEST_OUTPUT = Spec("histogram", "request_generation_tokens", "Generated tokens of a request.",
+                      buckets=_REQUEST_TOKENS)
+STEP_TOKENS = Spec("histogram", "iteration_tokens_total", "Tokens of an engine step.",
+                   buckets=_STEP_TOKENS)
+
+# Our own, of workers.
+LEASES = Spec("gauge", "leases", "Requests that the worker holds a lease of.")
+PREFETCHED = Spec("gauge", "num_requests_prefetched", "Requests that lie prepared.")
+ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
+RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed again.")
+CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
+REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
+FENCES_LOST = Spec("counter", "fences_lost", "Requests that were lost to another attempt.")
+ATTEMPTS = Spec("histogram", "request_attempts", "Attempts that a request took to its end.",
+                buckets=_ATTEMPTS)
+PUBLISH_TIME = Spec("histogram", "publish_seconds", "Round trip of a step's events to Redis.",
+                    buckets=_ROUND_TRIP)
+PUBLISHED = Spec("counter", "published_events", "Events that were published.")
+CLAIM_TIME = Spec("histogram", "claim_seconds", "Round trip of a claim.", buckets=_ROUND_TRIP)
+
+# Of gateways: the queue as a whole, and HTTP.
+QUEUE_UP = Spec("gauge", "queue_up", "1 if the queue can be reached.", ("queue",))
+QUEUE_WAITING = Spec("gauge", "queue_requests_waiting", "Requests that wait, by priority.",
+                     ("queue", "priority"))
+QUEUE_DELAYED = Spec("gauge", "queue_requests_delayed", "Requests not yet due.", ("queue",))
+QUEUE_ACTIVE = Spec("gauge", "queue_requests_active", "Requests held by workers.", ("queue",))
+QUEUE_DEAD = Spec("gauge", "queue_dead_letters", "Dead letters.", ("queue",))
+QUEUE_PAUSED = Spec("gauge", "queue_paused", "1 while the queue hands out nothing.", ("queue",))
+WORKERS = Spec("gauge", "queue_workers", "Workers that are alive.", ("queue",))
+HTTP_REQUESTS = Spec("counter", "http_requests", "HTTP requests that were answered.",
+                     ("handler", "method", "status"))
+HTTP_SECONDS = Spec("histogram", "http_request_duration_seconds", "From an HTTP request to the end"
+                    " of its answer.", ("handler", "method"), _FIRST_TOKEN)
+HTTP_OPEN = Spec("gauge", "http_requests_open", "HTTP requests that are being answered.", ())
+# fmt: on
+
+ALL = tuple(it for it in list(globals().values()) if isinstance(it, Spec))
+
+
+class Histogram:
+    """Counts of values by bucket, and their sum. Written by one thread, read by any."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, spec: Spec) -> None:
+        self._bounds = spec.buckets
+        self._counts = [0] * (len(spec.buckets) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """`count` times the same value."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def exposed(self) -> tuple[list[tuple[str, float]], float]:
+        """(upper bound, how many up to there) of each bucket, and the sum."""
+        cumulated = itertools.accumulate(self._counts)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, cumulated), strict=True)), self._sum
+
+
+Value = float | Histogram
+Reading = tuple[Spec, Sequence[str], Value]
+"""A metric, its labels' values, and what it stands at."""
+
+
+class _Readings(Collector):
+    def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for spec, labels, value in self._read():
+            family = families.get(spec.name)
+            if family is None:
+                family = families[spec.name] = _family(spec)
+            if isinstance(family, HistogramMetricFamily) and isinstance(value, Histogram):
+                buckets, total = value.exposed()
+                family.add_metric(labels, buckets, total)
+            elif isinstance(family, GaugeMetricFamily | CounterMetricFamily):
+                assert not isinstance(value, Histogram)
+                family.add_metric(labels, value)
+        yield from families.values()
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registering reads nothing
+
+
+_FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _family(spec: Spec) -> Metric:
+    return _FAMILIES[spec.kind](spec.full_name, spec.documentation, labels=spec.labels)
+
+
+def registry_of(read: Callable[[], Iterable[Reading]]) -> CollectorRegistry:
+    """A registry that asks `read` at each scrape."""
+    registry = CollectorRegistry()
+    registry.register(_Readings(read))
+    return registry

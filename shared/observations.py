@@ -1,0 +1,101 @@
+"""What people look at: a slot of a worker's batch, and a sample of a queue's statistics."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
+
+SAMPLE_MS = 5000
+"""One sample of a queue's statistics stands for so long."""
+
+
+class SlotState(StrEnum):
+    """What a sequence is at. Those that wait have no slot."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WAITING = "waiting"
+    PREEMPTED = "preempted"
+
+
+class SlotStats(BaseModel):
+    """A sequence of a worker's batch, or one that waits inside the engine to join it.
+
+    Times are Unix milliseconds of the server, None for what has not happened.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    slot: int | None = None
+    request_id: str
+    tenant: str | None = None
+    priority: int = 0
+    attempt: int = 0
+    state: SlotState = SlotState.WAITING
+    prompt_tokens: int = 0
+    emitted_tokens: int = 0
+    """Over all attempts."""
+    max_tokens: int = 0
+    """As many may be emitted at most."""
+    computed_tokens: int = 0
+    """Of prompt and output, those whose K and V are in the cache."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found there when it first joined."""
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    kv_blocks: int = 0
+    kv_shared_blocks: int = 0
+    """Those of them that other sequences use too."""
+    claimed_at: int = 0
+    prefill_at: int | None = None
+    first_token_at: int | None = None
+    """Of this attempt."""
+    preempted_at: list[int] = []
+    resumed_at: list[int] = []
+
+
+SLOTS = TypeAdapter(list[SlotStats])
+"""A worker's batch as JSON."""
+
+
+class Sample(BaseModel):
+    """What a queue was like for `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
+
+    Counts are those at its beginning. Percentiles are those of requests that got their first token
+    in it, with an error of some 2%; None if there were none.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    at: int
+    waiting: int = 0
+    priorities: dict[int, int] = {}
+    """How many waited at each priority."""
+    delayed: int = 0
+    active: int = 0
+    """Held by workers: running, or prepared to run."""
+    running: int = 0
+    workers: int = 0
+    tokens_per_second: float = 0.0
+    prompt_tokens_per_second: float = 0.0
+    """Without those that were found in the cache."""
+    finished: int = 0
+    ttft_p50_ms: float | None = None
+    ttft_p95_ms: float | None = None
+    """From enqueueing to the first token."""
+    queue_p50_ms: float | None = None
+    queue_p95_ms: float | None = None
+    """From enqueueing to the first prefill."""
+
+    @field_validator("priorities", mode="before")
+    @classmethod
+    def _read_priorities(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("ttft_p50_ms", "ttft_p95_ms", "queue_p50_ms", "queue_p95_ms", mode="before")
+    @classmethod
+    def _read_none(cls, value: Any) -> Any:
+        return None if value == "" else value

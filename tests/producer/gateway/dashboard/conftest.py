@@ -1,0 +1,105 @@
+"""A real gateway, and one headless Chromium for all tests, both in the session's event loop."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from producer import AsyncClient
+from tests.producer.gateway.living import LiveGateway, serving
+
+ARTEFACTS = Path(__file__).parents[3] / "artefacts"
+DESKTOP = {"width": 1280, "height": 860}
+PHONE = {"width": 390, "height": 844}
+ARGS = ["--headless", "--no-sandbox", "--disable-background-networking"]
+
+expect.set_options(timeout=20_000)  # the machine may be busy; nothing waits for it on purpose
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed; the dashboard is not tested in a browser")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=ARGS)
+        yield browser
+        await browser.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateway(redis_url: str) -> AsyncIterator[LiveGateway]:
+    """A gateway on the empty embedded server."""
+    async with serving(redis_url) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(redis_url) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def connection(redis_url: str) -> AsyncIterator[Any]:
+    """The server, for what no client does."""
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+Open = Callable[..., Any]
+"""Opens a page: `await open("#/requests", viewport=PHONE, scheme="dark")`."""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def open_page(browser: Browser, gateway: LiveGateway) -> AsyncIterator[Open]:
+    """What a page loads must come from the gateway, and nothing on it may fail or be refused."""
+    troubles: list[str] = []
+    async with AsyncExitStack() as stack:
+
+        async def open_page(
+            place: str = "#/",
+            *,
+            viewport: Any = DESKTOP,
+            scheme: Any = "light",
+            expected: str = "",
+            url: str = gateway.url,
+        ) -> Page:
+            """`expected`: a pattern of the console errors that the test provokes."""
+            context = await browser.new_context(viewport=viewport, color_scheme=scheme)
+            stack.push_async_callback(context.close)
+            page = await context.new_page()
+
+            def heard(message: Any) -> None:
+                if message.type == "error" and not (expected and re.search(expected, message.text)):
+                    troubles.append(message.text)
+
+            page.on("console", heard)
+            page.on("pageerror", lambda error: troubles.append(str(error)))
+            page.on(
+                "request",
+                lambda it: None if it.url.startswith(url) else troubles.append(it.url),
+            )
+            await page.goto(f"{url}/{place}")
+            return page
+
+        yield open_page
+    assert troubles == []
+
+
+async def keep_screenshot(page: Page, name: str, *, full_page: bool = True) -> None:
+    """Keep what a page looks like, as tests/artefacts/NAME.png; it must not be wider than its
+    window."""
+    ARTEFACTS.mkdir(exist_ok=True)
+    await page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=full_page)
+    width = await page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert width <= 0, f"{name} scrolls sideways by {width} pixels"

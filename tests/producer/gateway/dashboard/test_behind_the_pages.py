@@ -1,0 +1,159 @@
+"""What pages ask of the gateway, without a browser."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+import redis.asyncio
+
+from producer import AsyncClient
+from producer.gateway.request_search import search
+from shared.errors import InvalidRequestError
+from shared.keys import Keys
+from tests.helpers import running_worker, text_of
+from tests.producer.gateway.living import serving
+from tests.producer.playing import Start
+
+KEYS = Keys("default")
+
+
+@pytest.fixture
+async def http(redis_url: str) -> AsyncIterator[httpx2.AsyncClient]:
+    async with serving(redis_url) as gateway, httpx2.AsyncClient(base_url=gateway.url) as http:
+        yield http
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(redis_url) as client:
+        yield client
+
+
+def messages_of(text: str) -> Iterator[tuple[str, Any]]:
+    for part in text.split("\n\n"):
+        if part.startswith("event: "):
+            event, data = part.split("\n")
+            yield event.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def test_the_stream_of_a_request_that_is_over_ends(
+    redis_url: str, http: httpx2.AsyncClient, client: AsyncClient
+) -> None:
+    async with running_worker(redis_url):
+        request_id = await client.enqueue("Once", max_tokens=50, seed=4)
+        await client.result(request_id)
+    answer = await http.get("/dashboard/api/live/request", params={"id": request_id})
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    told = list(messages_of(answer.text))
+    lives = [data for event, data in told if event == "request"]
+    assert lives[0]["value"]["state"] == "completed"
+    assert lives[0]["now"] >= lives[0]["value"]["moments"][-1]["at"]
+    tokens = [data for event, data in told if event == "tokens"]
+    assert "".join(it["text"] for it in tokens) == text_of(4, 50)
+    assert tokens[-1]["finish_reason"] == "length"
+
+
+async def test_of_a_long_payload_the_beginning_is_shown(
+    http: httpx2.AsyncClient, client: AsyncClient
+) -> None:
+    await client.enqueue("x" * 100_000, request_id="a")
+    await client.cancel("a")
+    answer = await http.get("/dashboard/api/live/request", params={"id": "a"})
+    _, life = next(messages_of(answer.text))
+    assert 65_000 < len(life["value"]["payload"]) < 66_000
+    assert len(answer.content) < 70_000
+
+
+async def test_a_body_that_is_too_large_is_refused(redis_url: str) -> None:
+    async with (
+        serving(redis_url, http_max_body_bytes=1000) as gateway,
+        httpx2.AsyncClient(base_url=gateway.url) as http,
+    ):
+        answer = await http.post("/dashboard/api/play", json={"prompt": "x" * 1000})
+        assert answer.status_code == 413
+        answer = await http.post("/dashboard/api/play", json={"prompt": "x", "self": 1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "self"
+
+
+def test_a_gateway_stops_with_pages_open(start: Start) -> None:
+    """Though it lets answers come to their end for long, and pages have none."""
+    process = start("gateway", "--port", "0", PROMPTQ_HTTP_DRAIN_SECONDS="100000")
+    assert process.stdout is not None
+    url = process.stdout.readline().split()[2].rstrip(",")
+    with httpx2.stream("GET", f"{url}/dashboard/api/live/overview", timeout=None) as answer:
+        pieces = answer.iter_text()
+        assert "event: history" in next(pieces)
+        process.send_signal(signal.SIGTERM)
+        for _ in pieces:
+            pass  # until its end, as it should be
+    assert process.wait() == 0
+
+
+async def test_search_pages_through_all_tenants_in_turn(
+    redis_url: str, client: AsyncClient
+) -> None:
+    tenants = [None, "a", "b"]
+    names = [f"r{n:03}" for n in range(130)]
+    await client.enqueue_many(
+        {"prompt": "x", "request_id": name, "tenant": tenants[n % 3]}
+        for n, name in enumerate(names)
+    )
+    await client.enqueue("x", request_id="later", delay_ms=60_000)
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        found, cursor = [], ""
+        while True:
+            page = await search(connection, KEYS, state="waiting", cursor=cursor)
+            found += page.requests
+            if page.cursor is None:
+                break
+            cursor = page.cursor
+        assert sorted(it.request_id for it in found) == names
+        assert {it.tenant for it in found} == {"", "a", "b"}
+        delayed = await search(connection, KEYS, state="delayed")
+        assert [it.request_id for it in delayed.requests] == ["later"]
+        assert delayed.searched == "1 to 1 of 1 that are delayed"
+        with pytest.raises(InvalidRequestError, match="state: 'asleep'"):
+            await search(connection, KEYS, state="asleep")
+
+
+async def test_search_among_keys_finds_what_is_over_and_no_other_queues(
+    redis_url: str, client: AsyncClient
+) -> None:
+    names = [f"job[{n}]" for n in range(60)]
+    await client.enqueue_many({"prompt": "x", "request_id": it, "tenant": "t"} for it in names)
+    for name in names[:55]:
+        await client.cancel(name)
+    async with AsyncClient(redis_url, "other") as other:
+        await other.cancel(await other.enqueue("x", request_id="job[1]"))
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        over = await search(connection, KEYS, state="cancelled", tenant="t")
+        assert sorted(it.request_id for it in over.requests) == sorted(names[:55])
+        assert over.cursor is None
+        begun = await search(connection, KEYS, prefix="job[5")
+        assert sorted(it.request_id for it in begun.requests) == sorted(
+            it for it in names if it.startswith("job[5")
+        )
+        assert all(it.finished_at for it in begun.requests if it.state == "cancelled")
+
+
+async def test_without_the_right_to_scan_an_id_is_found_all_the_same(
+    redis_url: str, client: AsyncClient
+) -> None:
+    await client.enqueue("x", request_id="a")
+    async with redis.asyncio.Redis.from_url(redis_url) as admin:
+        await admin.execute_command(
+            "ACL", "SETUSER", "narrow", "on", "nopass", "~*", "+@all", "-scan"
+        )
+        async with redis.asyncio.Redis.from_url(
+            redis_url, username="narrow", password=""
+        ) as narrow:
+            found = await search(narrow, KEYS, prefix="a")
+        await admin.execute_command("ACL", "DELUSER", "narrow")
+    assert [it.request_id for it in found.requests] == ["a"]
+    assert "may not SCAN" in found.searched

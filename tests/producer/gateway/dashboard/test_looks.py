@@ -1,0 +1,109 @@
+"""Each page on a phone and on a desktop, in light and in dark: kept as tests/artefacts/*.png."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from producer import AsyncClient
+from shared.keys import Keys
+from shared.observations import SAMPLE_MS
+from tests.helpers import running_worker, served_model_free
+from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
+from tests.producer.test_queue_commands import bury
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+KEYS = Keys("default")
+LOOKS = [("phone", PHONE), ("desktop", DESKTOP)]
+SCHEMES = ["light", "dark"]
+
+
+async def write_an_hour(connection: Any) -> None:
+    """Statistics as a busy hour with a quiet while would have left them."""
+    latest = int(time.time() * 1000) // SAMPLE_MS * SAMPLE_MS - SAMPLE_MS
+    pipeline = connection.pipeline(transaction=False)
+    for nth in range(719, -1, -1):
+        wave = max(0.0, 1.2 + math.sin(nth / 60) + 0.3 * math.sin(nth / 7))
+        fields: dict[str, Any] = {"waiting": 0, "running": 0, "tokens_per_second": 0}
+        fields |= {f"{kind}_p{share}_ms": "" for kind in ("ttft", "queue") for share in (50, 95)}
+        if not 300 < nth < 330:
+            fields = {"waiting": round(9 * wave), "running": 8}
+            fields |= {"tokens_per_second": round(230 + 40 * wave, 1)}
+            fields |= {"ttft_p50_ms": round(40 + 30 * wave), "ttft_p95_ms": round(70 + 130 * wave)}
+            fields |= {"queue_p50_ms": round(15 + 25 * wave), "queue_p95_ms": 30 + 120 * wave}
+        pipeline.xadd(KEYS.statistics, fields, id=f"{latest - nth * SAMPLE_MS}-0")
+    await pipeline.execute()
+
+
+async def keep_both(page: Page, name: str, viewport: str, full_page: bool = True) -> None:
+    for scheme in SCHEMES:
+        await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        await keep_screenshot(page, f"{name}-{viewport}-{scheme}", full_page=full_page)
+
+
+async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
+    redis_url: str, client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    bury(redis_url, "dead-1", "dead-2")
+    served = served_model_free(max_num_seqs=8, step_seconds=0.02, num_blocks=512, block_size=16)
+    await write_an_hour(connection)
+    async with running_worker(redis_url, served) as worker:
+        requests = [
+            {
+                "prompt": "Once upon a time there was a fox who lived by the sea",
+                "max_tokens": 800 + 150 * (n % 5),
+                "seed": n,
+                "logprobs": 3,
+                "priority": n % 3 * 5 - 5,
+                "tenant": ["gold", "batch", None][n % 3],
+            }
+            for n in range(21)
+        ]
+        ids = await client.enqueue_many(requests)
+        pages = [
+            ("overview", "#/", "Waiting by priority"),
+            ("worker", f"#/worker/{worker.worker_id}", "of 8 slots are free"),
+            ("requests", "#/requests?state=waiting", "that wait"),
+            ("request", f"#/request/{ids[0]}", "First token"),
+            ("dead", "#/dead", "Purge all"),
+            ("playground", "#/playground", "Nothing has run yet"),
+        ]
+        await expect_running(client, 8)
+        for viewport, size in LOOKS:
+            page = await open_page("", viewport=size)
+            for name, place, text in pages:
+                await page.evaluate("place => location.hash = place", place)
+                await expect(page.get_by_text(text).first).to_be_visible()
+                if name == "overview":
+                    await expect(page.locator(".chart path").first).to_be_visible()
+                await keep_both(page, name, viewport)
+            await page.evaluate("location.hash = '#/'")
+            await page.get_by_role("button", name="Pause queue").click()
+            await keep_both(page, "dialog", viewport, full_page=False)
+        for request_id in ids:
+            await client.cancel(request_id)
+
+
+async def expect_running(client: AsyncClient, num: int) -> None:
+    while (await client.overview()).running < num:
+        pass
+
+
+async def test_the_theme_is_chosen_and_kept(open_page: Open) -> None:
+    page = await open_page(scheme="light")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = await page.evaluate(background)
+    switch = page.get_by_role("button", name="Theme")
+    await switch.click()
+    assert await page.evaluate(background) == light
+    await switch.click()
+    dark = await page.evaluate(background)
+    assert dark != light
+    await page.reload()
+    assert await page.evaluate(background) == dark
+    await switch.click()
+    assert await page.evaluate(background) == light, "as the system has it"

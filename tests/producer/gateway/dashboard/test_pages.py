@@ -1,0 +1,232 @@
+"""What each page shows is what is there, and it changes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from producer import AsyncClient
+from shared.embedded import EmbeddedServer
+from shared.keys import Keys
+from shared.request_queue import AsyncRequestQueue
+from shared.schemas import FinishReason, TokenEvent
+from shared.scripts import Held, Room, Row
+from tests.helpers import running_worker, served_model_free, text_of
+from tests.producer.gateway.dashboard.conftest import Open
+from tests.producer.gateway.dashboard.test_looks import write_an_hour
+from tests.producer.gateway.living import serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+KEYS = Keys("default")
+ONE = Room(max_count=1, token_budget=10**6)
+
+
+def tile(page: Page, name: str) -> Any:
+    """The large figure of a tile."""
+    return page.locator(".tile", has_text=name).locator("strong")
+
+
+async def test_overview(
+    redis_url: str, client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    await write_an_hour(connection)
+    ids = [await client.enqueue("Once", priority=it, max_tokens=3000) for it in (0, 0, -5)]
+    page = await open_page()
+    await expect(tile(page, "Waiting")).to_have_text("3")
+    await expect(page.get_by_text("No worker is alive")).to_be_visible()
+    await expect(page.locator(".ranking li")).to_have_text(["-51", "02"])
+    assert len(await page.locator(".chart path").all()) == 7
+    drawn = await page.locator(".chart path").first.get_attribute("d")
+    assert drawn is not None
+    assert drawn.count("L") > 600, "an hour, a point each 5 s"
+    await page.locator(".chart svg").first.hover(position={"x": 250, "y": 60})
+    await expect(page.locator(".chart .tip").first).to_have_text(
+        re.compile(r"waiting \d+running 8")
+    )
+    served = served_model_free(max_num_seqs=2, step_seconds=0.01)
+    async with running_worker(redis_url, served) as worker:
+        await expect(tile(page, "Running")).to_have_text("2")
+        await expect(tile(page, "Waiting")).not_to_have_text("3")
+        row = page.get_by_role("row", name=worker.worker_id)
+        await expect(row).to_contain_text("2 of 2")
+        await expect(row).to_contain_text("running")
+        await expect(tile(page, "Tokens per second")).not_to_have_text("0")
+        await client.enqueue("Once", delay_ms=60_000)
+        await expect(page.get_by_text("and 1 delayed")).to_be_visible()
+        for request_id in ids:
+            await client.cancel(request_id)
+
+
+async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> None:
+    """A row a slot; requests of one prompt share its blocks; who is preempted has no slot."""
+    served = served_model_free(max_num_seqs=2, step_seconds=0.01, block_size=4)
+    prompt = "a prompt of five blocks"
+    async with running_worker(redis_url, served) as worker:
+        ids = [
+            await client.enqueue(prompt, max_tokens=900, tenant="gold", request_id=f"r{n}")
+            for n in range(2)
+        ]
+        page = await open_page(f"#/worker/{worker.worker_id}")
+        rows = page.locator("tbody tr")
+        await expect(rows).to_have_count(2)
+        await expect(rows.nth(0)).to_contain_text("r0decode")
+        await expect(rows.nth(0)).to_contain_text("5 shared")
+        await expect(rows.nth(1)).to_contain_text("of 900")
+        await expect(rows.nth(1)).to_contain_text("gold")
+        await expect(page.get_by_text("Shared by several 5")).to_be_visible()
+        await expect(page.get_by_text("0 of 2 slots are free")).to_be_visible()
+        before = await rows.nth(0).locator(".words").inner_text()
+        await expect(rows.nth(0).locator(".words")).not_to_have_text(before)
+        urgent = await client.enqueue("me first", priority=-9, max_tokens=900, request_id="urgent")
+        await expect(page.locator("tbody tr", has_text="preempted")).to_contain_text("–r1")
+        await expect(tile(page, "Preemptions")).to_have_text("1")
+        await page.get_by_role("link", name="urgent").click()
+        await expect(page.get_by_role("heading", name="urgent")).to_be_visible()
+        await page.go_back()
+        for request_id in (*ids, urgent):
+            await client.cancel(request_id)
+        await expect(page.get_by_text("All 2 slots are free.")).to_be_visible()
+    await expect(page.get_by_text("This worker is not alive")).to_be_visible()
+
+
+async def test_requests_are_found_by_state_tenant_and_id(
+    redis_url: str, client: AsyncClient, open_page: Open
+) -> None:
+    await client.enqueue_many(
+        {"prompt": "x", "request_id": f"job-{n:03}", "tenant": "gold" if n % 2 else None}
+        for n in range(120)
+    )
+    await client.cancel("job-007")
+    page = await open_page("#/requests?state=waiting")
+    rows, searched = page.locator("tbody tr"), page.locator(".searched")
+    await expect(searched).to_have_text("Searched 1 to 50 of 119 that wait.")
+    await page.get_by_role("button", name="Search on").click()
+    await expect(searched).to_have_text("Searched 51 to 100 of 119 that wait.")
+    await page.get_by_role("button", name="Search on").click()
+    await expect(rows).to_have_count(119)
+    await expect(page.get_by_role("button", name="Search on")).to_be_hidden()
+
+    await page.get_by_label("Tenant").fill("gold")
+    await page.get_by_role("button", name="Search").click()
+    await expect(searched).to_have_text("Searched 1 to 50 of 59 that wait of tenant gold.")
+
+    await page.get_by_label("Tenant").fill("")
+    await page.get_by_label("State").select_option("any")
+    await page.get_by_label("Id").fill("job-00")
+    await page.get_by_label("Id").press("Enter")
+    await expect(rows).to_have_count(10)
+    await expect(searched).to_have_text(re.compile("Searched all .* keys of the server"))
+    await page.get_by_label("Id").fill("")
+    await page.get_by_label("State").select_option("cancelled")
+    await page.get_by_role("button", name="Search").click()
+    await expect(rows).to_have_count(1)
+    await page.get_by_role("link", name="job-007").click()
+    await expect(page.locator(".timeline li")).to_have_text(
+        [re.compile("Enqueued"), re.compile("Finished cancelled")]
+    )
+    await page.evaluate("location.hash = '#/requests?prefix=no*one'")
+    await expect(page.get_by_text("No request is like this")).to_be_visible()
+
+
+async def test_a_requests_life_with_its_text_as_it_comes(
+    redis_url: str, client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    """Given back by one worker, run by another, preempted there, resumed and finished."""
+    slow = await client.enqueue("Once", priority=5, max_tokens=250, seed=3)
+    queue = AsyncRequestQueue(connection, worker_id="first")
+    (claim,) = await queue.take_batch(ONE)
+    await queue.release([Held(claim.request_id, claim.fence)])
+    page = await open_page(f"#/request/{slow}")
+    life, text = page.locator(".timeline li"), page.locator(".tokens .text")
+    await expect(life).to_have_text(
+        [re.compile(it) for it in ("Enqueued", "Claimed.*attempt 1 on first", "Given back")]
+    )
+    waits = page.locator(".facts div", has_text="Waits for").locator("dd")
+    before = await waits.inner_text()
+    await expect(waits).not_to_have_text(before)
+    served = served_model_free(max_num_seqs=1, step_seconds=0.01)
+    async with running_worker(redis_url, served) as worker:
+        await expect(text).to_have_text(re.compile(f"^{text_of(3, 250)[:20]}"))
+        urgent = await client.enqueue("Now", priority=-5, max_tokens=90)
+        await expect(life.last).to_have_text(re.compile("Preempted"))
+        await client.cancel(urgent)
+        await expect(text).to_have_text(text_of(3, 250), use_inner_text=False)
+    names = ["Enqueued", "Claimed", "Given back", "Claimed", "Prefill begins", "First token"]
+    await expect(life).to_have_text(
+        [re.compile(it) for it in (*names, "Preempted", "Resumed", "Finished length")]
+    )
+    await expect(page.get_by_text(f"attempt 2 on {worker.worker_id}")).to_be_visible()
+    await expect(page.locator(".facts")).to_contain_text("250 tokens")
+    await page.reload()
+    await expect(text).to_have_text(text_of(3, 250))
+
+
+async def test_texts_are_never_taken_for_html(
+    redis_url: str, client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    evil = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    await client.enqueue(evil, request_id="<b>evil</b>", metadata={evil: evil})
+    queue = AsyncRequestQueue(connection, worker_id="<i>worker</i>")
+    (claim,) = await queue.take_batch(ONE)
+    event = TokenEvent(index=0, token_ids=[1], text=evil, attempt=1)
+    await queue.publish([Row.of(claim.request_id, claim.fence, event)])
+    page = await open_page("#/requests?state=active")
+    await page.get_by_role("link", name="<b>evil</b>").click()
+    await expect(page.locator(".tokens .text")).to_have_text(evil)
+    await expect(page.locator(".payload")).to_contain_text(
+        "<script>document.title='taken'</script>"
+    )
+    await expect(page.locator(".timeline")).to_contain_text("<i>worker</i>")
+    end = TokenEvent(index=1, token_ids=[], text="", finish_reason=FinishReason.STOP, attempt=1)
+    await queue.publish([Row.of(claim.request_id, claim.fence, end)])
+    await expect(page.locator(".timeline")).to_contain_text("Finished")
+    assert await page.locator("main script, main img, main b > i").count() == 0
+    assert await page.title() == "promptq"
+
+
+async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
+    client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    page = await open_page()
+    await expect(tile(page, "Waiting")).to_have_text("0")
+    hide = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    await page.evaluate(hide, True)
+
+    async def num_commands() -> int:
+        await asyncio.sleep(1.5)  # the sampler reads once a second
+        return int((await connection.info("commandstats"))["cmdstat_zcard"]["calls"])
+
+    before = await num_commands()
+    await client.enqueue("Once")
+    assert await num_commands() == before
+    await page.evaluate(hide, False)
+    await expect(tile(page, "Waiting")).to_have_text("1")
+
+
+async def test_an_unknown_request_is_said_to_be_so(open_page: Open) -> None:
+    page = await open_page("#/request/nobody", expected="404")
+    await expect(page.get_by_text("'nobody' is unknown")).to_be_visible()
+
+
+async def test_a_server_that_goes_away_and_comes_back(open_page: Open) -> None:
+    """The page says so and goes on by itself."""
+    with EmbeddedServer() as server:
+        port, url = int(server.url.split(":")[2].split("/")[0]), server.url
+        async with serving(url) as gateway:
+            page = await open_page("#/", expected="503", url=gateway.url)
+            await expect(tile(page, "Waiting")).to_have_text("0")
+            server.stop()
+            await expect(page.get_by_text("cannot be reached at the moment")).to_be_visible()
+            with EmbeddedServer(port):
+                async with AsyncClient(url) as client:
+                    await client.enqueue("Once")
+                await expect(tile(page, "Waiting")).to_have_text("1")
+                await expect(page.locator("#banner")).to_be_hidden()
+                await page.close()

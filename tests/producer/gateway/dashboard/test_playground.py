@@ -1,0 +1,74 @@
+"""A prompt is tried: the shipped model's tokens as they come, each with its probability."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from producer import AsyncClient
+from tests.helpers import running_worker, served_model_free, text_of
+from tests.producer.gateway.dashboard.conftest import DESKTOP, Open, keep_screenshot
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_tokens_come_with_their_probabilities(
+    redis_url: str, shipped: Any, client: AsyncClient, open_page: Open
+) -> None:
+    async with running_worker(redis_url, shipped):
+        page = await open_page("#/playground")
+        await page.get_by_label("Prompt").fill("Once upon a time")
+        await page.get_by_label("Max tokens").fill("40")
+        await page.get_by_label("Seed").fill("7")
+        await page.get_by_label("Likeliest shown").fill("3")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.locator(".outcome")).to_contain_text(re.compile("40 tokens.*length"))
+        fields = {"max_tokens": 40, "seed": 7, "temperature": 0.8, "logprobs": 3}
+        expected = await client.generate("Once upon a time", **fields)
+        text = page.locator(".tokens .text")
+        assert await text.evaluate("it => it.textContent") == expected.text
+        tokens = page.locator(".token")
+        assert expected.logprobs is not None
+        chosen = expected.logprobs[2]
+        await tokens.nth(2).hover()
+        tip = page.locator(".tokens .tip")
+        await expect(tip).to_contain_text(f"id {chosen.token_id}, rank {chosen.rank}")
+        assert chosen.top is not None
+        rows = tip.locator("tr")
+        await expect(rows).to_have_count(
+            len({chosen.token_id, *(it.token_id for it in chosen.top)})
+        )
+        assert chosen.top[0].token is not None
+        await expect(rows.first).to_contain_text(chosen.top[0].token.strip() or "␣")
+        await expect(rows.first).to_contain_text("%")
+        await keep_screenshot(page, "playground-answer-desktop-light")
+
+
+async def test_an_answer_is_stopped(redis_url: str, open_page: Open) -> None:
+    async with running_worker(redis_url, served_model_free(step_seconds=0.01)):
+        page = await open_page("#/playground", viewport=DESKTOP)
+        await page.get_by_label("Prompt").fill("Once")
+        await page.get_by_label("Max tokens").fill("3000")
+        await page.get_by_label("Seed").fill("5")
+        await page.get_by_label("Prompt").press("Tab")
+        stop = page.get_by_role("button", name="Stop")
+        await expect(stop).to_be_disabled()
+        await page.get_by_role("button", name="Run").click()
+        begins = re.compile(f"^{text_of(5, 10)}")
+        await expect(page.locator(".tokens .text")).to_have_text(begins)
+        await stop.click()
+        await expect(page.locator(".outcome")).to_contain_text("ended with cancelled")
+        await expect(stop).to_be_disabled()
+
+
+async def test_what_is_wrong_with_a_request_is_said(open_page: Open) -> None:
+    page = await open_page("#/playground", expected="400")
+    await page.get_by_label("Prompt").fill("Once")
+    await page.get_by_label("Stop at").fill("x")
+    await page.get_by_label("Seed").evaluate("it => { it.type = 'text'; it.value = '-1' }")
+    await page.get_by_role("button", name="Run").click()
+    await expect(page.locator(".outcome")).to_contain_text("seed: ")
+    await expect(page.get_by_role("button", name="Run")).to_be_enabled()

@@ -1,0 +1,75 @@
+"""The gateway's /metrics, scraped as Prometheus would."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+from fastapi import FastAPI
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from producer import AsyncClient
+from producer.gateway.app import create_app
+from producer.gateway.http_meter import measure_http
+from shared import metrics
+from shared.settings import Settings
+from tests.helpers import running_worker
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    async with app.router.lifespan_context(app):
+        transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            yield client
+
+
+async def scrape(client: httpx2.AsyncClient) -> dict[str, Metric]:
+    reply = await client.get("/metrics")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    return {family.name: family for family in text_string_to_metric_families(reply.text)}
+
+
+def values(families: dict[str, Metric], spec: metrics.Spec) -> dict[tuple[str, ...], float]:
+    suffix = {"counter": "_total", "histogram": "_count"}.get(spec.kind, "")
+    return {
+        tuple(it.labels[name] for name in spec.labels): it.value
+        for it in families[spec.full_name].samples
+        if it.name == spec.full_name + suffix
+    }
+
+
+async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> None:
+    app = measure_http(create_app(Settings(redis_url=redis_url)))
+    async with client_of(app) as client, AsyncClient(redis_url) as queue:
+        async with running_worker(redis_url):
+            told = await scrape(client)
+        assert values(told, metrics.WORKERS) == {("default",): 1}
+        for priority in (0, 0, -3):
+            await queue.enqueue("x", priority=priority)
+        await queue.enqueue("x", delay_ms=60_000)
+        for path in ("/healthz", "/healthz", "/readyz", "/not/a/path", "/nor/this"):
+            await client.get(path)
+        told = await scrape(client)
+    assert values(told, metrics.QUEUE_UP) == {("default",): 1}
+    assert values(told, metrics.WAITING) == {("model-free",): 3}
+    assert values(told, metrics.QUEUE_WAITING) == {("default", "-3"): 1, ("default", "0"): 2}
+    assert values(told, metrics.QUEUE_DELAYED) == {("default",): 1}
+    assert values(told, metrics.WORKERS) == {("default",): 0}
+    answered = values(told, metrics.HTTP_REQUESTS)
+    assert answered["/healthz", "GET", "200"] == 2
+    assert answered["/readyz", "GET", "503"] == 1
+    assert answered["unknown", "GET", "404"] == 2
+    assert values(told, metrics.HTTP_SECONDS)["/healthz", "GET"] == 2
+    assert values(told, metrics.HTTP_OPEN) == {(): 1}  # this scrape
+
+
+async def test_answers_while_redis_is_away() -> None:
+    app = create_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    async with client_of(app) as client:
+        told = await scrape(client)
+    assert values(told, metrics.QUEUE_UP) == {("default",): 0}
+    assert metrics.WAITING.full_name not in told

@@ -1,0 +1,119 @@
+"""`promptq top`: one frame in a pipe, a live one in a terminal until somebody leaves."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from producer import Client
+from shared.keys import Keys
+from shared.request_queue import RequestQueue
+from shared.schemas import WorkerStats
+from shared.scripts import heartbeat
+from tests.producer.playing import PROMPTQ, Run
+
+KEYS = Keys("default")
+
+
+@pytest.fixture
+def busy_queue(redis_url: str) -> Iterator[Client]:
+    """Three wait, one is delayed, a worker lives, and of the last minute there is a sample."""
+    with redis.Redis.from_url(redis_url) as connection, Client(redis_url) as client:
+        for priority in (0, 0, -5):
+            client.enqueue("Once", priority=priority)
+        client.enqueue("Once", delay_ms=60_000)
+        worker = WorkerStats(
+            worker_id="[b]w1[/b]", max_num_seqs=8, num_running=5, kv_blocks=100, kv_used_blocks=40,
+            recent_tokens_per_second=321.0, step_ms=12.0, num_preemptions=7,
+        )  # fmt: skip
+        RequestQueue(connection).run(heartbeat(worker, 60_000))
+        sample = {"waiting": 30, "tokens_per_second": 300, "ttft_p50_ms": 44, "queue_p50_ms": 9}
+        at = int(time.time() * 1000) - 10_000
+        connection.xadd(KEYS.statistics, sample, id=f"{at}-0")
+        yield client
+
+
+def test_in_a_pipe_it_prints_one_frame(run: Run, busy_queue: Client) -> None:
+    busy_queue.pause()
+    shown = run("top").stdout
+    assert "queue default" in shown
+    assert "paused" in shown
+    assert re.search(r"3 +1 +5 of 8 +321 +44 ms +9 ms +0", shown)
+    assert re.search(r"-5 +1 +█+ *\n", shown)
+    assert re.search(r" 0 +2 +█+ *\n", shown)
+    assert re.search(
+        r"\[b\]w1\[/b\] +running +(now|\d s ago) +5 of 8 +40 of 100 +321 +12 ms +7", shown
+    )
+    assert re.search(r"waiting +█ +up to 30", shown)
+    assert "\x1b" not in shown
+
+
+def test_an_empty_queue(run: Run) -> None:
+    shown = run("top", "--once").stdout
+    assert "No worker is alive" in shown
+    assert "–" in shown
+
+
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, environment: dict[str, str], redis_url: str) -> None:
+        self._fd, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*PROMPTQ, "top"],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm", "LINES": "50"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def read_until(self, pattern: str) -> None:
+        while not re.search(pattern, self.shown):
+            self.shown += os.read(self._fd, 65536).decode()
+
+    def press(self, key: bytes) -> None:
+        os.write(self._fd, key)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+@pytest.fixture
+def terminal(environment: dict[str, str], redis_url: str) -> Iterator[Terminal]:
+    terminal = Terminal(environment, redis_url)
+    yield terminal
+    terminal.close()
+
+
+def press_q(terminal: Terminal) -> None:
+    terminal.press(b"xq")
+
+
+def press_ctrl_c(terminal: Terminal) -> None:
+    terminal.process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("leave", [press_q, press_ctrl_c])
+def test_in_a_terminal_it_is_live_until_somebody_leaves(
+    busy_queue: Client, terminal: Terminal, leave: Callable[[Terminal], Any]
+) -> None:
+    terminal.read_until(r"3 +1 +5 of 8")
+    busy_queue.enqueue("Once")
+    terminal.read_until(r"4 +1 +5 of 8")
+    leave(terminal)
+    assert terminal.process.wait() == 0
+    terminal.read_until(re.escape("\x1b[?1049l"))  # the screen from before is back
