@@ -65,7 +65,7 @@ class Meter:
         self.publish_time.add(seconds)
 
     def note_end(self, reason: FinishReason, held: HeldRequest | None = None) -> None:
-        """A request of this worker got its last event; `held` where the worker made that."""
+        """A request of this worker got its last event; of one it held, how it fared."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
         stats = held.stats if held is not None else None

@@ -91,22 +91,21 @@ class Publisher:
         finally:
             self._num_sending -= 1
         self._meter.note_publish(len(rows), time.monotonic() - started)
-        self._note_ends_by_server((*senders, *untold), (*statuses, *published.held))
-        for row, status in zip(rows, statuses, strict=True):
+        for row, sender, status in zip(rows, senders, statuses, strict=True):
             if status is RowStatus.OK and not row.finish_reason:
                 continue
-            reason = row.finish_reason or None
-            self._log.debug("ended", request_id=row.request_id, status=status, reason=reason)
+            if sender is not None and sender.claim.fence != row.fence:
+                sender = None
+            self._note_end(row.request_id, status, sender, row.finish_reason)
             held = self._leases.by_request(row.request_id)
             if held is None or held.claim.fence != row.fence:
                 continue
             self._settle(held, status)
             if row.finish_reason and not status.is_lost:
                 self._leases.drop(held)
-                self._meter.note_end(FinishReason(row.finish_reason), held)
                 self._on_finished(held)
-                self._on_left(held, row.finish_reason)
         for held, status in zip(untold, published.held, strict=True):
+            self._note_end(held.request_id, status, held)
             if self._leases.by_request(held.request_id) is held:
                 self._settle(held, status)
         await self._give_back_gaps()
@@ -141,8 +140,8 @@ class Publisher:
                 if isinstance(item, HeldRequest):
                     item.prompt_tokens_told = False
             raise
-        self._note_ends_by_server(held, published.held)
         for item, status in zip(held, published.held, strict=True):
+            self._note_end(item.request_id, status, item)
             self._settle(item, status)
         self._on_progress()
 
@@ -158,15 +157,22 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
-    def _note_ends_by_server(
-        self, requests: Iterable[Leased | None], statuses: Iterable[RowStatus]
+    def _note_end(
+        self, request_id: str, status: RowStatus, held: Leased | None, reason: str = ""
     ) -> None:
-        """Of two calls under way only one hears of it, perhaps when the request is let go of."""
-        for held, status in zip(requests, statuses, strict=True):
-            if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
-                self._meter.note_end(FinishReason(status.value))
-                if isinstance(held, HeldRequest):
-                    self._on_left(held, status.value)
+        """Measure and log an end that a reply tells of, be it that of the row or by the server.
+
+        Of two calls under way only one hears of it, perhaps when the request is let go of.
+        """
+        if status in (RowStatus.CANCELLED, RowStatus.EXPIRED):
+            reason = status.value
+        elif status.is_lost or not reason:
+            return
+        self._log.debug("ended", request_id=request_id, reason=reason)
+        prepared = held if isinstance(held, HeldRequest) else None
+        self._meter.note_end(FinishReason(reason), prepared)
+        if prepared is not None:
+            self._on_left(prepared, reason)
 
     def _settle(self, held: Leased, status: RowStatus) -> None:
         if not status.is_lost or not self._leases.has(held):

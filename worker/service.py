@@ -282,7 +282,6 @@ class Worker:
             error=ErrorInfo(type=error.error_type, message=str(error)),
         )
         result = Result.fold([*claim.events, event]).to_json()
-        self.meter.note_end(FinishReason.ERROR)
         self._log.debug("refused", request_id=claim.request_id, error=str(error))
         await self._publisher.send([Row.of(claim.request_id, claim.fence, event, result)])
 

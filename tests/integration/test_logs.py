@@ -83,7 +83,11 @@ def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
         lines = about(of_worker, request_id)
         assert {line["request_id"] for line in lines} == {request_id}
         assert {"claimed", "ended"} <= {line["event"] for line in lines}
-    assert {line.get("reason") for line in about(of_worker, asked)} >= {"length"}
+    reasons = [
+        [line["reason"] for line in about(of_worker, it) if line["event"] == "ended"]
+        for it in (asked, refused, cancelled)
+    ]
+    assert reasons == [["length"], ["error"], ["cancelled"]]
     assert {line["level"] for line in of_worker} <= {"debug", "info", "warning"}
     assert all(line["timestamp"].endswith("Z") for line in [*of_worker, *of_gateway])
 
