@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from producer.batch_commands import batch
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
 from producer.printing import StreamPrinter
@@ -337,6 +338,7 @@ def settings(as_json: AsJson = False) -> None:
 for _command in (pause, resume, drain):
     app.command()(_command)
 app.add_typer(dead, name="dead")
+app.add_typer(batch, name="batch")
 
 
 def _settings_rows(current: Settings) -> list[dict[str, Any]]:
