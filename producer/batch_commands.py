@@ -110,3 +110,23 @@ def run(
         )
     if not outcome.is_complete:
         raise typer.Exit(130)
+
+
+def jobs(redis: Redis = None, queue: Queue = None) -> None:
+    """Run the background work of a queue: batch files, webhooks, upkeep.
+
+    Several may run: one of them leads, and all share the work.
+
+    Examples:
+
+      promptq jobs --redis redis://localhost:6379/0
+      PROMPTQ_JOBS_REDIS_URL=redis://localhost:6380/0 promptq jobs
+    """
+    from producer.jobs.process import run_jobs
+    from producer.jobs.settings import read_jobs_settings
+    from shared.logs import configure_logs
+
+    given = {"redis_url": redis, "queue": queue}
+    settings = read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+    configure_logs(settings.log_level, settings.log_format)
+    run_jobs(settings)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from producer.batch_commands import batch
+from producer.batch_commands import batch, jobs
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
 from producer.printing import StreamPrinter
@@ -335,7 +335,7 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
-for _command in (pause, resume, drain):
+for _command in (pause, resume, drain, jobs):
     app.command()(_command)
 app.add_typer(dead, name="dead")
 app.add_typer(batch, name="batch")

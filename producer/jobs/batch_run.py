@@ -83,6 +83,8 @@ class RunOptions:
     """Fields that no line may override, such as the tenant."""
     highest_priority: int | None = None
     """The lowest number, so the soonest place, that a line may ask for."""
+    expires_at: float | None = None
+    """Unix seconds at which the batch's window ends; what is in the queue then ends there."""
     retry_seconds: float = 60.0
     """How long a server that is away is waited for, before its error is raised."""
 
@@ -174,12 +176,13 @@ class BatchRun:
             yield _InFlight(line, request_id, requests)
 
     def _restrict(self, new: NewRequest) -> NewRequest:
-        changes = dict(self._options.overrides)
-        highest = self._options.highest_priority
-        if highest is not None and new.request.priority < highest:
-            changes["priority"] = highest
-        if not changes:
-            return new
+        """The request without what a line may not ask for."""
+        options, changes = self._options, dict(self._options.overrides)
+        if options.highest_priority is not None:
+            changes["priority"] = max(new.request.priority, options.highest_priority)
+        if options.expires_at is not None:
+            left = max(1, int((options.expires_at - time.time()) * 1000))
+            changes["deadline_ms"] = min(new.request.deadline_ms or left, left)
         request = new.request.model_copy(update=changes)
         return NewRequest(new.request_id, request, new.delay_ms)
 
@@ -254,6 +257,8 @@ class BatchRun:
                     return self._journal.add_refusal(
                         line.number, line.custom_id, item.request_id, status, {"error": body}
                     )
+                case FinishReason.EXPIRED if self._is_over:
+                    return self._expire(line)
                 case FinishReason.CANCELLED | FinishReason.EXPIRED as reason:
                     return self._journal.add_error(
                         line.number,
@@ -270,18 +275,25 @@ class BatchRun:
         body = {"message": str(error), "type": kind, "param": error.field or None, "code": None}
         self._journal.add_refusal(line.number, line.custom_id, request_id, status, {"error": body})
 
+    @property
+    def _is_over(self) -> bool:
+        return self._options.expires_at is not None and time.time() >= self._options.expires_at
+
+    def _expire(self, line: BatchLine) -> None:
+        self._journal.add_error(
+            line.number,
+            line.custom_id,
+            "batch_expired",
+            "the request was not finished before the batch's window ended",
+        )
+
     async def _end(self, ending: Ending) -> None:
         """End what is in flight, unless another process is to go on with it."""
         if ending is not Ending.STOPPED:
             await self._cancel_all()
         if ending is Ending.EXPIRED:
             for item in chain(self._in_flight.values(), self._held_back, self._lines):
-                self._journal.add_error(
-                    item.line.number,
-                    item.line.custom_id,
-                    "batch_expired",
-                    "the request was not finished before the batch's window ended",
-                )
+                self._expire(item.line)
         self._in_flight.clear()
         self._tell()
 
