@@ -6,13 +6,16 @@ Batch API.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.errors import PromptqError
+from shared.request_queue import new_request_id
 from shared.schemas import MAX_PAYLOAD_BYTES
 
 MAX_LINES = 50_000
@@ -30,6 +33,26 @@ class BatchLine:
     custom_id: str
     url: str
     body: dict[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        return self.url == "/v1/chat/completions"
+
+
+def new_batch_id() -> str:
+    """Ids of later batches sort behind."""
+    return "batch_" + new_request_id().replace("-", "")
+
+
+def request_id_of(batch_id: str, line: BatchLine) -> str:
+    """The id that a line's request has in the queue, whoever enqueues it: a UUIDv7 of the batch's
+    time, whose random bits are a hash of the batch's id and the line's number."""
+    time_and_version = uuid.UUID(batch_id.removeprefix("batch_")).int >> 76
+    digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()
+    low = int.from_bytes(digest[:10]) & (2**76 - 1)
+    low = low & ~(0b11 << 62) | 0b10 << 62
+    prefix = "chatcmpl-" if line.is_chat else "cmpl-"
+    return prefix + str(uuid.UUID(int=time_and_version << 76 | low))
 
 
 class BatchFileError(PromptqError):

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import redis.asyncio
 from pydantic import BaseModel
 
+from producer.jobs.batch_lines import new_batch_id
 from producer.jobs.files import BATCH_FILE_SECONDS
 from shared.errors import PromptqError
 from shared.keys import Keys
-from shared.request_queue import new_request_id
 
 WINDOW_SECONDS = 86_400
 LEASE_MS = 15_000
@@ -93,7 +93,7 @@ def new_batch(
     """A batch that nobody knows of yet."""
     now = int(time.time())
     return BatchRecord(
-        id="batch_" + new_request_id().replace("-", ""),
+        id=new_batch_id(),
         endpoint=endpoint,
         input_file_id=input_file_id,
         tenant=tenant,

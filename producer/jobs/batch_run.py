@@ -21,7 +21,7 @@ import redis
 import redis.asyncio
 
 from producer.jobs.batch_journal import Journal
-from producer.jobs.batch_lines import BatchLine, BrokenLineError, LineReader
+from producer.jobs.batch_lines import BatchLine, BrokenLineError, LineReader, request_id_of
 from producer.jobs.line_requests import LineForm
 from shared.errors import InvalidRequestError, QueueFullError, RequestExistsError
 from shared.keys import Keys
@@ -166,7 +166,7 @@ class BatchRun:
                 continue
             if is_done:
                 continue
-            request_id = f"{self._batch_id}.{number}"
+            request_id = request_id_of(self._batch_id, line)
             try:
                 requests = self._form.requests(line, request_id, dict(self._options.defaults))
                 requests = [self._restrict(new) for new in requests]

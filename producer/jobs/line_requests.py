@@ -49,11 +49,10 @@ class PlainForm:
         return compose_samples(n, fields)
 
     def answer(self, line: BatchLine, request_id: str, results: Sequence[Result]) -> dict[str, Any]:
-        is_chat = line.url == "/v1/chat/completions"
         choices: list[dict[str, Any]] = []
         for index, result in enumerate(results):
             choice: dict[str, Any] = {"index": index, "finish_reason": result.finish_reason.value}
-            if is_chat:
+            if line.is_chat:
                 choice["message"] = {"role": "assistant", "content": result.text}
             else:
                 choice["text"] = result.text
@@ -61,7 +60,7 @@ class PlainForm:
         usage = Usage.of_samples([result.usage for result in results])
         return {
             "id": request_id,
-            "object": "chat.completion" if is_chat else "text_completion",
+            "object": "chat.completion" if line.is_chat else "text_completion",
             "created": int(time.time()),
             "model": line.body.get("model") or "",
             "choices": choices,

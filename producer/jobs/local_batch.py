@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import secrets
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 
 from producer.connecting import explained, server_url, without_server
 from producer.jobs.batch_journal import Journal
-from producer.jobs.batch_lines import BatchFileError, count_lines, read_lines
+from producer.jobs.batch_lines import BatchFileError, count_lines, new_batch_id, read_lines
 from producer.jobs.batch_run import BatchRun, Ending, Progress, RunOptions
 from producer.jobs.line_requests import LINE_FORM
 from shared.connection import open_async_redis
@@ -133,7 +132,7 @@ def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
     for file in (output, errors):
         if file.exists() and file.stat().st_size:
             raise ConfigurationError(f"{file} exists already; delete it or name another file")
-    batch_id = f"batch_{secrets.token_hex(12)}"
+    batch_id = new_batch_id()
     mark.parent.mkdir(parents=True, exist_ok=True)
     begun_mark = mark.with_name(mark.name + ".new")
     begun_mark.write_text(json.dumps({"id": batch_id, "input_sha256": digest}) + "\n")

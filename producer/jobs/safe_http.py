@@ -52,33 +52,26 @@ def post(
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or _PORTS.get(parts.scheme)
-    except ValueError as error:
-        raise AddressRefusedError(f"{url!r} is no URL: {error}") from None
-    if not host or port is None:
-        raise AddressRefusedError(f"{url!r} is no http or https URL with a host")
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    connection.sock = _connect(host, port, timeout, allow_private)
-    try:
-        if parts.scheme == "https":
-            connection.sock = _tls().wrap_socket(connection.sock, server_hostname=host)
-        target = parts.path or "/"
-        if parts.query:
-            target += "?" + parts.query
+        if not host or port is None:
+            raise ValueError("it has no http or https host")
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.sock = _connect(host, port, timeout, allow_private)
         try:
+            if parts.scheme == "https":
+                connection.sock = _tls().wrap_socket(connection.sock, server_hostname=host)
             connection.request("POST", target, body, dict(headers))
-        except (http.client.InvalidURL, UnicodeEncodeError) as error:
-            raise AddressRefusedError(f"{url!r} is no URL: {error}") from None
-        return connection.getresponse().status
-    finally:
-        connection.close()
+            return connection.getresponse().status
+        finally:
+            connection.close()
+    except OSError:  # a certificate that does not hold is a ValueError too
+        raise
+    except (ValueError, http.client.InvalidURL) as error:
+        raise AddressRefusedError(f"{url!r} is no URL to call: {error}") from None
 
 
 def _connect(host: str, port: int, timeout: float, allow_private: bool) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError:
-        raise AddressRefusedError(f"{host!r} is no host name") from None
-    addresses = [entry[4] for entry in found]
+    addresses = [it[4] for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         if not (allow_private or is_public(str(address[0]))):
             raise AddressRefusedError(f"{host!r} is in a private network, at {address[0]}")

@@ -52,3 +52,9 @@ def attempts(server: redis.Redis) -> list[int]:
     """How often each request that the server knows was begun."""
     keys = server.keys(KEYS.request("*"))
     return [int(server.hget(key, "attempt") or 0) for key in keys]
+
+
+def keys_of(server: redis.Redis, prompt: str) -> list[bytes]:
+    """Hashes of requests with this prompt."""
+    wanted = f'"prompt":"{prompt}"'.encode()
+    return [key for key in server.keys(KEYS.request("*")) if wanted in server.hget(key, "payload")]

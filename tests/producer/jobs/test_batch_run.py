@@ -25,6 +25,7 @@ from tests.producer.jobs.batches import (
     NUM_TOKENS,
     attempts,
     expected_texts,
+    keys_of,
     line,
     read_lines,
     texts_in,
@@ -198,7 +199,7 @@ async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as server:
         running = asyncio.create_task(run_beside(source, output, redis_url))
         await until(lambda: server.zcard(KEYS.pending) == 3)
-        [cancelled] = server.keys(KEYS.request("*.3"))
+        [cancelled] = keys_of(server, "line 2")
         server.hset(cancelled, "cancelled", 1)
         async with running_worker(redis_url):
             assert (await running).progress == Progress(3, 1, 2, 0)
