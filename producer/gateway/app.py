@@ -11,12 +11,16 @@ from producer.async_client import AsyncClient
 from producer.connecting import server_url
 from producer.gateway import errors
 from producer.gateway.context import Gateway
-from producer.gateway.routes import health
+from producer.gateway.routes import batches, files, health
 from shared.connection import make_async_redis
 from shared.keys import Keys
 from shared.settings import Settings
 
-_ROUTERS = (health.router,)
+_ROUTERS = (
+    health.router,
+    files.router,
+    batches.router,
+)
 
 
 def create_app(settings: Settings) -> FastAPI:

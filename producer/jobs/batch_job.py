@@ -124,7 +124,7 @@ class _BatchJob:
                 endpoint=record.endpoint,
                 max_in_flight=self._settings.batch_in_flight,
                 defaults={"priority": self._settings.batch_priority},
-                overrides={"tenant": record.tenant or None},
+                overrides={} if record.any_tenant else {"tenant": record.tenant or None},
                 highest_priority=record.highest_priority,
                 expires_at=record.expires_at,
                 retry_seconds=self._settings.redis_retry_seconds,

@@ -40,6 +40,8 @@ class BatchRecord(BaseModel):
     endpoint: str
     input_file_id: str
     tenant: str = ""
+    any_tenant: bool = False
+    """Lines may name any tenant, as nobody's API key limits them to one."""
     highest_priority: int | None = None
     metadata: dict[str, str] | None = None
     status: Status = "validating"
@@ -67,7 +69,8 @@ class BatchRecord(BaseModel):
 
     def to_api(self) -> dict[str, object]:
         """OpenAI's batch object."""
-        hidden = {"tenant", "highest_priority", "ending", "total", "completed", "failed", "errors"}
+        hidden = {"tenant", "any_tenant", "highest_priority", "ending"}
+        hidden |= {"total", "completed", "failed", "errors"}
         is_cancelling = self.cancelling_at is not None and not self.is_final
         return {
             **self.model_dump(exclude=hidden),
@@ -89,6 +92,7 @@ def new_batch(
     tenant: str,
     metadata: dict[str, str] | None = None,
     highest_priority: int | None = None,
+    any_tenant: bool = False,
 ) -> BatchRecord:
     """A batch that nobody knows of yet."""
     now = int(time.time())
@@ -98,6 +102,7 @@ def new_batch(
         input_file_id=input_file_id,
         tenant=tenant,
         highest_priority=highest_priority,
+        any_tenant=any_tenant,
         metadata=metadata,
         created_at=now,
         expires_at=now + WINDOW_SECONDS,
