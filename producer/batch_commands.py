@@ -112,7 +112,14 @@ def run(
         raise typer.Exit(130)
 
 
-def jobs(redis: Redis = None, queue: Queue = None) -> None:
+def jobs(
+    redis: Redis = None,
+    queue: Queue = None,
+    redis_wait: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds to wait for the server to answer.", show_default=False),
+    ] = None,
+) -> None:
     """Run the background work of a queue: batch files, webhooks, upkeep.
 
     Several may run: one of them leads, and all share the work.
@@ -126,7 +133,7 @@ def jobs(redis: Redis = None, queue: Queue = None) -> None:
     from producer.jobs.settings import read_jobs_settings
     from shared.logs import configure_logs
 
-    given = {"redis_url": redis, "queue": queue}
+    given = {"redis_url": redis, "queue": queue, "redis_wait": redis_wait}
     settings = read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
     configure_logs(settings.log_level, settings.log_format)
     run_jobs(settings)

@@ -139,18 +139,19 @@ class Batches:
         self, tenant: str, limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
         """So many batches, the newest first, behind the id `after`, and whether there are more."""
-        key, begin = self._keys.batches_of(tenant), 0
+        key = self._keys.batches_of(tenant)
+        listed = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
+        begin = 0
         if after is not None:
-            rank = await self._redis.zrevrank(key, after)
-            if rank is None:
+            if after.encode() not in listed:
                 raise BatchMissingError(f"no batch {after[:80]!r} is known")
-            begin = rank + 1
-        ids = await self._redis.zrange(key, begin, begin + limit, desc=True)
+            begin = listed.index(after.encode()) + 1
+        ids = listed[begin : begin + limit]
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in ids:
             pipeline.hgetall(self._keys.batch(batch_id.decode()))
         records = [_record(fields) for fields in await pipeline.execute() if fields]
-        return records[:limit], len(ids) > limit
+        return records, len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenant: str) -> BatchRecord:
         """Ask its runner to end it. Raises BatchMissingError, BatchOverError."""

@@ -31,6 +31,7 @@ from producer.jobs.rq_queues import (
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import load_secret, secret_file
 from shared.connection import open_redis, without_password
+from shared.errors import RedisUnavailableError
 from shared.logs import get_logger
 from shared.settings import ENV_PREFIX
 
@@ -49,7 +50,7 @@ def run_jobs(settings: JobsSettings) -> None:
     stop = _StopSignal()
     workers = _Workers(settings)
     try:
-        with open_jobs_redis(settings) as jobs, open_redis(server_url(settings.redis_url)) as own:
+        with _open_when_there(settings) as own, open_jobs_redis(settings) as jobs:
             webhooks = webhook_queue(settings.queue, jobs)
             dispatcher = Dispatcher(own, webhooks, batch_queue(settings.queue, jobs), settings)
             cron = JsonCron(upkeep_queue(settings.queue, jobs))
@@ -80,6 +81,18 @@ def run_jobs(settings: JobsSettings) -> None:
                 scheduler.stop()
     finally:
         workers.stop()
+
+
+def _open_when_there(settings: JobsSettings) -> redis.Redis:
+    """The queue's server, which may be started at the same time."""
+    until = time.monotonic() + settings.redis_wait
+    while True:
+        try:
+            return open_redis(server_url(settings.redis_url))
+        except RedisUnavailableError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_TICK_SECONDS)
 
 
 def _export(settings: JobsSettings) -> None:

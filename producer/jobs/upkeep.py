@@ -116,7 +116,8 @@ def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
     for sample in samples:
         for name, text in sample.items():
             with suppress(ValueError):
-                values[name].append(float(text))
+                number = float(text)
+                values[name].append(number)
     found = {"samples": str(len(samples))}
     for name, numbers in values.items():
         if name == "finished":

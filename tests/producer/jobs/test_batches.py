@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ import redis
 import redis.asyncio
 import uvicorn
 
+from producer import Client
 from producer.gateway.app import create_app
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.batch_records import Batches, new_batch
@@ -30,11 +32,11 @@ from tests.producer.jobs.batches import (
     attempts,
     expected_texts,
     line,
-    read_lines,
     texts_in,
     write_lines,
 )
 from tests.producer.jobs.processes import kill_all
+from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Start
 
 
@@ -170,6 +172,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
     no line runs twice. Told to stop, they do so at once, and the batch goes on later too."""
     files, output = tmp_path / "files", tmp_path / "output.jsonl"
     settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_BATCH_IN_FLIGHT": "5"}
+    settings["PROMPTQ_WEBHOOK_ALLOW_PRIVATE"] = "1"
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(60)])
     with source.open("rb") as stream:
         stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
@@ -187,8 +190,10 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         server.stop()
         server = EmbeddedServer(port, tmp_path / "data")
         running = files / "running" / f"{batch.id}.output.jsonl"
-        with redis.Redis.from_url(url) as connection:
+        with redis.Redis.from_url(url) as connection, receiver() as receiving:
             pass_lease_time(connection, batch.id)
+            with Client(url) as client:
+                client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))
             second = start("jobs", url=url, **settings)
             async with running_worker(url):
                 await until(lambda: running.exists() and running.read_bytes().count(b"\n") >= 5)
@@ -196,14 +201,15 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
                 assert await asyncio.to_thread(second.wait) == 0
                 assert not connection.exists(KEYS.batch_runner(batch.id))
                 assert running.read_bytes().count(b"\n") < 60
-                start("jobs", url=url, **settings)
+                third = start("jobs", url=url, **settings)
                 record = await finished_batch(url, batch.id)
-            assert attempts(connection) == [1] * 60
+                await until(lambda: len(receiving.calls) == 1)
+            assert attempts(connection) == [1] * 61
         assert (record.status, record.completed, record.failed) == ("completed", 60, 0)
         answers = FileStore(files).get(record.output_file_id or "", "")
         output.write_bytes(FileStore(files).path(answers).read_bytes())
         assert texts_in(output) == expected_texts(range(60))
-        assert len(read_lines(output)) == 60
+        kill_all(third.pid)
     finally:
         server.stop()
 
@@ -268,8 +274,6 @@ def test_files_are_swept(tmp_path: Path) -> None:
     broken, coming = tmp_path / f"{over.id}f.data", tmp_path / f"{over.id}e.data"
     broken.touch()
     coming.touch()
-    import os
-
     os.utime(broken, (1, 1))
     assert store.sweep() == 2
     assert [it.id for it in store.page("")[0]] == [kept.id]
