@@ -28,7 +28,7 @@ from producer.jobs.batch_records import (
 )
 from producer.jobs.batch_run import BatchRun, Ending, Progress, RunOptions
 from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
-from producer.jobs.line_requests import LINE_FORM
+from producer.jobs.line_requests import line_form
 from producer.jobs.local_batch import stop_signals
 from producer.jobs.settings import JobsSettings, read_jobs_settings
 from shared.connection import open_async_redis
@@ -120,23 +120,24 @@ class _BatchJob:
             total=total,
         )
         with Journal(record.id, self._running("output"), self._running("errors")) as journal:
+            settings = self._settings
             options = RunOptions(
                 endpoint=record.endpoint,
-                max_in_flight=self._settings.batch_in_flight,
-                defaults={"priority": self._settings.batch_priority},
+                max_in_flight=settings.batch_in_flight,
+                defaults={"priority": settings.batch_priority},
                 overrides={} if record.any_tenant else {"tenant": record.tenant or None},
                 highest_priority=record.highest_priority,
                 expires_at=record.expires_at,
-                retry_seconds=self._settings.redis_retry_seconds,
+                retry_seconds=settings.redis_retry_seconds,
             )
             run = BatchRun(
                 record.id,
                 self._redis,
-                self._settings.queue,
+                settings.queue,
                 read_lines(source),
                 total,
                 journal,
-                LINE_FORM,
+                line_form(self._redis, Keys(settings.queue), server_url(settings.redis_url)),
                 options,
             )
             ending = await run.run(lambda: self._look(record, run))

@@ -178,6 +178,7 @@ class BatchRun:
     def _restrict(self, new: NewRequest) -> NewRequest:
         """The request without what a line may not ask for."""
         options, changes = self._options, dict(self._options.overrides)
+        changes["idempotency_key"] = None  # the id says it already
         if options.highest_priority is not None:
             changes["priority"] = max(new.request.priority, options.highest_priority)
         if options.expires_at is not None:
@@ -226,8 +227,8 @@ class BatchRun:
                 item.results[new.request_id] = Result.model_validate_json(result)
         ended = [item for item in self._in_flight.values() if not item.open_requests]
         for item in ended:
+            await self._write(item)
             del self._in_flight[item.line.number]
-            self._write(item)
         return len(ended)
 
     async def _ask(self, name: str, requests: list[NewRequest]) -> list[bytes | None]:
@@ -242,7 +243,7 @@ class BatchRun:
 
         return await self._persist(ask) if requests else []
 
-    def _write(self, item: _InFlight) -> None:
+    async def _write(self, item: _InFlight) -> None:
         line = item.line
         results = [item.results[new.request_id] for new in item.requests]
         for result in results:
@@ -266,7 +267,7 @@ class BatchRun:
                         f"request_{reason}",
                         f"the request was {reason}",
                     )
-        answer = self._form.answer(line, item.request_id, results)
+        answer = await self._persist(partial(self._form.answer, line, item.request_id, results))
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
     def _refuse(

@@ -6,9 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import redis.asyncio
+
 from producer.composing import compose, compose_samples
 from producer.jobs.batch_lines import BatchLine
 from shared.errors import InvalidRequestError
+from shared.keys import Keys
 from shared.schemas import Result, Usage
 from shared.scripts import NewRequest
 
@@ -24,7 +27,9 @@ class LineForm(Protocol):
         Raises InvalidRequestError.
         """
 
-    def answer(self, line: BatchLine, request_id: str, results: Sequence[Result]) -> dict[str, Any]:
+    async def answer(
+        self, line: BatchLine, request_id: str, results: Sequence[Result]
+    ) -> dict[str, Any]:
         """The body of the HTTP answer, as if the line had been a request to the gateway."""
 
 
@@ -48,7 +53,9 @@ class PlainForm:
             raise InvalidRequestError(f"n: {n!r} is not a number", field="n")
         return compose_samples(n, fields)
 
-    def answer(self, line: BatchLine, request_id: str, results: Sequence[Result]) -> dict[str, Any]:
+    async def answer(
+        self, line: BatchLine, request_id: str, results: Sequence[Result]
+    ) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for index, result in enumerate(results):
             choice: dict[str, Any] = {"index": index, "finish_reason": result.finish_reason.value}
@@ -72,4 +79,6 @@ class PlainForm:
         }
 
 
-LINE_FORM: LineForm = PlainForm()
+def line_form(connection: redis.asyncio.Redis, keys: Keys, url: str) -> LineForm:
+    """How lines of batches for this queue become requests; `url` names the server in errors."""
+    return PlainForm()

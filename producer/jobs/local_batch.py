@@ -16,9 +16,10 @@ from producer.connecting import explained, server_url, without_server
 from producer.jobs.batch_journal import Journal
 from producer.jobs.batch_lines import BatchFileError, count_lines, new_batch_id, read_lines
 from producer.jobs.batch_run import BatchRun, Ending, Progress, RunOptions
-from producer.jobs.line_requests import LINE_FORM
+from producer.jobs.line_requests import line_form
 from shared.connection import open_async_redis
 from shared.errors import ConfigurationError, RedisUnavailableError
+from shared.keys import Keys
 from shared.settings import read_settings
 
 
@@ -85,7 +86,7 @@ def run_batch(
                     read_lines(source),
                     total,
                     journal,
-                    LINE_FORM,
+                    line_form(connection, Keys(queue or settings.queue), url),
                     options,
                     on_progress,
                 )

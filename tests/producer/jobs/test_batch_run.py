@@ -45,7 +45,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
     """In OpenAI's form, with no more lines in flight than was asked for."""
-    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(30)])
+    lines = [line(n) for n in range(30)]
+    for item in lines[:2]:
+        item["body"]["idempotency_key"] = "the same"
+    source = write_lines(tmp_path / "in.jsonl", lines)
     output, seen = tmp_path / "out.jsonl", []
     async with running_worker(redis_url):
         outcome = await run_beside(
