@@ -23,7 +23,12 @@ import redis.asyncio
 from producer.jobs.batch_journal import Journal
 from producer.jobs.batch_lines import BatchLine, BrokenLineError, LineReader, request_id_of
 from producer.jobs.line_requests import LineForm
-from shared.errors import InvalidRequestError, QueueFullError, RequestExistsError
+from shared.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    RedisSideError,
+    RequestExistsError,
+)
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import FinishReason, RequestState, Result
@@ -125,7 +130,7 @@ class BatchRun:
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
         """Run what is not done yet; `look` says, between two rounds, whether to end before.
 
-        Raises redis.RedisError if the server stays away: a later run goes on from there.
+        Raises redis.RedisError or RedisSideError if the server stays away: a later run goes on from there.
         """
         wait = _FIRST_WAIT_SECONDS
         while True:
@@ -317,7 +322,7 @@ class BatchRun:
         while True:
             try:
                 return await call()
-            except redis.RedisError:
+            except (redis.RedisError, RedisSideError):
                 until = until or time.monotonic() + self._options.retry_seconds
                 if time.monotonic() > until:
                     raise
