@@ -130,7 +130,8 @@ class BatchRun:
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
         """Run what is not done yet; `look` says, between two rounds, whether to end before.
 
-        Raises redis.RedisError or RedisSideError if the server stays away: a later run goes on from there.
+        Raises redis.RedisError or RedisSideError if the server stays away; a later run goes on
+        from there.
         """
         wait = _FIRST_WAIT_SECONDS
         while True:
