@@ -8,7 +8,7 @@ from typing import Any
 import redis
 from rq import Queue
 
-from producer.jobs.rq_queues import enqueue_batch, enqueue_webhook
+from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import message_of, webhook_id_of
 from shared import scripts
@@ -65,9 +65,12 @@ class Dispatcher:
 
     def hand_out_batches(self) -> int:
         """New ones, and those whose process is gone."""
+        ids = [raw.decode() for raw in self._redis.smembers(self._keys.unfinished_batches)]
+        waiting = batches_waiting(self._batches) if ids else set()
         count = 0
-        for raw in self._redis.smembers(self._keys.unfinished_batches):
-            batch_id = raw.decode()
-            if not self._redis.exists(self._keys.batch_runner(batch_id)):
-                count += enqueue_batch(self._batches, self._keys.queue, batch_id)
+        for batch_id in ids:
+            is_run = self._redis.exists(self._keys.batch_runner(batch_id))
+            if not is_run and batch_id not in waiting:
+                enqueue_batch(self._batches, self._keys.queue, batch_id)
+                count += 1
         return count

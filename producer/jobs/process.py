@@ -23,8 +23,8 @@ from producer.jobs.rq_queues import (
     JsonCron,
     Scheduler,
     batch_queue,
-    make_worker,
     open_jobs_redis,
+    run_worker,
     upkeep_queue,
     webhook_queue,
 )
@@ -186,7 +186,7 @@ class _Workers:
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(self._reading,), daemon=True).start()
         queue = make_queue(self._settings.queue, open_jobs_redis(self._settings))
-        make_worker(queue).work(logging_level="WARNING")
+        run_worker(queue)
 
 
 def _end_with_parent(reading: int) -> None:

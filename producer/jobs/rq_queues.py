@@ -23,13 +23,15 @@ from producer.jobs.batch_job import run_batch_job
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import BACKOFF_SECONDS, deliver_webhook
 from shared.connection import open_redis
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, PromptqError
+from shared.logs import get_logger
 
 _MONITOR_SECONDS = 5
 _LOST_SECONDS = 15
 _WORKER_TTL_SECONDS = 30
 _RESULT_SECONDS = 600
 _FAILED_SECONDS = 7 * 86_400
+_BATCH_JOB = "promptq-"
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
@@ -61,20 +63,21 @@ def _queue(name: str, connection: redis.Redis) -> Queue:
     return Queue(name, connection=connection, serializer=JSONSerializer)
 
 
-def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> bool:
-    """Have a batch run; False if it waits for that already."""
-    job_id = f"promptq-{batch_id}"
-    if job_id in queue.get_job_ids():
-        return False
-    queue.enqueue_call(
+def batches_waiting(queue: Queue) -> set[str]:
+    """Ids of batches that wait to be run."""
+    return {job_id.removeprefix(_BATCH_JOB) for job_id in queue.get_job_ids()}
+
+
+def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> Job:
+    """Have a batch run."""
+    return queue.enqueue_call(
         run_batch_job,
         args=(promptq_queue, batch_id),
-        job_id=job_id,
+        job_id=_BATCH_JOB + batch_id,
         timeout=-1,
         result_ttl=_RESULT_SECONDS,
         failure_ttl=_FAILED_SECONDS,
     )
-    return True
 
 
 def enqueue_webhook(
@@ -92,7 +95,7 @@ def enqueue_webhook(
     )
 
 
-def make_worker(queue: Queue) -> Worker:
+def _make_worker(queue: Queue) -> Worker:
     """A worker of one queue alone: of several it would take jobs in a way that may lose one."""
     return _Worker(
         [queue],
@@ -102,7 +105,21 @@ def make_worker(queue: Queue) -> Worker:
         maintenance_interval=_LOST_SECONDS,
         worker_ttl=_WORKER_TTL_SECONDS,
         log_job_description=False,
+        exception_handlers=[_log_failure],
     )
+
+
+def run_worker(queue: Queue, burst: bool = False) -> None:
+    """Work until told to stop, or with `burst` until there is nothing to do."""
+    _make_worker(queue).work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
+
+
+def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
+    log = get_logger(job_id=job.id)
+    if isinstance(error, PromptqError):
+        log.warning("job failed", reason=str(error), retries_left=job.retries_left)
+    else:
+        log.error("job failed", exc_info=error)
 
 
 class Scheduler:

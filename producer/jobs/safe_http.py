@@ -67,7 +67,7 @@ def post(
     except OSError:  # a certificate that does not hold is a ValueError too
         raise
     except (ValueError, http.client.InvalidURL) as error:
-        raise AddressRefusedError(f"{url!r} is no URL to call: {error}") from None
+        raise AddressRefusedError(f"it is no URL to call: {error}") from None
 
 
 def _connect(host: str, port: int, timeout: float, allow_private: bool) -> socket.socket:

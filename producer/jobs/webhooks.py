@@ -16,6 +16,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from producer.jobs.safe_http import AddressRefusedError, post
 from producer.jobs.settings import JobsSettings, read_jobs_settings
@@ -120,14 +121,19 @@ def deliver_webhook(queue: str, webhook_id: str, url: str, body: str) -> str:
         log.warning("webhook refused", reason=str(error))
         return f"refused: {error}"
     except (OSError, http.client.HTTPException) as error:
-        raise DeliveryError(f"{url}: {type(error).__name__}: {error}") from None
+        raise DeliveryError(f"{_host(url)}: {type(error).__name__}: {error}") from None
     if status == 410:
         log.info("webhook is not wanted any more", status=status)
         return "gone"
     if not 200 <= status < 300:
-        raise DeliveryError(f"{url}: it answered {status}")
+        raise DeliveryError(f"{_host(url)} answered {status}")
     log.info("webhook delivered", status=status)
     return "delivered"
+
+
+def _host(url: str) -> str:
+    """What of a URL may be logged: the rest may hold what only its owner should know."""
+    return urlsplit(url).hostname or "the receiver"
 
 
 def _url_of(payload: str) -> str | None:

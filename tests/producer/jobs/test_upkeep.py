@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from producer.jobs import upkeep
-from producer.jobs.rq_queues import JsonCron, make_worker, open_jobs_redis, upkeep_queue
+from producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
 from producer.jobs.settings import read_jobs_settings
 from shared.keys import Keys
 from shared.schemas import Request, RequestState
@@ -44,7 +44,7 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
         cron.get_jobs()[0].enqueue(jobs)
         cron.get_jobs()[0].enqueue(jobs)
         assert jobs.llen(upkeep_queue("default", jobs).key) == 1, "one at a time"
-        make_worker(upkeep_queue("default", jobs)).work(burst=True, logging_level="ERROR")
+        run_worker(upkeep_queue("default", jobs), burst=True)
         time.sleep(0.06)
     assert own_worker.queue.state("held") is RequestState.WAITING
     assert own_worker.queue.state("late") is RequestState.EXPIRED

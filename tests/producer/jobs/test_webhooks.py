@@ -20,8 +20,8 @@ from producer.jobs.dispatching import Dispatcher
 from producer.jobs.rq_queues import (
     Scheduler,
     batch_queue,
-    make_worker,
     open_jobs_redis,
+    run_worker,
     webhook_queue,
 )
 from producer.jobs.safe_http import AddressRefusedError, is_public, post
@@ -68,7 +68,7 @@ class Jobs:
     def work(self) -> None:
         """Call every webhook that is due, once."""
         self._dispatcher.hand_out_webhooks()
-        make_worker(self.queue).work(burst=True, logging_level="ERROR")
+        run_worker(self.queue, burst=True)
 
     def pass_time(self) -> None:
         """Whatever waits for its next attempt is due."""
@@ -189,7 +189,7 @@ def test_after_a_day_it_is_dead(jobs: Jobs, own_worker: HandWorker, receiving: R
     jobs.work()
     assert len(receiving.calls) == 3
     [dead] = jobs.failed()
-    assert "it answered 503" in str(dead.latest_result().exc_string)
+    assert "answered 503" in str(dead.latest_result().exc_string)
     jobs.pass_time()
     jobs.work()
     assert len(receiving.calls) == 3
