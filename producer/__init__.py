@@ -9,5 +9,6 @@ with Client() as client:
 
 from producer.async_client import AsyncClient
 from producer.client import Client
+from producer.jobs.local_batch import run_batch
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["AsyncClient", "Client", "run_batch"]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from producer.batch_commands import batch, jobs
 from producer.gateway.command import gateway
 from producer.key_commands import keys
 from producer.options import AsJson, DataDir, Queue, Redis, RequestId
@@ -343,10 +344,11 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
-for _command in (gateway, top, pause, resume, drain, reprioritise):
+for _command in (gateway, jobs, top, pause, resume, drain, reprioritise):
     app.command()(_command)
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
+app.add_typer(batch, name="batch")
 
 
 def _settings_rows(current: Settings) -> list[dict[str, Any]]:

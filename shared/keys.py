@@ -107,6 +107,41 @@ class Keys:
         """The counters of what tenants received at a priority."""
         return self.prefix + (f"tenants:{priority}" if priority else "tenants")
 
+    @property
+    def webhooks(self) -> str:
+        """Requests whose end somebody is to be told of, by the time (ms) of the end."""
+        return self.prefix + "webhooks"
+
+    @property
+    def jobs_leader(self) -> str:
+        """Which of several `promptq jobs` hands out the queue's background work."""
+        return self.prefix + "jobs:leader"
+
+    @property
+    def upkeep(self) -> str:
+        """Since when, and when last, the upkeep looked after the queue."""
+        return self.prefix + "upkeep"
+
+    @property
+    def statistics_minutes(self) -> str:
+        """A sample for each minute, made of those in the stream `statistics`."""
+        return self.prefix + "statistics:minutes"
+
+    @property
+    def unfinished_batches(self) -> str:
+        return self.prefix + "batches:unfinished"
+
+    def batches_of(self, tenant: str) -> str:
+        """A tenant's batches by the time (ms) they were made; '' is the tenant without a name."""
+        return f"{self.prefix}batches:of:{tenant}"
+
+    def batch(self, batch_id: str) -> str:
+        return f"{self.prefix}batch:{batch_id}"
+
+    def batch_runner(self, batch_id: str) -> str:
+        """Which process runs a batch, for as long as it says so."""
+        return f"{self.prefix}batch:{batch_id}:runner"
+
     def request(self, request_id: str) -> str:
         return f"{self.prefix}request:{request_id}"
 

@@ -28,10 +28,6 @@ from worker.tokenizer import Tokenizer
 
 _sequence_ids = itertools.count(1)
 
-_NOT_SERVED = {
-    "webhook_url": "webhooks are not served yet",
-}
-
 
 @dataclass(slots=True, eq=False)
 class HeldRequest:
@@ -254,12 +250,6 @@ class Preparation:
                 f"model: this queue serves {self.model.name!r}, not {request.model!r}",
                 field="model",
             )
-        for field_name, reason in _NOT_SERVED.items():
-            value = getattr(request, field_name)
-            if value is not None:
-                raise InvalidRequestError(
-                    f"{field_name}: {reason}", field=field_name, error_type="unsupported"
-                )
 
     def _check_tokens(self, request: Request, prompt: list[int]) -> None:
         field_name = "prompt" if request.messages is None else "messages"

@@ -15,11 +15,13 @@ from producer.gateway.cancels import Cancels
 from producer.gateway.context import Gateway
 from producer.gateway.queue_view import QueueWatch
 from producer.gateway.routes import (
+    batches,
     chat,
     completions,
     dashboard,
     dashboard_actions,
     docs,
+    files,
     health,
     metrics,
     models,
@@ -37,6 +39,8 @@ _ROUTERS = (
     completions.router,
     streams.router,
     models.router,
+    files.router,
+    batches.router,
     docs.router,
     dashboard.router,
     dashboard_actions.router,

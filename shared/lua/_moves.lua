@@ -35,6 +35,13 @@ end
 local function log_ttl() return whole(config('log_ttl_ms'), 60000) end
 local function result_ttl() return math.max(log_ttl(), whole(config('result_ttl_ms'), 3600000)) end
 
+-- Whether somebody is to be told of the end by HTTP. A claim notes it as the request's field `webhook`,
+-- so that no end has to read a payload that may be large.
+local WEBHOOK_MS = 86400000 -- so long a result is kept for whoever calls webhooks, at least
+local function wants_webhook(payload)
+  return payload and string.find(payload, '"webhook_url"', 1, true) ~= nil
+end
+
 -- Append and publish the last event (`count`, as text, tokens come before its end), fold the log into the result, let go of every hold. `result`
 -- is given by a worker that has it at hand; otherwise the log is read once more. So is the exact
 -- length of the prompt, where the hash does not say it yet.
@@ -51,7 +58,13 @@ local function finish(id, reason, count, event, tenant, result, prompt_tokens)
     redis.pcall('HSET', key, 'state', STATE_AFTER[reason], 'finish_reason', reason,
       'finished_at', now_text, 'last_event', event, 'result', result)
   end
-  redis.pcall('PEXPIRE', key, result_ttl())
+  local ttl = result_ttl()
+  if redis.pcall('HEXISTS', key, 'webhook') == 1 then
+    redis.pcall('ZADD', prefix .. 'webhooks', now_text, id)
+    redis.pcall('ZREMRANGEBYSCORE', prefix .. 'webhooks', '-inf', exact(now - WEBHOOK_MS))
+    ttl = math.max(ttl, WEBHOOK_MS)
+  end
+  redis.pcall('PEXPIRE', key, exact(ttl))
   drop_holds(id, tenant)
   if reason == 'stop' or reason == 'length' then
     finished_outputs[#finished_outputs + 1] = now_text .. ' ' .. count
@@ -60,12 +73,13 @@ end
 
 -- End a request without a worker: cancelled, expired, or an error.
 local function finish_bare(id, reason, error_type, message)
-  local fields = read_request(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens') or {}
+  local fields = read_request(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
   local count, ended = log_top(id)
   leave_backlog(id, fields)
   if ended then return drop_holds(id, fields.tenant) end
   local event = bare_last_event(count, whole(fields.attempt, 0),
     whole(fields.prompt_tokens, 0), reason, error_type, message)
+  if wants_webhook(fields.payload) then redis.pcall('HSET', request_key(id), 'webhook', 1) end
   finish(id, reason, exact(count), event, fields.tenant)
 end
 

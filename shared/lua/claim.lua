@@ -156,6 +156,7 @@ local function claim(queue, fields, cost, has_log, turn)
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
     'claimed_at', now_text)
+  if wants_webhook(fields.payload) then redis.call('HSET', request_key(id), 'webhook', 1) end
   if fields.state == 'waiting' then
     count_later('tokens', tenant_name(fields.tenant), -whole(fields.tokens, 0))
   end

@@ -1,0 +1,139 @@
+"""Commands for batches of requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from producer.options import AsJson, Queue, Redis
+
+batch = typer.Typer(
+    no_args_is_help=True,
+    help="Batches: files of requests in the format of OpenAI's Batch API.",
+)
+
+
+@batch.command()
+def run(
+    input_file: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="JSONL: custom_id, method, url, body a line.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Answers go here, as JSONL.")
+    ],
+    errors: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Lines without an answer go here; default: OUTPUT with `.errors` in its name.",
+            show_default=False,
+        ),
+    ] = None,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="Most lines in the queue or running at once.")
+    ] = 128,
+    priority: Annotated[
+        int, typer.Option(min=-1000, max=1000, help="Of lines that bring none; lower runs sooner.")
+    ] = 0,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Whom lines that name none are for.")
+    ] = None,
+    as_json: AsJson = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Run a file of requests and write the answers.
+
+    Interrupted, it goes on where it was when the same command is given again.
+    Lines that are no requests go to the error file, and the others run.
+
+    Examples:
+
+      promptq batch run in.jsonl -o out.jsonl
+      promptq batch run in.jsonl -o out.jsonl --in-flight 256 --priority 10
+    """
+    import sys
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from producer.jobs.batch_run import Progress
+    from producer.jobs.local_batch import errors_beside, run_batch
+
+    fields: dict[str, Any] = {"priority": priority}
+    if tenant is not None:
+        fields["tenant"] = tenant
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed, {task.fields[in_flight]} in flight"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(input_file.name, total=None, failed=0, in_flight=0)
+
+        def show(progress: Progress) -> None:
+            bar.update(
+                task,
+                total=progress.total,
+                completed=progress.completed + progress.failed,
+                failed=progress.failed,
+                in_flight=progress.in_flight,
+            )
+
+        outcome = run_batch(
+            input_file,
+            output,
+            error_file=errors,
+            server=redis,
+            queue=queue,
+            max_in_flight=in_flight,
+            fields=fields,
+            on_progress=show,
+        )
+    done = outcome.progress
+    if as_json:
+        counts = {"total": done.total, "completed": done.completed, "failed": done.failed}
+        print(json.dumps({"is_complete": outcome.is_complete, **counts}))
+    elif outcome.is_complete:
+        where = f", {done.failed} in {errors or errors_beside(output)}" if done.failed else ""
+        print(f"{done.completed} of {done.total} lines answered in {output}{where}")
+    else:
+        print(
+            f"stopped after {done.completed + done.failed} of {done.total} lines; the same"
+            " command goes on from here"
+        )
+    if not outcome.is_complete:
+        raise typer.Exit(130)
+
+
+def jobs(
+    redis: Redis = None,
+    queue: Queue = None,
+    redis_wait: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds to wait for the server to answer.", show_default=False),
+    ] = None,
+) -> None:
+    """Run the background work of a queue: batch files, webhooks, upkeep.
+
+    Several may run: one of them leads, and all share the work.
+
+    Examples:
+
+      promptq jobs --redis redis://localhost:6379/0
+      PROMPTQ_JOBS_REDIS_URL=redis://localhost:6380/0 promptq jobs
+    """
+    from producer.jobs.process import run_jobs
+    from producer.jobs.settings import read_jobs_settings
+    from shared.logs import configure_logs
+
+    given = {"redis_url": redis, "queue": queue, "redis_wait": redis_wait}
+    settings = read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+    configure_logs(settings.log_level, settings.log_format)
+    run_jobs(settings)

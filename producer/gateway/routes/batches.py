@@ -1,0 +1,103 @@
+"""Batches, as in the OpenAI API. `promptq jobs` runs them; here they are only written down."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+
+from producer.connecting import explained
+from producer.gateway.access import ThisCaller
+from producer.gateway.context import Gateway, ThisGateway
+from producer.gateway.errors import ApiError
+from producer.gateway.routes.files import ThisStore, not_found, page_of
+from producer.jobs.batch_records import Batches, BatchMissingError, BatchOverError, new_batch
+from producer.jobs.files import FileMissingError
+
+router = APIRouter(tags=["batches"])
+
+
+class NewBatch(BaseModel):
+    """What a client asks for."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | (
+        None
+    ) = Field(None, max_length=16)
+
+
+def _batches(gateway: Gateway) -> Batches:
+    return Batches(gateway.redis, gateway.keys)
+
+
+@router.post("/v1/batches")
+async def create(
+    asked: NewBatch, gateway: ThisGateway, caller: ThisCaller, store: ThisStore
+) -> dict[str, object]:
+    """Have the lines of an uploaded file run within a day."""
+    tenant = caller.tenant or ""
+    try:
+        stored = await asyncio.to_thread(store.get, asked.input_file_id, tenant)
+    except FileMissingError as error:
+        raise ApiError(400, f"input_file_id: {error}", param="input_file_id") from None
+    if stored.purpose != "batch":
+        raise ApiError(
+            400,
+            f"input_file_id: the file's purpose is {stored.purpose!r}, not 'batch'",
+            param="input_file_id",
+        )
+    record = new_batch(
+        asked.endpoint,
+        stored.id,
+        tenant,
+        asked.metadata,
+        highest_priority=caller.highest_priority,
+        any_tenant=caller.tenant is None and caller.is_admin,
+    )
+    with explained(gateway.client.url):
+        await _batches(gateway).add(record)
+    return record.to_api()
+
+
+@router.get("/v1/batches")
+async def list_batches(
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+) -> dict[str, object]:
+    """Batches of the caller's tenant, the newest first."""
+    try:
+        with explained(gateway.client.url):
+            found, has_more = await _batches(gateway).page(caller.tenant or "", limit, after)
+    except BatchMissingError as error:
+        raise ApiError(400, f"after: {error}", param="after") from None
+    return page_of([record.to_api() for record in found], has_more)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def retrieve(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """How far a batch is."""
+    try:
+        with explained(gateway.client.url):
+            record = await _batches(gateway).get(batch_id, caller.tenant or "")
+    except BatchMissingError as error:
+        raise not_found(error) from None
+    return record.to_api()
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+    """End a batch: what is answered until then goes to the output file."""
+    try:
+        with explained(gateway.client.url):
+            record = await _batches(gateway).cancel(batch_id, caller.tenant or "")
+    except BatchMissingError as error:
+        raise not_found(error) from None
+    except BatchOverError as error:
+        raise ApiError(409, str(error), code="batch_over") from None
+    return record.to_api()

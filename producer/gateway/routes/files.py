@@ -1,0 +1,161 @@
+"""Files, as in the OpenAI API: the input of batches and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import FileResponse
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from producer.gateway.access import ThisCaller
+from producer.gateway.context import ThisGateway
+from producer.gateway.errors import ApiError
+from producer.jobs.batch_lines import MAX_FILE_BYTES
+from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
+from producer.jobs.settings import FilesSettings, read_files_settings
+
+router = APIRouter(tags=["files"])
+
+_FORM_BYTES = 1 << 16
+"""What a form may have beside the file."""
+_MAX_LIST = 10_000
+_PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
+_EXPIRY_SECONDS = (3600, BATCH_FILE_SECONDS)
+
+
+def file_store(gateway: ThisGateway) -> FileStore:
+    """The files of this gateway."""
+    settings = gateway.settings
+    own = settings if isinstance(settings, FilesSettings) else read_files_settings()
+    return FileStore(own.files_dir)
+
+
+ThisStore = Annotated[FileStore, Depends(file_store)]
+
+
+def not_found(error: Exception) -> ApiError:
+    return ApiError(404, str(error), code="not_found")
+
+
+@router.post("/v1/files")
+async def upload(request: Request, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+    """Take a file in; multipart fields are `file` and `purpose`. 413 beyond 200 MB."""
+    parser = MultiPartParser(request.headers, _limited(request), max_files=1)
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError) as error:
+        raise ApiError(400, f"the body is no multipart form: {error}") from None
+    try:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise ApiError(400, "file: is missing", param="file")
+        if purpose not in _PURPOSES:
+            raise ApiError(
+                400, f"purpose: {purpose!r} is not one of {', '.join(_PURPOSES)}", param="purpose"
+            )
+        default = BATCH_FILE_SECONDS if purpose == "batch" else None
+        ttl = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
+        stored = await asyncio.to_thread(
+            store.add,
+            file.file,
+            filename=file.filename or "file",
+            purpose=str(purpose),
+            tenant=caller.tenant or "",
+            ttl_seconds=ttl or default,
+        )
+    finally:
+        await form.close()
+    return stored.to_api()
+
+
+@router.get("/v1/files")
+async def list_files(
+    caller: ThisCaller,
+    store: ThisStore,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=_MAX_LIST)] = _MAX_LIST,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, object]:
+    """Files of the caller's tenant, the newest first."""
+    found, has_more = await asyncio.to_thread(
+        store.page, caller.tenant or "", purpose=purpose, limit=limit, after=after, order=order
+    )
+    return page_of([stored.to_api() for stored in found], has_more)
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+    """What is known of a file."""
+    try:
+        stored = await asyncio.to_thread(store.get, file_id, caller.tenant or "")
+    except FileMissingError as error:
+        raise not_found(error) from None
+    return stored.to_api()
+
+
+@router.get("/v1/files/{file_id}/content")
+async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
+    """The file itself."""
+    try:
+        stored = await asyncio.to_thread(store.get, file_id, caller.tenant or "")
+    except FileMissingError as error:
+        raise not_found(error) from None
+    return FileResponse(
+        store.path(stored), media_type="application/octet-stream", filename=stored.filename
+    )
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+    """Forget a file. A batch that still reads it fails."""
+    try:
+        await asyncio.to_thread(store.delete, file_id, caller.tenant or "")
+    except FileMissingError as error:
+        raise not_found(error) from None
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
+    """OpenAI's list object."""
+    return {
+        "object": "list",
+        "data": objects,
+        "first_id": objects[0]["id"] if objects else None,
+        "last_id": objects[-1]["id"] if objects else None,
+        "has_more": has_more,
+    }
+
+
+async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body, up to as much as a file may have. It goes to the disk as it comes."""
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_FILE_BYTES + _FORM_BYTES:
+            raise ApiError(
+                413,
+                f"the file is larger than the {MAX_FILE_BYTES} bytes that are allowed",
+                param="file",
+                code="file_too_large",
+                headers={"Connection": "close"},
+            )
+        yield piece
+
+
+def _expiry(seconds: object, anchor: object) -> int | None:
+    if seconds is None and anchor is None:
+        return None
+    least, most = _EXPIRY_SECONDS
+    text = str(seconds)
+    if anchor != "created_at" or not text.isdecimal() or not least <= int(text) <= most:
+        raise ApiError(
+            400,
+            f"expires_after: needs the anchor created_at and {least} to {most} seconds",
+            param="expires_after",
+        )
+    return int(text)

@@ -1,0 +1,218 @@
+"""What is known of batches, in Redis: who made them, how far they are, who runs them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any, Literal
+
+import redis.asyncio
+from pydantic import BaseModel
+
+from producer.jobs.batch_lines import new_batch_id
+from producer.jobs.files import BATCH_FILE_SECONDS
+from shared.errors import PromptqError
+from shared.keys import Keys
+
+WINDOW_SECONDS = 86_400
+LEASE_MS = 15_000
+"""A batch whose runner said nothing for so long is given to another one."""
+
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"
+]
+FINAL = ("failed", "completed", "expired", "cancelled")
+
+
+class BatchMissingError(PromptqError):
+    """There is no such batch, or it belongs to somebody else."""
+
+
+class BatchOverError(PromptqError):
+    """The batch has ended, or is about to, and can no longer be cancelled."""
+
+
+class BatchRecord(BaseModel):
+    """A batch. Times are Unix seconds. Its runner alone changes it, but for `cancelling_at`."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    tenant: str = ""
+    any_tenant: bool = False
+    """Lines may name any tenant, as nobody's API key limits them to one."""
+    highest_priority: int | None = None
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    ending: Status | None = None
+    """What follows `finalizing`."""
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: list[dict[str, Any]] | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+    def to_api(self) -> dict[str, object]:
+        """OpenAI's batch object."""
+        hidden = {"tenant", "any_tenant", "highest_priority", "ending"}
+        hidden |= {"total", "completed", "failed", "errors"}
+        is_cancelling = self.cancelling_at is not None and not self.is_final
+        return {
+            **self.model_dump(exclude=hidden),
+            "object": "batch",
+            "status": "cancelling" if is_cancelling else self.status,
+            "completion_window": "24h",
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+        }
+
+
+def new_batch(
+    endpoint: str,
+    input_file_id: str,
+    tenant: str,
+    metadata: dict[str, str] | None = None,
+    highest_priority: int | None = None,
+    any_tenant: bool = False,
+) -> BatchRecord:
+    """A batch that nobody knows of yet."""
+    now = int(time.time())
+    return BatchRecord(
+        id=new_batch_id(),
+        endpoint=endpoint,
+        input_file_id=input_file_id,
+        tenant=tenant,
+        highest_priority=highest_priority,
+        any_tenant=any_tenant,
+        metadata=metadata,
+        created_at=now,
+        expires_at=now + WINDOW_SECONDS,
+    )
+
+
+class Batches:
+    """The batches of a queue. All methods raise redis.RedisError when the server is away."""
+
+    def __init__(self, connection: redis.asyncio.Redis, keys: Keys) -> None:
+        self._redis: Any = connection
+        self._keys = keys
+
+    async def add(self, record: BatchRecord) -> None:
+        """From now on the jobs know of it."""
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hset(self._keys.batch(record.id), mapping=_fields(record.model_dump()))
+        pipeline.zadd(self._keys.batches_of(record.tenant), {record.id: record.created_at})
+        forgotten = record.created_at - WINDOW_SECONDS - BATCH_FILE_SECONDS
+        pipeline.zremrangebyscore(self._keys.batches_of(record.tenant), "-inf", forgotten)
+        pipeline.sadd(self._keys.unfinished_batches, record.id)
+        await pipeline.execute()
+
+    async def get(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
+        """With a tenant only if it is that one's. Raises BatchMissingError."""
+        fields = await self._redis.hgetall(self._keys.batch(batch_id))
+        if fields:
+            record = _record(fields)
+            if tenant in (None, record.tenant):
+                return record
+        raise BatchMissingError(f"no batch {batch_id[:80]!r} is known")
+
+    async def page(
+        self, tenant: str, limit: int, after: str | None
+    ) -> tuple[list[BatchRecord], bool]:
+        """So many batches, the newest first, behind the id `after`, and whether there are more."""
+        key = self._keys.batches_of(tenant)
+        listed = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
+        begin = 0
+        if after is not None:
+            if after.encode() not in listed:
+                raise BatchMissingError(f"no batch {after[:80]!r} is known")
+            begin = listed.index(after.encode()) + 1
+        ids = listed[begin : begin + limit]
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id in ids:
+            pipeline.hgetall(self._keys.batch(batch_id.decode()))
+        records = [_record(fields) for fields in await pipeline.execute() if fields]
+        return records, len(listed) > begin + limit
+
+    async def cancel(self, batch_id: str, tenant: str) -> BatchRecord:
+        """Ask its runner to end it. Raises BatchMissingError, BatchOverError."""
+        record = await self.get(batch_id, tenant)
+        if record.is_final or record.status == "finalizing":
+            raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
+        now = int(time.time())
+        await self._redis.hsetnx(self._keys.batch(batch_id), "cancelling_at", json.dumps(now))
+        return await self.get(batch_id, tenant)
+
+    async def update(self, batch_id: str, **changes: Any) -> None:
+        """For its runner alone."""
+        await self._redis.hset(self._keys.batch(batch_id), mapping=_fields(changes))
+
+    async def is_cancelling(self, batch_id: str) -> bool:
+        return bool(await self._redis.hexists(self._keys.batch(batch_id), "cancelling_at"))
+
+    async def end(self, batch_id: str, status: Status, **changes: Any) -> None:
+        """The last change; what is known is kept as long as the files."""
+        key = self._keys.batch(batch_id)
+        changes |= {"status": status, f"{status}_at": int(time.time())}
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hset(key, mapping=_fields(changes))
+        pipeline.pexpire(key, BATCH_FILE_SECONDS * 1000)
+        pipeline.srem(self._keys.unfinished_batches, batch_id)
+        await pipeline.execute()
+
+    async def forget(self, batch_id: str) -> None:
+        """One whose record is gone need not be run."""
+        await self._redis.srem(self._keys.unfinished_batches, batch_id)
+
+
+class RunnerLease:
+    """The right to run a batch, for LEASE_MS at a time."""
+
+    def __init__(self, connection: redis.asyncio.Redis, keys: Keys, batch_id: str) -> None:
+        self._redis: Any = connection
+        self._key = keys.batch_runner(batch_id)
+        self._token = secrets.token_hex(8).encode()
+
+    async def acquire(self) -> bool:
+        """Whether nobody else has it."""
+        return bool(await self._redis.set(self._key, self._token, nx=True, px=LEASE_MS))
+
+    async def renew(self) -> bool:
+        """Whether it is still ours; one that ran out while the server was away is taken again."""
+        held = await self._redis.get(self._key)
+        if held is None:
+            return await self.acquire()
+        return held == self._token and bool(await self._redis.pexpire(self._key, LEASE_MS))
+
+    async def release(self) -> None:
+        if await self._redis.get(self._key) == self._token:
+            await self._redis.delete(self._key)
+
+
+def _fields(values: dict[str, Any]) -> dict[str, str]:
+    return {name: json.dumps(value) for name, value in values.items() if value is not None}
+
+
+def _record(fields: dict[bytes, bytes]) -> BatchRecord:
+    return BatchRecord.model_validate(
+        {name.decode(): json.loads(value) for name, value in fields.items()}
+    )

@@ -1,0 +1,190 @@
+"""RQ as we use it: JSON and never pickle, one queue a kind of work, and lost jobs found soon.
+
+Whoever can write to a Redis whose jobs are pickled can run code in its workers. RQ pickles by
+default, and its cron always does, so both are told otherwise here, and nowhere else is a queue of
+RQ's made.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from rq import Queue, Retry, Worker
+from rq.cron import CronJob, CronScheduler
+from rq.job import Job
+from rq.scheduler import RQScheduler
+from rq.serializers import JSONSerializer
+
+from producer.connecting import server_url
+from producer.jobs.batch_job import run_batch_job
+from producer.jobs.settings import JobsSettings
+from producer.jobs.webhooks import BACKOFF_SECONDS, deliver_webhook
+from shared.connection import open_redis
+from shared.errors import ConfigurationError, PromptqError
+from shared.logs import get_logger
+
+_MONITOR_SECONDS = 5
+_LOST_SECONDS = 15
+_WORKER_TTL_SECONDS = 30
+_RESULT_SECONDS = 600
+_FAILED_SECONDS = 7 * 86_400
+_BATCH_JOB = "promptq-"
+
+
+def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
+    """The server that RQ lives on. Raises ConfigurationError for a Sentinel's."""
+    url = settings.jobs_redis_url or server_url(settings.redis_url)
+    if "+sentinel://" in url:
+        raise ConfigurationError(
+            "jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a standalone server of its own where"
+            " the queue is behind Sentinel"
+        )
+    return open_redis(url)
+
+
+def webhook_queue(queue: str, connection: redis.Redis) -> Queue:
+    return _queue(f"promptq-{queue}-webhooks", connection)
+
+
+def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
+    """Apart from webhooks, whose receivers may keep all of their workers waiting."""
+    return _queue(f"promptq-{queue}-upkeep", connection)
+
+
+def batch_queue(queue: str, connection: redis.Redis) -> Queue:
+    """Batch files, each of which may take hours."""
+    return _queue(f"promptq-{queue}-batches", connection)
+
+
+def _queue(name: str, connection: redis.Redis) -> Queue:
+    return Queue(name, connection=connection, serializer=JSONSerializer)
+
+
+def batches_waiting(queue: Queue) -> set[str]:
+    """Ids of batches that wait to be run."""
+    return {job_id.removeprefix(_BATCH_JOB) for job_id in queue.get_job_ids()}
+
+
+def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> Job:
+    """Have a batch run."""
+    return queue.enqueue_call(
+        run_batch_job,
+        args=(promptq_queue, batch_id),
+        job_id=_BATCH_JOB + batch_id,
+        timeout=-1,
+        result_ttl=_RESULT_SECONDS,
+        failure_ttl=_FAILED_SECONDS,
+    )
+
+
+def enqueue_webhook(
+    queue: Queue, promptq_queue: str, webhook_id: str, url: str, body: str, timeout: float
+) -> Job:
+    """Have a webhook called, again and again for a day."""
+    return queue.enqueue_call(
+        deliver_webhook,
+        args=(promptq_queue, webhook_id, url, body),
+        job_id=webhook_id,
+        timeout=int(2 * timeout) + 10,  # even where each byte comes just in time
+        retry=Retry(max=len(BACKOFF_SECONDS), interval=list(BACKOFF_SECONDS)),
+        result_ttl=_RESULT_SECONDS,
+        failure_ttl=_FAILED_SECONDS,
+    )
+
+
+def _make_worker(queue: Queue) -> Worker:
+    """A worker of one queue alone: of several it would take jobs in a way that may lose one."""
+    return _Worker(
+        [queue],
+        connection=queue.connection,
+        serializer=JSONSerializer,
+        job_monitoring_interval=_MONITOR_SECONDS,
+        maintenance_interval=_LOST_SECONDS,
+        worker_ttl=_WORKER_TTL_SECONDS,
+        log_job_description=False,
+        exception_handlers=[_log_failure],
+    )
+
+
+def run_worker(queue: Queue, burst: bool = False) -> None:
+    """Work until told to stop, or with `burst` until there is nothing to do."""
+    _make_worker(queue).work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
+
+
+def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
+    log = get_logger(job_id=job.id)
+    if isinstance(error, PromptqError):
+        log.warning("job failed", reason=str(error), retries_left=job.retries_left)
+    else:
+        log.error("job failed", exc_info=error)
+
+
+class Scheduler:
+    """Puts webhooks whose next attempt is due back into their queue."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._scheduler: Any = RQScheduler(  # its methods are untyped
+            [queue.name],
+            connection=queue.connection,
+            serializer=JSONSerializer,
+            logging_level="WARNING",
+        )
+
+    def run_once(self) -> None:
+        """To be called once a second; of several schedulers one has the queue's lock."""
+        if self._scheduler.acquire_locks():
+            self._scheduler.enqueue_scheduled_jobs()
+
+    def stop(self) -> None:
+        self._scheduler.release_locks()
+
+
+class _Worker(Worker):
+    def get_heartbeat_ttl(self, job: Job) -> int:
+        """How soon a job counts as lost whose worker was killed; RQ would wait for 90 s."""
+        return _MONITOR_SECONDS + _LOST_SECONDS
+
+    def handle_warm_shutdown_request(self) -> None:
+        """A batch is told to stop where it is; anything else is short and ends by itself."""
+        job = self.get_current_job() if self.horse_pid else None
+        if job is not None and str(job.func_name).endswith(run_batch_job.__name__):
+            self.kill_horse(signal.SIGTERM)
+
+
+class JsonCron(CronScheduler):
+    """RQ's cron, whose jobs are JSON and run one at a time each."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__(queue.connection, logging_level="WARNING")
+        self._queue = queue
+
+    def every(self, seconds: int, func: Callable[..., object], *args: str) -> None:
+        """Run a function that often."""
+        self._cron_jobs.append(_JsonCronJob(self._queue, func, args, seconds))
+
+
+class _JsonCronJob(CronJob):
+    def __init__(
+        self, queue: Queue, func: Callable[..., object], args: tuple[str, ...], seconds: int
+    ) -> None:
+        super().__init__(queue.name, func=func, args=args, interval=seconds)
+        self._queue = queue
+        self._function = func
+
+    def enqueue(self, connection: redis.Redis) -> Job:
+        """The job; where the last one is not done yet, that one."""
+        job_id = f"{self._queue.name}-{self._function.__name__}"
+        last = self._queue.fetch_job(job_id)
+        if last is not None and (last.is_queued or last.is_started):
+            return last
+        return self._queue.enqueue_call(
+            self._function,
+            args=self.args,
+            job_id=job_id,
+            timeout=60,
+            result_ttl=_RESULT_SECONDS,
+            failure_ttl=_RESULT_SECONDS,
+        )

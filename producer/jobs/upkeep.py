@@ -1,0 +1,130 @@
+"""Upkeep: what keeps a queue tidy with nobody else alive. RQ's cron runs these as jobs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from producer.connecting import server_url
+from producer.jobs.files import BATCH_FILE_SECONDS, FileStore
+from producer.jobs.settings import read_jobs_settings
+from shared.connection import open_redis
+from shared.keys import Keys
+from shared.logs import get_logger
+from shared.request_queue import RequestQueue
+
+REAP_SECONDS = 5
+SWEEP_SECONDS = 600
+ROLL_UP_SECONDS = 60
+
+_MINUTE_MS = 60_000
+_MINUTES_KEPT = 7 * 24 * 60
+
+
+def reap(queue: str) -> str:
+    """Bring back what dead workers held, end what is past its deadline.
+
+    Where nothing was reaped for a while, the server may have been away, and workers unable to
+    renew their leases: they get half a lease to do so before any counts as lost.
+    """
+    settings = read_jobs_settings(queue=queue)
+    with open_redis(server_url(settings.redis_url)) as connection:
+        if not _has_been_watched(connection, Keys(queue), settings.lease_ms):
+            return "waits for workers to renew their leases"
+        requests = RequestQueue(connection, queue, max_crashes=settings.max_crashes)
+        reaped = requests.reap()
+    if reaped.returned or reaped.ended or reaped.dead:
+        get_logger(queue=queue).info(
+            "reaped", returned=reaped.returned, ended=reaped.ended, dead=reaped.dead
+        )
+    return f"{reaped.returned} returned, {reaped.ended} ended, {reaped.dead} dead"
+
+
+def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> bool:
+    """Whether reaping went on without a break for half a lease."""
+    client: Any = connection
+    seconds, microseconds = client.time()
+    now = seconds * 1000 + microseconds // 1000
+    seen, since = client.hmget(keys.upkeep, "seen", "since")
+    if seen is None or since is None or now - int(seen) > 1500 * REAP_SECONDS:
+        since = now
+    client.hset(keys.upkeep, mapping={"seen": now, "since": int(since)})
+    return bool(now - int(since) >= lease_ms / 2)
+
+
+def sweep(queue: str) -> str:
+    """Delete files that are over, and what broken uploads and long-dead batches left."""
+    folder = read_jobs_settings(queue=queue).files_dir
+    count = FileStore(folder).sweep() + _sweep_old(folder / "running")
+    if count:
+        get_logger(queue=queue).info("swept files", count=count)
+    return f"{count} files"
+
+
+def _sweep_old(folder: Path) -> int:
+    count = 0
+    for path in folder.glob("batch_*.jsonl"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - BATCH_FILE_SECONDS:
+                path.unlink()
+                count += 1
+    return count
+
+
+def roll_up(queue: str) -> str:
+    """Write a minute's entry for the statistics' samples of each minute that is over.
+
+    The entry's id is the minute's, so that none is written twice. Rates and counts are means,
+    except `finished`, which is a sum; of 95th percentiles the largest is taken.
+    """
+    settings = read_jobs_settings(queue=queue)
+    keys, count = Keys(queue), 0
+    with open_redis(server_url(settings.redis_url)) as connection:
+        client: Any = connection
+        last = client.xrevrange(keys.statistics_minutes, count=1)
+        begin = _ms_of(last[0][0]) + _MINUTE_MS if last else 0
+        seconds, _ = client.time()
+        end = seconds * 1000 // _MINUTE_MS * _MINUTE_MS
+        minutes: dict[int, list[dict[str, str]]] = defaultdict(list)
+        for entry_id, fields in client.xrange(keys.statistics, begin, f"({end}-0"):
+            sample = {name.decode(): value.decode() for name, value in fields.items()}
+            minutes[_ms_of(entry_id) // _MINUTE_MS * _MINUTE_MS].append(sample)
+        for minute, samples in sorted(minutes.items()):
+            with suppress(redis.ResponseError):  # another process was first
+                client.xadd(
+                    keys.statistics_minutes,
+                    _one_of(samples),
+                    id=f"{minute}-0",
+                    maxlen=_MINUTES_KEPT,
+                )
+                count += 1
+    return f"{count} minutes"
+
+
+def _ms_of(entry_id: bytes) -> int:
+    return int(entry_id.split(b"-")[0])
+
+
+def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
+    """One sample in the place of several; what is no number is left out."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, text in sample.items():
+            with suppress(ValueError):
+                number = float(text)
+                values[name].append(number)
+    found = {"samples": str(len(samples))}
+    for name, numbers in values.items():
+        if name == "finished":
+            number = sum(numbers)
+        elif name.endswith("_p95_ms"):
+            number = max(numbers)
+        else:
+            number = sum(numbers) / len(numbers)
+        found[name] = f"{number:.10g}"
+    return found

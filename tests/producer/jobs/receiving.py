@@ -1,0 +1,75 @@
+"""A receiver of webhooks, on a socket of its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
+
+
+@dataclass
+class Receiver:
+    """What came, by path. `/status/NNN` answers so; `/never` takes the request and says nothing."""
+
+    port: int
+    calls: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def headers_at(self, path: str) -> list[dict[str, str]]:
+        return [headers for at, headers, _ in list(self.calls) if at == path]
+
+    def bodies_at(self, path: str) -> list[dict[str, Any]]:
+        return [json.loads(body) for at, _, body in list(self.calls) if at == path]
+
+
+def is_signed(headers: dict[str, str], body: bytes, secret: str = SECRET) -> bool:
+    """As standardwebhooks.com says a receiver does it."""
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    wanted = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+    return headers["webhook-signature"] == f"v1,{wanted}"
+
+
+@contextmanager
+def receiver() -> Iterator[Receiver]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            found.calls.append((self.path, headers, body))
+            if self.path == "/never":
+                found.over.wait()
+                return
+            _, kind, *rest = self.path.split("/")
+            self.send_response(int(rest[0]) if kind == "status" else 200)
+            self.send_header("location", found.url("/redirected"))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    found = Receiver(server.server_address[1])
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

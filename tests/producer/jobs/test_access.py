@@ -1,0 +1,63 @@
+"""What deploy/redis.acl lets the jobs do is enough, and no more than their part."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+
+from producer import Client
+from producer.jobs.batch_records import Batches, new_batch
+from producer.jobs.files import FileStore
+from tests.helpers import running_worker
+from tests.integration.faults import OwnServer
+from tests.producer.jobs.batches import KEYS, line, write_lines
+from tests.producer.jobs.receiving import receiver
+from tests.producer.playing import Start
+
+ACL = Path(__file__).parents[3] / "deploy" / "redis.acl"
+
+
+async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(5)])
+    files = tmp_path / "files"
+    with source.open("rb") as stream:
+        stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
+    admin = {"username": "admin", "password": "change-me-admin"}
+    with (
+        OwnServer(tmp_path / "server", "--aclfile", str(ACL), connect=admin) as server,
+        server.client() as everything,
+        receiver() as receiving,
+    ):
+
+        def url(role: str) -> str:
+            return f"redis://{role}:change-me-{role}@127.0.0.1:{server.port}/0"
+
+        settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_WEBHOOK_ALLOW_PRIVATE": "1"}
+        process = start("jobs", url=url("jobs"), **settings)
+        batch = new_batch("/v1/completions", stored.id, "")
+        with Client(url("producer")) as client:
+            client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/status/500"))
+        async with (
+            redis.asyncio.Redis.from_url(url("producer")) as producing,
+            running_worker(url("worker")),
+        ):
+            await Batches(producing, KEYS).add(batch)
+            while not (await Batches(producing, KEYS).get(batch.id)).is_final:
+                await asyncio.sleep(0.05)
+            assert (await Batches(producing, KEYS).get(batch.id)).status == "completed"
+            assert [it.id for it in (await Batches(producing, KEYS).page("", 9, None))[0]]
+        while not (receiving.calls and everything.exists("rq:finished:promptq-default-upkeep")):
+            await asyncio.sleep(0.05)
+        process.terminate()
+        await asyncio.to_thread(process.wait)
+        refused = {entry["object"] for entry in everything.acl_log()}
+        assert refused <= {"client|list"}, "by which RQ would find its own address; it need not"
+        with (
+            redis.Redis.from_url(url("jobs")) as jobs,
+            pytest.raises(redis.exceptions.NoPermissionError),
+        ):
+            jobs.get("other")

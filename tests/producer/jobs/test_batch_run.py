@@ -1,0 +1,249 @@
+"""Batches from file to file: each line once, whatever dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from producer.jobs.batch_journal import BatchIsRunningError
+from producer.jobs.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
+from producer.jobs.batch_run import Progress
+from producer.jobs.local_batch import BatchOutcome, errors_beside, run_batch
+from shared.embedded import EmbeddedServer
+from shared.errors import ConfigurationError
+from tests.helpers import running_worker, text_of
+from tests.producer.jobs.batches import (
+    KEYS,
+    NUM_TOKENS,
+    attempts,
+    expected_texts,
+    keys_of,
+    line,
+    read_lines,
+    texts_in,
+    write_lines,
+)
+from tests.producer.playing import Run, Start
+
+
+async def run_beside(source: Path, output: Path, url: str, **options: Any) -> BatchOutcome:
+    return await asyncio.to_thread(run_batch, source, output, server=url, **options)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
+    """In OpenAI's form, with no more lines in flight than was asked for."""
+    lines = [line(n) for n in range(30)]
+    for item in lines[:2]:
+        item["body"]["idempotency_key"] = "the same"
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    output, seen = tmp_path / "out.jsonl", []
+    async with running_worker(redis_url):
+        outcome = await run_beside(
+            source, output, redis_url, max_in_flight=7, on_progress=seen.append
+        )
+    assert outcome == BatchOutcome(True, Progress(30, 30, 0, 0))
+    assert max(progress.in_flight for progress in seen) <= 7
+    assert texts_in(output) == expected_texts(range(30))
+    answer = read_lines(output)["id-3"]
+    assert answer["error"] is None
+    assert answer["response"]["status_code"] == 200
+    assert answer["response"]["body"]["object"] == "text_completion"
+    assert answer["response"]["body"]["usage"]["completion_tokens"] == NUM_TOKENS
+    assert not output.with_name("out.jsonl.batch").exists(), "nothing is left to go on with"
+    assert errors_beside(output).read_text() == ""
+
+
+async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str) -> None:
+    """And the rest runs, blank lines aside."""
+    bad_body = {"prompt": "x", "temperature": 9}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 3, "n": 2}
+    lines: list[Any] = [
+        line(0),
+        "{not json",
+        "[1]",
+        line(1, custom_id=None),
+        "",
+        line(0),
+        line(2, method="GET"),
+        line(3, url="/v1/embeddings"),
+        line(4, body=[]),
+        line(5, body=bad_body),
+        line(6, body={"prompt": "x", "no_such_field": 1}),
+        "x" * (MAX_LINE_BYTES + 10),
+        line(7, url="/v1/chat/completions", body=chat),
+        line(8),
+    ]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    async with running_worker(redis_url):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome == BatchOutcome(True, Progress(13, 3, 10, 0))
+    answers = read_lines(output)
+    assert set(answers) == {"id-0", "id-7", "id-8"}
+    choices = answers["id-7"]["response"]["body"]["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [text_of(1, 3), text_of(2, 3)]
+    errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
+    assert [item["error"]["code"] for item in errors if item["error"]] == [
+        "invalid_json_line", "invalid_json_line", "missing_custom_id", "duplicate_custom_id",
+        "invalid_method", "invalid_url", "invalid_body", "line_too_long",
+    ]  # fmt: skip
+    refused = {item["custom_id"]: item["response"] for item in errors if item["response"]}
+    assert set(refused) == {"id-5", "id-6"}
+    assert refused["id-5"]["status_code"] == 400
+    assert refused["id-5"]["body"]["error"]["param"] == "temperature"
+    assert refused["id-5"]["body"]["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_killed_run_goes_on_without_running_a_line_twice(
+    tmp_path: Path, redis_url: str, start: Start
+) -> None:
+    """Killed twice: with lines waiting in the queue, and with lines written down."""
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(200)])
+    output = tmp_path / "out.jsonl"
+    command = ["batch", "run", str(source), "-o", str(output), "--in-flight", "4"]
+    with redis.Redis.from_url(redis_url) as server:
+        first = start(*command)
+        await until(lambda: server.zcard(KEYS.pending) == 4)
+        first.kill()
+        async with running_worker(redis_url):
+            second = start(*command)
+            await until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 10)
+            second.kill()
+            assert second.wait() == -signal.SIGKILL
+            num_written = output.read_bytes().count(b"\n")
+            assert num_written < 200
+            with output.open("ab") as torn:
+                torn.write(b'{"id":"batch_req_torn_99","custom_id":"id-')
+            third = await asyncio.to_thread(start(*command, "--json").communicate)
+        assert json.loads(third[0]) == {
+            "is_complete": True, "total": 200, "completed": 200, "failed": 0,
+        }  # fmt: skip
+        assert attempts(server) == [1] * 200, "each line was enqueued once, and begun once"
+    assert texts_in(output) == expected_texts(range(200))
+
+
+async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start: Start) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(9)])
+    output = tmp_path / "out.jsonl"
+    with redis.Redis.from_url(redis_url) as server:
+        process = start("batch", "run", str(source), "-o", str(output), "--in-flight", "4")
+        await until(lambda: server.zcard(KEYS.pending) == 4)
+        process.send_signal(signal.SIGINT)
+        told, _ = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 130
+        assert "stopped after 0 of 9 lines" in told
+        async with running_worker(redis_url):
+            outcome = await run_beside(source, output, redis_url)
+        assert outcome.is_complete
+        assert attempts(server) == [1] * 9
+
+
+async def test_the_server_restarts(tmp_path: Path) -> None:
+    """With its data kept, no line is lost and none runs twice; without, what it lost runs again."""
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(20)])
+    output = tmp_path / "out.jsonl"
+    server = EmbeddedServer(data_dir=tmp_path / "data")
+    port, url = server.port, server.url
+    with redis.Redis.from_url(url) as connection:
+        running = asyncio.create_task(run_beside(source, output, url, max_in_flight=10))
+        await until(lambda: connection.zcard(KEYS.pending) == 10)
+    server.stop()
+    await asyncio.sleep(0.05)
+    server = EmbeddedServer(port, tmp_path / "data")
+    try:
+        with redis.Redis.from_url(url) as connection:
+            assert connection.zcard(KEYS.pending) == 10
+            async with running_worker(url):
+                await until(lambda: output.read_bytes().count(b"\n") >= 10)
+                assert (await running).is_complete
+            assert attempts(connection) == [1] * 20
+            assert texts_in(output) == expected_texts(range(20))
+            other = tmp_path / "other.jsonl"
+            running = asyncio.create_task(run_beside(source, other, url, max_in_flight=10))
+            await until(lambda: connection.zcard(KEYS.pending) == 10)
+            connection.flushall()
+            async with running_worker(url):
+                assert (await running).is_complete
+            assert texts_in(other) == expected_texts(range(20))
+    finally:
+        server.stop()
+
+
+async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(12)])
+    with redis.Redis.from_url(redis_url) as server:
+        server.hset(KEYS.config, "max_pending", 2)
+        running = asyncio.create_task(
+            run_beside(source, tmp_path / "out.jsonl", redis_url, max_in_flight=8)
+        )
+        await until(lambda: server.zcard(KEYS.pending) == 2)
+        async with running_worker(redis_url):
+            outcome = await running
+    assert outcome.progress == Progress(12, 12, 0, 0)
+
+
+async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
+    """Cancelled and past its deadline: both are errors of their line alone."""
+    late = line(1, body={"prompt": "x", "deadline_ms": 1})
+    source = write_lines(tmp_path / "in.jsonl", [line(0), late, line(2)])
+    output = tmp_path / "out.jsonl"
+    with redis.Redis.from_url(redis_url) as server:
+        running = asyncio.create_task(run_beside(source, output, redis_url))
+        await until(lambda: server.zcard(KEYS.pending) == 3)
+        [cancelled] = keys_of(server, "line 2")
+        server.hset(cancelled, "cancelled", 1)
+        async with running_worker(redis_url):
+            assert (await running).progress == Progress(3, 1, 2, 0)
+    errors = read_lines(errors_beside(output))
+    assert errors["id-1"]["error"]["code"] == "request_expired"
+    assert errors["id-2"]["error"]["code"] == "request_cancelled"
+
+
+def test_files_that_cannot_be_run(tmp_path: Path, redis_url: str) -> None:
+    """No file, an empty one, one with too many lines, an output that is taken or in use."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with pytest.raises(BatchFileError, match="no file"):
+        run_batch(source, output, server=redis_url)
+    source.write_text("\n \n")
+    with pytest.raises(BatchFileError, match="no lines"):
+        run_batch(source, output, server=redis_url)
+    source.write_text("{}\n" * (MAX_LINES + 1))
+    with pytest.raises(BatchFileError, match=f"more than the {MAX_LINES} lines"):
+        run_batch(source, output, server=redis_url)
+    with source.open("wb") as file:
+        file.truncate(201 * 1024 * 1024)
+    with pytest.raises(BatchFileError, match="more than the 209715200 allowed"):
+        run_batch(source, output, server=redis_url)
+    write_lines(source, [line(0)])
+    output.write_text("mine\n")
+    with pytest.raises(ConfigurationError, match="exists already"):
+        run_batch(source, output, server=redis_url)
+    assert output.read_text() == "mine\n"
+
+
+async def test_one_process_at_a_time(
+    tmp_path: Path, redis_url: str, start: Start, run: Run
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", [line(0)]), tmp_path / "out.jsonl"
+    command = ["batch", "run", str(source), "-o", str(output)]
+    with redis.Redis.from_url(redis_url) as server:
+        start(*command)
+        await until(lambda: server.zcard(KEYS.pending) == 1)
+    with pytest.raises(BatchIsRunningError, match="another process"):
+        await run_beside(source, output, redis_url)
+    write_lines(source, [line(1)])
+    refused: subprocess.CompletedProcess[str] = await asyncio.to_thread(run, *command)
+    assert refused.returncode == 1
+    assert "is not the file that" in refused.stderr

@@ -1,0 +1,281 @@
+"""Files and batches over HTTP, with OpenAI's own client, and the process that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import redis
+import redis.asyncio
+import uvicorn
+
+from producer import Client
+from producer.gateway.app import create_app
+from producer.jobs.batch_lines import MAX_FILE_BYTES
+from producer.jobs.batch_records import Batches, new_batch
+from producer.jobs.files import FileStore
+from producer.jobs.settings import FilesSettings
+from shared.embedded import EmbeddedServer
+from tests.helpers import running_worker
+from tests.producer.jobs.batches import (
+    KEYS,
+    attempts,
+    expected_texts,
+    line,
+    texts_in,
+    write_lines,
+)
+from tests.producer.jobs.processes import kill_all
+from tests.producer.jobs.receiving import receiver
+from tests.producer.playing import Start
+
+
+@contextmanager
+def live_gateway(url: str, folder: Path) -> Iterator[str]:
+    """The base URL of a gateway on a real socket."""
+    app = create_app(FilesSettings(redis_url=url, files_dir=folder))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    with live_gateway(redis_url, tmp_path / "files") as base:
+        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
+            yield client
+
+
+async def until_ready(process: Any) -> None:
+    told = await asyncio.to_thread(process.stdout.readline)
+    assert told.startswith("ready"), told + process.stderr.read()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> openai.types.Batch:
+    while True:
+        batch = await client.batches.retrieve(batch_id)
+        if batch.status in ("completed", "failed", "cancelled", "expired"):
+            return batch
+        await asyncio.sleep(0.05)
+
+
+async def upload(client: openai.AsyncOpenAI, lines: list[Any]) -> str:
+    text = "".join(it if isinstance(it, str) else json.dumps(it) + "\n" for it in lines)
+    file = await client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+    return file.id
+
+
+async def create(client: openai.AsyncOpenAI, lines: list[Any]) -> openai.types.Batch:
+    return await client.batches.create(
+        input_file_id=await upload(client, lines),
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"my": "batch"},
+    )
+
+
+async def test_batches_from_upload_to_answers(
+    client: openai.AsyncOpenAI, redis_url: str, tmp_path: Path, start: Start
+) -> None:
+    """One that completes with broken lines, one that is cancelled, one whose window ends, one that
+    cannot be run."""
+    files = tmp_path / "files"
+    process = start("jobs", PROMPTQ_FILES_DIR=str(files), PROMPTQ_BATCH_IN_FLIGHT="4")
+    await until_ready(process)
+    good = [line(n) for n in range(12)]
+    batch = await create(client, [*good, "{broken\n", line(99, url="/v1/chat/completions")])
+    assert (batch.status, batch.metadata) == ("validating", {"my": "batch"})
+    empty = await create(client, ["\n"])
+    async with running_worker(redis_url):
+        batch, empty = await ended(client, batch.id), await ended(client, empty.id)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 14, "completed": 12, "failed": 2}
+    assert batch.output_file_id is not None
+    assert batch.error_file_id is not None
+    assert batch.completed_at is not None
+    output = tmp_path / "output.jsonl"
+    output.write_text((await client.files.content(batch.output_file_id)).text)
+    assert texts_in(output) == expected_texts(range(12))
+    errors = (await client.files.content(batch.error_file_id)).text.splitlines()
+    assert [json.loads(it)["error"]["code"] for it in errors] == [
+        "invalid_json_line", "invalid_url",
+    ]  # fmt: skip
+    assert empty.status == "failed"
+    assert empty.errors is not None
+    assert empty.errors.data is not None
+    assert empty.errors.data[0].code == "empty_file"
+    with pytest.raises(openai.ConflictError):
+        await client.batches.cancel(batch.id)
+
+    with redis.Redis.from_url(redis_url) as server:
+        waiting = await create(client, good)
+        await until(lambda: server.zcard(KEYS.pending) == 4)
+        [score] = {int(server.hget(key, "priority")) for key in waiting_keys(server)}
+        assert score == 100, "batches come after what people wait for"
+        assert (await client.batches.cancel(waiting.id)).status == "cancelling"
+        waiting = await ended(client, waiting.id)
+        assert (waiting.status, waiting.output_file_id) == ("cancelled", None)
+        assert server.zcard(KEYS.pending) == 0
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        late = new_batch("/v1/completions", await upload(client, good), "")
+        late.expires_at = late.created_at + 1
+        await Batches(connection, KEYS).add(late)
+    expired = await ended(client, late.id)
+    assert expired.status == "expired"
+    assert expired.request_counts is not None
+    assert expired.request_counts.failed == 12
+    assert expired.error_file_id is not None
+    errors = (await client.files.content(expired.error_file_id)).text.splitlines()
+    assert {json.loads(it)["error"]["code"] for it in errors} == {"batch_expired"}
+    assert {json.loads(it)["custom_id"] for it in errors} == {f"id-{n}" for n in range(12)}
+
+    page = await client.batches.list(limit=3)
+    assert [it.id for it in page.data] == [expired.id, waiting.id, empty.id]
+    assert [it.id async for it in client.batches.list(limit=1)] == [
+        expired.id, waiting.id, empty.id, batch.id,
+    ]  # fmt: skip
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait) == 0
+    assert list((files / "running").iterdir()) == []
+
+
+def waiting_keys(server: redis.Redis) -> list[str]:
+    return [KEYS.request(raw.decode()) for raw in server.zrange(KEYS.pending, 0, -1)]
+
+
+async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) -> None:
+    """The jobs are killed in the midst of a batch, the server after them; the next ones go on, and
+    no line runs twice. Told to stop, they do so at once, and the batch goes on later too."""
+    files, output = tmp_path / "files", tmp_path / "output.jsonl"
+    settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_BATCH_IN_FLIGHT": "5"}
+    settings["PROMPTQ_WEBHOOK_ALLOW_PRIVATE"] = "1"
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(60)])
+    with source.open("rb") as stream:
+        stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
+    server = EmbeddedServer(data_dir=tmp_path / "data")
+    try:
+        url, port = server.url, server.port
+        batch = new_batch("/v1/completions", stored.id, "")
+        async with redis.asyncio.Redis.from_url(url) as connection:
+            await Batches(connection, KEYS).add(batch)
+        first = start("jobs", url=url, **settings)
+        with redis.Redis.from_url(url) as connection:
+            await until(lambda: connection.zcard(KEYS.pending) == 5)
+            kill_all(first.pid)
+            first.wait()
+        server.stop()
+        server = EmbeddedServer(port, tmp_path / "data")
+        running = files / "running" / f"{batch.id}.output.jsonl"
+        with redis.Redis.from_url(url) as connection, receiver() as receiving:
+            pass_lease_time(connection, batch.id)
+            with Client(url) as client:
+                client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))
+            second = start("jobs", url=url, **settings)
+            async with running_worker(url):
+                await until(lambda: running.exists() and running.read_bytes().count(b"\n") >= 5)
+                second.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(second.wait) == 0
+                assert not connection.exists(KEYS.batch_runner(batch.id))
+                assert running.read_bytes().count(b"\n") < 60
+                third = start("jobs", url=url, **settings)
+                record = await finished_batch(url, batch.id)
+                await until(lambda: len(receiving.calls) == 1)
+            assert attempts(connection) == [1] * 61
+        assert (record.status, record.completed, record.failed) == ("completed", 60, 0)
+        answers = FileStore(files).get(record.output_file_id or "", "")
+        output.write_bytes(FileStore(files).path(answers).read_bytes())
+        assert texts_in(output) == expected_texts(range(60))
+        kill_all(third.pid)
+    finally:
+        server.stop()
+
+
+def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:
+    """As if all that a killed process held had run out."""
+    connection.delete(KEYS.batch_runner(batch_id), KEYS.jobs_leader)
+
+
+async def finished_batch(url: str, batch_id: str) -> Any:
+    async with redis.asyncio.Redis.from_url(url) as connection:
+        while True:
+            record = await Batches(connection, KEYS).get(batch_id)
+            if record.is_final:
+                return record
+            await asyncio.sleep(0.05)
+
+
+async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
+    """Uploaded, listed page by page, read and deleted; and what is refused."""
+    ids = [await upload(client, [line(n)]) for n in range(3)]
+    other = await client.files.create(file=("a.bin", b"\0\xff"), purpose="user_data")
+    assert (other.filename, other.bytes, other.purpose) == ("a.bin", 2, "user_data")
+    assert [it.id async for it in client.files.list(purpose="batch", limit=2)] == ids[::-1]
+    assert [it.id async for it in client.files.list(order="asc", limit=1)] == [*ids, other.id]
+    assert (await client.files.content(other.id)).content == b"\0\xff"
+    found = await client.files.retrieve(ids[0])
+    assert found.expires_at == found.created_at + 30 * 86_400
+    assert (await client.files.delete(ids[0])).deleted
+    for missing in (ids[0], "file-no", "..%2F..%2Fetc%2Fpasswd"):
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(missing)
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        await client.files.create(file=("a", b"a"), purpose="nothing")  # type: ignore[arg-type]
+    for wrong in ({"input_file_id": ids[0]}, {"input_file_id": other.id}):
+        with pytest.raises(openai.BadRequestError, match="input_file_id"):
+            await client.batches.create(
+                endpoint="/v1/completions", completion_window="24h", **wrong
+            )
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        await client.batches.create(
+            endpoint="/v1/embeddings", completion_window="24h", input_file_id=ids[1]
+        )
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.retrieve("batch_no")
+    big = tmp_path / "big"
+    with big.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 100_000)
+    with pytest.raises((openai.APIStatusError, openai.APIConnectionError)) as refused:
+        await client.files.create(file=big, purpose="batch")
+    if isinstance(refused.value, openai.APIStatusError):
+        assert refused.value.status_code == 413
+    assert len(list((tmp_path / "files").glob("*.data"))) == 3
+
+
+def test_files_are_swept(tmp_path: Path) -> None:
+    """What is over, and what an upload that broke off left; not what is being uploaded."""
+    store = FileStore(tmp_path)
+    with (tmp_path / "source").open("wb+") as empty:
+        kept = store.add(empty, filename="a", purpose="batch", ttl_seconds=3600)
+        over = store.add(empty, filename="b", purpose="batch", ttl_seconds=-10)
+    broken, coming = tmp_path / f"{over.id}f.data", tmp_path / f"{over.id}e.data"
+    broken.touch()
+    coming.touch()
+    os.utime(broken, (1, 1))
+    assert store.sweep() == 2
+    assert [it.id for it in store.page("")[0]] == [kept.id]
+    assert not broken.exists()
+    assert coming.exists()

@@ -1,0 +1,90 @@
+"""Upkeep: the queue stays tidy with no worker alive, and a queue's minutes are kept."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from producer.jobs import upkeep
+from producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
+from producer.jobs.settings import read_jobs_settings
+from shared.keys import Keys
+from shared.schemas import Request, RequestState
+from shared.scripts import NewRequest
+from tests.producer.playing import HandWorker
+
+KEYS = Keys("default")
+
+
+@pytest.fixture(autouse=True)
+def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path))
+    monkeypatch.setenv("PROMPTQ_LEASE_MS", "100")
+
+
+def put(worker: HandWorker, request_id: str, **fields: object) -> None:
+    request = Request.build({"prompt": "a", **fields})
+    worker.queue.enqueue([NewRequest(request_id, request)])
+
+
+def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
+    """Through RQ's cron and worker: what a dead worker held goes back, what is late ends."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    cron = JsonCron(upkeep_queue("default", jobs))
+    cron.every(5, upkeep.reap, "default")
+    put(own_worker, "held")
+    own_worker.take()
+    put(own_worker, "late", deadline_ms=1)
+    own_worker.redis.zadd(KEYS.leases, {"held": 1})
+    for _ in range(2):
+        cron.get_jobs()[0].enqueue(jobs)
+        cron.get_jobs()[0].enqueue(jobs)
+        assert jobs.llen(upkeep_queue("default", jobs).key) == 1, "one at a time"
+        run_worker(upkeep_queue("default", jobs), burst=True)
+        time.sleep(0.06)
+    assert own_worker.queue.state("held") is RequestState.WAITING
+    assert own_worker.queue.state("late") is RequestState.EXPIRED
+    jobs.close()
+
+
+def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -> None:
+    """Where nobody looked for a while, the server may have been away: no lease counts as lost
+    before half a lease has passed."""
+    put(own_worker, "held")
+    claim = own_worker.take()
+    upkeep.reap("default")
+    time.sleep(0.06)
+    now = own_worker.redis.time()[0] * 1000
+    own_worker.redis.hset(KEYS.upkeep, "seen", now - 60_000)
+    own_worker.redis.zadd(KEYS.leases, {"held": 1})
+    assert "waits" in upkeep.reap("default")
+    assert own_worker.queue.state("held") is RequestState.ACTIVE
+    own_worker.send(claim, "x")
+    own_worker.redis.zadd(KEYS.leases, {"held": 1})
+    time.sleep(0.06)
+    assert upkeep.reap("default").startswith("1 returned")
+
+
+def test_minutes_are_rolled_up(redis_url: str) -> None:
+    """Each whole minute once, however often it is asked for; the minute that runs is left."""
+    with redis.Redis.from_url(redis_url) as server:
+        seconds, _ = server.time()
+        minute = seconds // 60 * 60_000
+        for at, running, p95 in ((0, 1, "5"), (5, 2, "9"), (55, 3, "")):
+            fields = {"running": running, "finished": 2, "ttft_p95_ms": p95, "priorities": "{}"}
+            server.xadd(KEYS.statistics, fields, id=f"{minute - 120_000 + at * 1000}-0")
+        server.xadd(KEYS.statistics, {"running": 7}, id=f"{minute - 1}-0")
+        server.xadd(KEYS.statistics, {"running": 9}, id=f"{minute}-0")
+        assert upkeep.roll_up("default") == "2 minutes"
+        assert upkeep.roll_up("default") == "0 minutes"
+        assert server.xrange(KEYS.statistics_minutes) == [
+            (
+                f"{minute - 120_000}-0".encode(),
+                {b"samples": b"3", b"running": b"2", b"finished": b"6", b"ttft_p95_ms": b"9"},
+            ),
+            (f"{minute - 60_000}-0".encode(), {b"samples": b"1", b"running": b"7"}),
+        ]

@@ -1,0 +1,335 @@
+"""Webhooks: which ends send one, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rq.job import Job
+from rq.registry import FailedJobRegistry
+from rq.serializers import JSONSerializer
+
+from producer.jobs import safe_http
+from producer.jobs.dispatching import Dispatcher
+from producer.jobs.rq_queues import (
+    Scheduler,
+    batch_queue,
+    open_jobs_redis,
+    run_worker,
+    webhook_queue,
+)
+from producer.jobs.safe_http import AddressRefusedError, is_public, post
+from producer.jobs.settings import JobsSettings, read_jobs_settings
+from producer.jobs.webhooks import BACKOFF_SECONDS, load_secret, secret_file
+from shared.errors import ConfigurationError
+from shared.keys import Keys
+from shared.request_queue import RequestQueue
+from shared.schemas import FinishReason, Request
+from shared.scripts import NewRequest
+from tests.helpers import Server
+from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
+from tests.producer.playing import HandWorker
+
+KEYS = Keys("default")
+
+
+@pytest.fixture
+def receiving() -> Iterator[Receiver]:
+    with receiver() as found:
+        yield found
+
+
+@pytest.fixture
+def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobsSettings:
+    """Of jobs too, which read the environment."""
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path))
+    monkeypatch.setenv("PROMPTQ_WEBHOOK_SECRET", SECRET)
+    monkeypatch.setenv("PROMPTQ_WEBHOOK_ALLOW_PRIVATE", "1")
+    monkeypatch.setenv("PROMPTQ_WEBHOOK_TIMEOUT_SECONDS", "0.2")
+    return read_jobs_settings()
+
+
+class Jobs:
+    """What `promptq jobs` does, a step at a time, with RQ's own worker."""
+
+    def __init__(self, settings: JobsSettings) -> None:
+        self.redis = open_jobs_redis(settings)
+        self.queue = webhook_queue("default", self.redis)
+        batches = batch_queue("default", self.redis)
+        self._dispatcher = Dispatcher(self.redis, self.queue, batches, settings)
+
+    def work(self) -> None:
+        """Call every webhook that is due, once."""
+        self._dispatcher.hand_out_webhooks()
+        run_worker(self.queue, burst=True)
+
+    def pass_time(self) -> None:
+        """Whatever waits for its next attempt is due."""
+        for job_id in self.redis.zrange(self.queue.scheduled_job_registry.key, 0, -1):
+            self.redis.zadd(self.queue.scheduled_job_registry.key, {job_id: 1})
+        scheduler = Scheduler(self.queue)
+        scheduler.run_once()
+        scheduler.stop()
+
+    def failed(self) -> list[Job]:
+        registry = FailedJobRegistry(queue=self.queue, serializer=JSONSerializer)
+        ids = registry.get_job_ids(cleanup=False)
+        return [Job.fetch(it, connection=self.redis, serializer=JSONSerializer) for it in ids]
+
+
+@pytest.fixture
+def jobs(settings: JobsSettings) -> Iterator[Jobs]:
+    jobs = Jobs(settings)
+    with closing(jobs.redis):
+        yield jobs
+
+
+def ask(queue: RequestQueue, request_id: str, url: str, **fields: Any) -> None:
+    request = Request.build({"prompt": "a", "webhook_url": url, "max_tokens": 5, **fields})
+    queue.enqueue([NewRequest(request_id, request)])
+
+
+def test_every_final_state_is_told(server: Server) -> None:
+    """Exactly those requests that asked for it are listed, whoever ended them and how; and their
+    results are kept for a day."""
+    with closing(server.connect()) as client:
+        hand, url = HandWorker(client), "http://example.com/"
+        ask(hand.queue, "completed", url)
+        hand.finish(hand.take(), "hi")
+        ask(hand.queue, "failed", url)
+        hand.send(hand.take(), "h", FinishReason.ERROR)
+        ask(hand.queue, "cancelled-waiting", url)
+        hand.queue.cancel("cancelled-waiting")
+        ask(hand.queue, "cancelled-running", url)
+        claim = hand.take()
+        hand.queue.cancel("cancelled-running")
+        hand.send(claim, "x")
+        ask(hand.queue, "expired", url, deadline_ms=1)
+        time.sleep(0.005)
+        hand.queue.reap()
+        ask(hand.queue, "dead", url)
+        hand.queue = RequestQueue(client, worker_id="by-hand", max_crashes=1)
+        hand.take()
+        client.zadd(KEYS.leases, {"dead": 1})
+        hand.queue.reap()
+        hand.take()
+        client.zadd(KEYS.leases, {"dead": 1})
+        hand.queue.reap()
+        client.hset(KEYS.request("plain"), "payload", '{"prompt":"a", "webhook_url" : "http://b"}')
+        client.zadd(KEYS.pending, {"plain": 1})
+        hand.finish(hand.take(), "hi")
+        hand.queue.enqueue([NewRequest("nobody", Request.build({"prompt": "a"}))])
+        hand.finish(hand.take(), "hi")
+        told = {raw.decode() for raw in client.zrange(KEYS.webhooks, 0, -1)}
+        assert told == {
+            "completed", "failed", "cancelled-waiting", "cancelled-running", "expired", "dead",
+            "plain",
+        }  # fmt: skip
+        for request_id in told - {"dead"}:
+            assert client.pttl(KEYS.request(request_id)) > 23 * 3_600_000
+        assert client.pttl(KEYS.request("nobody")) <= 3_600_000
+
+
+def test_a_webhook_is_signed_and_tells_the_result(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
+) -> None:
+    ask(own_worker.queue, "a/b", receiving.url("/ok"), metadata={"my": "id"})
+    own_worker.finish(own_worker.take(), "hi there")
+    jobs.work()
+    [(_, headers, body)] = receiving.calls
+    assert is_signed(headers, body)
+    assert abs(int(headers["webhook-timestamp"]) - time.time()) < 60
+    told = json.loads(body)
+    assert told["type"] == "request.completed"
+    assert told["data"]["request_id"] == "a/b"
+    assert told["data"]["metadata"] == {"my": "id"}
+    assert told["data"]["result"]["text"] == "hi there"
+    jobs.work()
+    assert len(receiving.calls) == 1, "once it was taken, it is not sent again"
+
+
+def test_it_is_sent_again_until_it_is_taken(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
+) -> None:
+    """Under the same id, newly signed, the first time after 5 s."""
+    ask(own_worker.queue, "r", receiving.url("/status/500"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    [due] = jobs.redis.zrange(jobs.queue.scheduled_job_registry.key, 0, -1, withscores=True)
+    assert 0 < due[1] - time.time() <= BACKOFF_SECONDS[0]
+    jobs.work()
+    assert len(receiving.calls) == 1, "not before it is due"
+    jobs.pass_time()
+    jobs.work()
+    first, second = receiving.headers_at("/status/500")
+    assert first["webhook-id"] == second["webhook-id"]
+    assert all(is_signed(headers, body) for _, headers, body in receiving.calls)
+    assert jobs.failed() == []
+
+
+def test_after_a_day_it_is_dead(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
+    assert 0.9 * 86_400 < sum(BACKOFF_SECONDS) < 86_400
+    ask(own_worker.queue, "r", receiving.url("/status/503"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    [waiting] = jobs.redis.zrange(jobs.queue.scheduled_job_registry.key, 0, -1)
+    job = Job.fetch(waiting.decode(), connection=jobs.redis, serializer=JSONSerializer)
+    assert job.retries_left == len(BACKOFF_SECONDS) - 1
+    jobs.redis.hset(job.key, "retries_left", 1)
+    jobs.pass_time()
+    jobs.work()
+    jobs.pass_time()
+    jobs.work()
+    assert len(receiving.calls) == 3
+    [dead] = jobs.failed()
+    assert "answered 503" in str(dead.latest_result().exc_string)
+    jobs.pass_time()
+    jobs.work()
+    assert len(receiving.calls) == 3
+
+
+def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
+    """One that never answers, one that is not there, one that redirects, one that wants no more."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{unused.getsockname()[1]}/"
+        for path in ("/never", "/status/302", "/status/410"):
+            ask(own_worker.queue, path[1:], receiving.url(path))
+            own_worker.finish(own_worker.take(), "hi")
+        ask(own_worker.queue, "nobody", nobody)
+        own_worker.finish(own_worker.take(), "hi")
+        jobs.work()
+    assert [at for at, _, _ in receiving.calls] == ["/never", "/status/302", "/status/410"]
+    jobs.pass_time()
+    jobs.work()
+    again = sorted(at for at, _, _ in receiving.calls[3:])
+    assert again == ["/never", "/status/302"], "gone is gone; a redirect is followed nowhere"
+
+
+def test_private_addresses_are_refused(
+    jobs: Jobs,
+    own_worker: HandWorker,
+    receiving: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless a setting allows them; and nothing is tried again."""
+    monkeypatch.setenv("PROMPTQ_WEBHOOK_ALLOW_PRIVATE", "0")
+    ask(own_worker.queue, "r", receiving.url("/ok"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    jobs.pass_time()
+    jobs.work()
+    assert receiving.calls == []
+    [result] = [
+        Job.fetch(it, connection=jobs.redis, serializer=JSONSerializer).return_value()
+        for it in jobs.queue.finished_job_registry.get_job_ids()
+    ]
+    assert "private network" in result
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+        "0.0.0.0", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0",
+        "fc00::1", "ff02::1", "::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::",
+    ],
+)  # fmt: skip
+def test_what_is_private(address: str) -> None:
+    assert not is_public(address)
+
+
+def test_what_is_public() -> None:
+    assert is_public("93.184.216.34")
+    assert is_public("2606:2800:220:1:248:1893:25c8:1946")
+    assert is_public("::ffff:93.184.216.34")
+
+
+def test_a_name_is_resolved_once_and_checked_whole(
+    receiving: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with a public and a private address is refused; one that changes its mind between
+    two questions is asked once, and the connection goes to what was checked."""
+    answers: list[list[str]] = []
+
+    def resolve(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        assert host == "name.example"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, port)) for it in answers.pop(0)]
+
+    connected: list[tuple[str, int]] = []
+
+    def connect(address: tuple[str, int], *_: Any) -> socket.socket:
+        connected.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(safe_http.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(safe_http.socket, "create_connection", connect)
+    answers[:] = [["93.184.216.34", "127.0.0.1"]]
+    with pytest.raises(AddressRefusedError, match="private network"):
+        post("http://name.example/", b"", {}, timeout=1)
+    assert connected == []
+    answers[:] = [["93.184.216.34"], ["127.0.0.1"]]
+    with pytest.raises(ConnectionRefusedError):
+        post("http://name.example:8080/", b"", {}, timeout=1)
+    assert connected == [("93.184.216.34", 8080)]
+    assert answers == [["127.0.0.1"]], "nobody asked a second time"
+
+
+@pytest.mark.parametrize("url", ["http://", "http://a:x/", "http://a b/", "http://[::1/", "x://a"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises((AddressRefusedError, OSError)):
+        post(url, b"", {}, timeout=1)
+
+
+def test_the_secret(settings: JobsSettings, tmp_path: Path) -> None:
+    """That of the settings; without one, it is made once, for its owner's eyes alone."""
+    assert load_secret(settings) == b"a secret of thirty-two bytes ..."
+    own = settings.model_copy(update={"webhook_secret": None})
+    first = load_secret(own)
+    assert len(first) == 32
+    assert load_secret(own) == first
+    assert secret_file(own).stat().st_mode & 0o777 == 0o600
+    secret_file(own).write_text("whsec_dG9vIHNob3J0")
+    with pytest.raises(ConfigurationError, match="24 to 64 bytes"):
+        load_secret(own)
+
+
+def test_nothing_is_pickled(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, tmp_path: Path
+) -> None:
+    """A job that somebody pickled into our queue is not read, and ours are JSON."""
+    import pickle
+    import zlib
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "exploded",))
+
+    job_id = "bomb"
+    jobs.redis.hset(
+        f"rq:job:{job_id}",
+        mapping={
+            "data": zlib.compress(pickle.dumps(Bomb())),
+            "origin": jobs.queue.name,
+            "status": "queued",
+            "created_at": "2026-01-01T00:00:00.000000Z",
+        },
+    )
+    jobs.redis.rpush(jobs.queue.key, job_id)
+    ask(own_worker.queue, "r", receiving.url("/ok"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    jobs.work()
+    assert not (tmp_path / "exploded").exists()
+    assert len(receiving.calls) == 1
+    kept = [key for key in jobs.redis.keys("rq:job:*") if not key.endswith(job_id.encode())]
+    assert kept
+    for key in kept:
+        json.loads(zlib.decompress(jobs.redis.hget(key, "data")))
