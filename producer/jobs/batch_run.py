@@ -39,6 +39,9 @@ T = TypeVar("T")
 _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
+_KEPT_MS = 120_000
+"""So long a request whose answer is written down is still there for whoever looks; all of a large
+batch would fill the server."""
 _END_SECONDS = 30.0
 """How long what was cancelled may take to end: a worker that died holds it for a lease."""
 
@@ -126,6 +129,7 @@ class BatchRun:
         self._on_progress = on_progress
         self._in_flight: dict[int, _InFlight] = {}
         self._full_until = 0.0
+        self._written: list[NewRequest] = []
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
         """Run what is not done yet; `look` says, between two rounds, whether to end before.
@@ -145,6 +149,7 @@ class BatchRun:
                 return Ending.COMPLETED
             ended = await self._collect()
             self._tell()
+            await self._let_go()
             wait = _FIRST_WAIT_SECONDS if ended else min(wait * 1.5, _LONGEST_WAIT_SECONDS)
             await asyncio.sleep(wait)
 
@@ -235,6 +240,7 @@ class BatchRun:
         for item in ended:
             await self._write(item)
             del self._in_flight[item.line.number]
+            self._written += item.requests
         return len(ended)
 
     async def _ask(self, name: str, requests: list[NewRequest]) -> list[bytes | None]:
@@ -248,6 +254,20 @@ class BatchRun:
             return answers
 
         return await self._persist(ask) if requests else []
+
+    async def _let_go(self) -> None:
+        """Shorten the life of what was written down, once that is safe."""
+        done, self._written = self._written, []
+
+        async def shorten() -> None:
+            pipeline = self._redis.pipeline(transaction=False)
+            for new in done:
+                if new.request.webhook_url is None:
+                    pipeline.pexpire(self._keys.request(new.request_id), _KEPT_MS, lt=True)
+            await pipeline.execute()
+
+        if done:
+            await self._persist(shorten)
 
     async def _write(self, item: _InFlight) -> None:
         line = item.line

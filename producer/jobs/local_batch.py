@@ -52,7 +52,8 @@ def run_batch(
     `fields` are fields of each request that its line may override. Interrupted, by a signal or a
     crash, the same call goes on where it was: beside the output lies `OUTPUT.batch`, which
     names the run, until all is done. SIGINT and SIGTERM end it in order; what is in flight
-    then goes on in the queue and is picked up by the next call.
+    then goes on in the queue and is picked up by the next call. Where an event loop runs
+    already, call it through `asyncio.to_thread`.
 
     Raises BatchFileError for an input that cannot be run, ConfigurationError where the output
     belongs to something else, BatchIsRunningError, RedisUnavailableError.

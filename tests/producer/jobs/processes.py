@@ -8,19 +8,32 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def kill_all(pid: int) -> None:
-    """SIGKILL a process and all its descendants, the eldest first."""
-    family, found = [pid], {pid}
-    while True:
-        new = [child for child, parent in _parents().items() if parent in found - {child}]
-        new = [child for child in new if child not in found]
-        if not new:
-            break
-        found |= set(new)
+def family_of(pid: int) -> list[int]:
+    """A process and all its descendants, the eldest first."""
+    family = [pid]
+    while new := [child for child, parent in _parents().items() if _is_new(child, parent, family)]:
         family += new
-    for each in family:
+    return family
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL a process and all its descendants."""
+    for each in family_of(pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it lives; one that nobody waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _is_new(child: int, parent: int, family: list[int]) -> bool:
+    return parent in family and child not in family
 
 
 def _parents() -> dict[int, int]:

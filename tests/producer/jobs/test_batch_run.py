@@ -55,6 +55,10 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
             source, output, redis_url, max_in_flight=7, on_progress=seen.append
         )
     assert outcome == BatchOutcome(True, Progress(30, 30, 0, 0))
+    with redis.Redis.from_url(redis_url) as server:
+        left = [server.pttl(key) for key in server.keys(KEYS.request("*"))]
+    assert len(left) == 30
+    assert max(left) <= 120_000, "what is written down fills the server for two minutes only"
     assert max(progress.in_flight for progress in seen) <= 7
     assert texts_in(output) == expected_texts(range(30))
     answer = read_lines(output)["id-3"]

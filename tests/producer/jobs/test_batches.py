@@ -35,7 +35,7 @@ from tests.producer.jobs.batches import (
     texts_in,
     write_lines,
 )
-from tests.producer.jobs.processes import kill_all
+from tests.producer.jobs.processes import family_of, is_running, kill_all
 from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Start
 
@@ -169,7 +169,8 @@ def waiting_keys(server: redis.Redis) -> list[str]:
 
 async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) -> None:
     """The jobs are killed in the midst of a batch, the server after them; the next ones go on, and
-    no line runs twice. Told to stop, they do so at once, and the batch goes on later too."""
+    no line runs twice. Told to stop, they do so at once, and the batch goes on later too. Of jobs
+    whose parent alone is killed nothing is left."""
     files, output = tmp_path / "files", tmp_path / "output.jsonl"
     settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_BATCH_IN_FLIGHT": "5"}
     settings["PROMPTQ_WEBHOOK_ALLOW_PRIVATE"] = "1"
@@ -209,7 +210,10 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         answers = FileStore(files).get(record.output_file_id or "", "")
         output.write_bytes(FileStore(files).path(answers).read_bytes())
         assert texts_in(output) == expected_texts(range(60))
-        kill_all(third.pid)
+        family = family_of(third.pid)
+        third.kill()
+        third.wait()
+        await until(lambda: not any(map(is_running, family)))
     finally:
         server.stop()
 
