@@ -37,6 +37,11 @@ def gateway_command(args: Sequence[str]) -> list[str]:
     return _command("producer.cli", "gateway", *args)
 
 
+def jobs_command(args: Sequence[str]) -> list[str]:
+    """The command line of a process for the background work."""
+    return _command("producer.cli", "jobs", *args)
+
+
 def _command(*args: str) -> list[str]:
     root = Path(__file__).resolve().parents[1]
     # Another folder the user stands in may hold a `worker` of its own.

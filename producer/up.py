@@ -1,4 +1,4 @@
-"""`promptq up`: a server, workers and a gateway in one terminal, until Ctrl-C."""
+"""`promptq up`: a server, workers, a gateway and its jobs in one terminal, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from producer.fleet import Fleet
-from producer.processes import gateway_command, worker_command
+from producer.processes import gateway_command, jobs_command, worker_command
 from shared import embedded
 from shared.connection import open_redis, without_password
 from shared.embedded import PREFERRED_PORT, EmbeddedServer
@@ -126,6 +126,7 @@ def _commands(options: UpOptions) -> dict[str, list[str]]:
     if options.http_port is not None:
         port = str(options.http_port)
         commands["gateway"] = gateway_command(["--port", port, "--queue", options.queue])
+        commands["jobs"] = jobs_command(["--queue", options.queue])
     return commands
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from producer.jobs.settings import FilesSettings
 from shared.errors import ConfigurationError
 from shared.schemas import MAX_PAYLOAD_BYTES
-from shared.settings import ENV_PREFIX, Settings
+from shared.settings import ENV_PREFIX
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(FilesSettings):
     """The settings of all, and those of the HTTP side."""
 
     http_host: str = Field("127.0.0.1", description="address that the gateway listens on")

@@ -1,18 +1,18 @@
-"""From a line's body to requests, and from their results to the body of an answer."""
+"""From a line's body to requests and back to an answer, as the gateway does it."""
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import redis.asyncio
 
-from producer.composing import compose, compose_samples
+from producer.composing import compose
 from producer.jobs.batch_lines import BatchLine
 from shared.errors import InvalidRequestError
 from shared.keys import Keys
-from shared.schemas import Result, Usage
+from shared.schemas import Result
 from shared.scripts import NewRequest
 
 
@@ -33,52 +33,36 @@ class LineForm(Protocol):
         """The body of the HTTP answer, as if the line had been a request to the gateway."""
 
 
-class PlainForm:
-    """Bodies are the fields of a request, with `n` beside them."""
-
-    def requests(
-        self, line: BatchLine, request_id: str, defaults: dict[str, Any]
-    ) -> list[NewRequest]:
-        body = dict(line.body)
-        if body.pop("stream", False):
-            raise InvalidRequestError("stream: a batch does not stream", field="stream")
-        n = body.pop("n", None)
-        if "max_completion_tokens" in body:
-            body["max_tokens"] = body.pop("max_completion_tokens")
-        body.pop("user", None)
-        fields = {**defaults, **body, "request_id": request_id}
-        if n is None or n == 1:
-            return compose([fields])
-        if not isinstance(n, int):
-            raise InvalidRequestError(f"n: {n!r} is not a number", field="n")
-        return compose_samples(n, fields)
-
-    async def answer(
-        self, line: BatchLine, request_id: str, results: Sequence[Result]
-    ) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for index, result in enumerate(results):
-            choice: dict[str, Any] = {"index": index, "finish_reason": result.finish_reason.value}
-            if line.is_chat:
-                choice["message"] = {"role": "assistant", "content": result.text}
-            else:
-                choice["text"] = result.text
-            choices.append({**choice, "logprobs": None})
-        usage = Usage.of_samples([result.usage for result in results])
-        return {
-            "id": request_id,
-            "object": "chat.completion" if line.is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": line.body.get("model") or "",
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.total_tokens,
-            },
-        }
-
-
 def line_form(connection: redis.asyncio.Redis, keys: Keys, url: str) -> LineForm:
     """How lines of batches for this queue become requests; `url` names the server in errors."""
-    return PlainForm()
+    # Here and not above, for it brings the whole of FastAPI along.
+    from producer.gateway.openai.answers import answer
+    from producer.gateway.openai.calls import Call, read_chat, read_completion
+    from producer.gateway.openai.completion import completion_of
+    from producer.gateway.queue_view import QueueWatch
+
+    watch = QueueWatch(connection, keys, url)
+
+    def call_of(line: BatchLine) -> Call:
+        body = json.dumps(line.body).encode()
+        call = read_chat(body, {}) if line.is_chat else read_completion(body, {})
+        if call.stream:
+            raise InvalidRequestError("stream: a batch does not stream", field="stream")
+        return call
+
+    class _GatewayForm:
+        def requests(
+            self, line: BatchLine, request_id: str, defaults: dict[str, Any]
+        ) -> list[NewRequest]:
+            call = call_of(line)
+            return compose(call.with_fields(**{**defaults, **call.fields}).requests(request_id))
+
+        async def answer(
+            self, line: BatchLine, request_id: str, results: Sequence[Result]
+        ) -> dict[str, Any]:
+            view = await watch.look()
+            completion = completion_of(call_of(line), request_id, view.model)
+            style = view.tool_call_style if completion.with_tools else None
+            return answer(completion, results, style)
+
+    return _GatewayForm()

@@ -16,7 +16,6 @@ from producer.gateway.context import ThisGateway
 from producer.gateway.errors import ApiError
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
-from producer.jobs.settings import FilesSettings, read_files_settings
 
 router = APIRouter(tags=["files"])
 
@@ -29,9 +28,7 @@ _EXPIRY_SECONDS = (3600, BATCH_FILE_SECONDS)
 
 def file_store(gateway: ThisGateway) -> FileStore:
     """The files of this gateway."""
-    settings = gateway.settings
-    own = settings if isinstance(settings, FilesSettings) else read_files_settings()
-    return FileStore(own.files_dir)
+    return FileStore(gateway.settings.files_dir)
 
 
 ThisStore = Annotated[FileStore, Depends(file_store)]

@@ -21,10 +21,10 @@ import uvicorn
 
 from producer import Client
 from producer.gateway.app import create_app
+from producer.gateway.settings import GatewaySettings
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.batch_records import Batches, new_batch
 from producer.jobs.files import FileStore
-from producer.jobs.settings import FilesSettings
 from shared.embedded import EmbeddedServer
 from tests.helpers import running_worker
 from tests.producer.jobs.batches import (
@@ -43,7 +43,7 @@ from tests.producer.playing import Start
 @contextmanager
 def live_gateway(url: str, folder: Path) -> Iterator[str]:
     """The base URL of a gateway on a real socket."""
-    app = create_app(FilesSettings(redis_url=url, files_dir=folder))
+    app = create_app(GatewaySettings(redis_url=url, files_dir=folder))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
