@@ -114,7 +114,7 @@ class Run:
                 *(as_role("worker", self._proxy.url(Role.WORKERS)), self._folder, self._group),
                 self._environment,
             )
-            self._fleet.start()
+            await self._fleet.start()
             references = {}
             if Queue.REAL in self._queues:
                 self._say("asking the shipped model undisturbed")

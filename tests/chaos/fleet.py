@@ -156,14 +156,15 @@ class Fleet:
         group: ProcessGroup,
         environment: Mapping[str, str],
     ) -> None:
-        nursery = Nursery()
+        self._nursery = Nursery()
         self.places = [
-            Place(queue, number, url, folder, group, nursery, environment)
+            Place(queue, number, url, folder, group, self._nursery, environment)
             for queue, count in counts.items()
             for number in range(count)
         ]
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        await asyncio.to_thread(self._nursery.warm_up)
         for place in self.places:
             place.start()
 

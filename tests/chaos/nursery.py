@@ -44,6 +44,12 @@ class Nursery:
                 else:
                     os.environ[name] = value
 
+    def warm_up(self) -> None:
+        """Wait until it has imported everything, which the first start would do otherwise."""
+        process = self._context.Process(target=int, daemon=True)
+        process.start()
+        process.join()
+
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], group: int
     ) -> WorkerProcess:
