@@ -180,6 +180,6 @@ def test_a_request_id_stays_inside_its_own_keys(roles: Roles, tmp_path: Path) ->
         expected = {keys.request(it) for it in strange} | {keys.tokens(it) for it in strange}
         own = {keys.prefix + name for name in ("config", "outputs", "workers")}
         assert expected <= found
-        of_workers = (keys.worker(""), f"{keys.prefix}claimed:")
+        of_workers = (keys.worker(""), keys.slots(""), keys.statistics, f"{keys.prefix}claimed:")
         others = {key for key in found - expected - own if not key.startswith(of_workers)}
         assert others == set()
