@@ -24,6 +24,7 @@ from producer.gateway.openai.positions import Position, read_event_id
 from producer.gateway.presence import ClientLeftError, while_present
 from producer.gateway.records import check_owner
 from shared.errors import InvalidRequestError
+from shared.logs import bind
 from shared.schemas import Result
 
 _CLIENT_LEFT = 499
@@ -73,6 +74,7 @@ async def _begin(
         enqueued = await gateway.client.enqueue_many(requests)
     # Where the idempotency key was known, these are those of the call that brought it first.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    bind(request_id=completion_id)
     return completion_of(call, completion_id, view.model), rates
 
 
@@ -111,6 +113,7 @@ def granted(call: Call, caller: Caller) -> Call:
 
 async def _resume(gateway: Gateway, caller: Caller, call: Call, last_event_id: str) -> Response:
     completion_id, have = read_event_id(last_event_id)
+    bind(request_id=completion_id)
     completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
     check_positions(completion, have)
     await check_owner(gateway, caller, completion.request_ids[:1])

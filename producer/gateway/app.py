@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 
@@ -13,6 +13,8 @@ from producer.connecting import server_url
 from producer.gateway import errors
 from producer.gateway.cancels import Cancels
 from producer.gateway.context import Gateway
+from producer.gateway.http_meter import measure_http
+from producer.gateway.http_tracing import trace_http
 from producer.gateway.queue_view import QueueWatch
 from producer.gateway.routes import (
     batches,
@@ -29,8 +31,10 @@ from producer.gateway.routes import (
 )
 from producer.gateway.settings import GatewaySettings
 from shared.connection import make_async_redis
+from shared.errors import PromptqError
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
+from shared.tracing import start_tracing
 
 _ROUTERS = (
     health.router,
@@ -46,28 +50,35 @@ _ROUTERS = (
     dashboard_actions.router,
 )
 _MAX_CALLING = 32
+_SAMPLE_SECONDS = 5.0
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The ASGI application of one gateway. Raises RedisUnavailableError if no server is named."""
     url = server_url(settings.redis_url)
     keys = Keys(settings.queue)
+    tracing = start_tracing("promptq-gateway", settings.otlp_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         connection = make_async_redis(url)
-        client = AsyncClient(connection, settings.queue)
+        client = AsyncClient(connection, settings.queue, tracing=tracing)
         calling = asyncio.Semaphore(_MAX_CALLING)
         cancels = Cancels(client, calling)
         watch = QueueWatch(connection, keys, url)
         queue = AsyncRequestQueue(connection, settings.queue)
         app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)
+        keeping = asyncio.create_task(_keep_statistics(client))
         try:
             yield
         finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
             await cancels.aclose()
             await client.close()
             await connection.aclose()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="promptq",
@@ -80,4 +91,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     errors.add_handlers(app)
     for router in _ROUTERS:
         app.include_router(router)
-    return app
+    return measure_http(trace_http(app, tracing))
+
+
+async def _keep_statistics(client: AsyncClient) -> None:
+    """So that charts go on while no worker is alive; whoever comes first takes a sample."""
+    while True:
+        await asyncio.sleep(_SAMPLE_SECONDS)
+        with suppress(PromptqError):  # Redis is away: there is nothing to keep
+            await client.keep_statistics()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 
 from producer import Client
+from tests.roles import as_role
 
 GATEWAY = """
 import sys
@@ -66,7 +67,8 @@ def about(lines: Lines, request_id: str) -> Lines:
 
 
 def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
-    worker = ["-m", "worker", "--model", "model-free", "--redis", redis_url, "--log-level", "debug"]
+    url = as_role("worker", redis_url)
+    worker = ["-m", "worker", "--model", "model-free", "--redis", url, "--log-level", "debug"]
     with running(*worker) as (_, of_worker), Client(redis_url) as client:
         with running("-c", GATEWAY, redis_url) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"

@@ -23,6 +23,7 @@ from shared.errors import RequestExistsError
 from shared.settings import Settings
 from shared.tracing import Tracing, start_tracing
 from tests.helpers import served_model_free
+from tests.roles import as_role
 from worker.service import Worker
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -107,7 +108,7 @@ async def test_one_trace_leads_from_an_http_request_to_the_tokens(
     app = trace_http(FastAPI(), of_gateway)
     async with (
         AsyncClient(redis_url, tracing=of_gateway) as client,
-        redis.asyncio.Redis.from_url(redis_url) as connection,
+        redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as connection,
     ):
 
         @app.post("/ask/{question}")
@@ -161,7 +162,8 @@ async def test_one_trace_leads_from_an_http_request_to_the_tokens(
 
 def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: Collector) -> None:
     """A plain client's trace context is enough; what is none is ignored, not refused."""
-    command = [sys.executable, "-m", "worker", "--model", "model-free", "--redis", redis_url]
+    url = as_role("worker", redis_url)
+    command = [sys.executable, "-m", "worker", "--model", "model-free", "--redis", url]
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -20,6 +20,7 @@ from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.schemas import FinishReason
 from tests.helpers import running_worker, served_model_free, text_of
+from tests.roles import as_role
 from worker.metrics import MetricsServer
 from worker.service import Worker
 
@@ -159,7 +160,8 @@ async def test_a_port_that_is_taken_is_named(redis_url: str) -> None:
 
 
 def test_the_command_serves_metrics_where_it_says(redis_url: str) -> None:
-    command = [sys.executable, "-m", "worker", "--model", "model-free", "--redis", redis_url]
+    url = as_role("worker", redis_url)
+    command = [sys.executable, "-m", "worker", "--model", "model-free", "--redis", url]
     process = subprocess.Popen([*command, "--metrics-port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
