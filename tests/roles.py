@@ -24,7 +24,7 @@ from shared import scripts
 
 ACL_FILE = Path(__file__).parents[1] / "deploy" / "redis.acl"
 
-ROLES = ("producer", "subscriber", "worker")
+ROLES = ("producer", "subscriber", "worker", "jobs")
 
 _ROLE_OF_SCRIPT = {
     "enqueue": "producer",

@@ -62,6 +62,8 @@ def run_gateway(settings: GatewaySettings) -> None:
     from shared.logs import configure_logs
 
     configure_logs(settings.log_level, settings.log_format)
+    # That it starts is told by the ready line.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     allow_many_connections()
     app = create_app(settings)
     listener = _listen(settings.http_host, settings.http_port)

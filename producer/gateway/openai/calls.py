@@ -256,7 +256,7 @@ def body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     """The JSON schema of an endpoint's body: its options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
-    hidden = {"version", "messages", "prompt"}
+    hidden = {"version", "messages", "prompt", "trace_context"}
     if kind is CompletionOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
     rest = {name: value for name, value in fields.items() if name not in hidden}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx2
@@ -13,6 +13,7 @@ import pytest
 from shared.embedded import EmbeddedServer
 from shared.settings import Settings
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
+from tests.roles import as_role, bring_in_roles
 from worker.building import Served, build
 
 
@@ -51,10 +52,20 @@ def openai_client(gateway: LiveGateway) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@contextmanager
+def own_gateway(served: Served | None = None) -> Iterator[LiveGateway]:
+    """A gateway with a server and a worker of its own, each in its role."""
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        url = as_role("producer", server.url)
+        with live_worker(url, served), live_gateway(url) as gateway:
+            yield gateway
+
+
 @pytest.fixture(scope="session")
 def letters_gateway() -> Iterator[LiveGateway]:
-    """A gateway with a server and a worker of its own, on the model-free engine."""
-    with EmbeddedServer() as server, live_worker(server.url), live_gateway(server.url) as gateway:
+    """On the model-free engine."""
+    with own_gateway() as gateway:
         yield gateway
 
 
@@ -73,12 +84,7 @@ def shipped() -> Served:
 
 @pytest.fixture(scope="session")
 def stories_gateway(shipped: Served) -> Iterator[LiveGateway]:
-    """A gateway with a server and a worker of its own, on the shipped model."""
-    with (
-        EmbeddedServer() as server,
-        live_worker(server.url, shipped),
-        live_gateway(server.url) as gateway,
-    ):
+    with own_gateway(shipped) as gateway:
         yield gateway
 
 

@@ -19,6 +19,7 @@ from shared.schemas import ErrorInfo, FinishReason
 from shared.scripts import Claim
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker, free_port
+from tests.roles import bring_in_roles
 
 
 def complete(client: OpenAI, **fields: Any) -> Any:
@@ -266,8 +267,10 @@ def test_redis_away() -> None:
             assert http.get("/healthz").status_code == 200
 
         check_away()
-        with EmbeddedServer(port) as server, live_worker(server.url):
-            answer = http.post("/v1/completions", json=asked)
+        with EmbeddedServer(port) as server:
+            bring_in_roles(server.url)
+            with live_worker(server.url):
+                answer = http.post("/v1/completions", json=asked)
             assert answer.status_code == 200
             assert len(answer.json()["choices"][0]["text"]) == 16
         check_away()

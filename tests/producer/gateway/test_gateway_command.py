@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -30,7 +31,9 @@ def test_it_serves_and_ends_cleanly(start: Start) -> None:
     assert httpx2.get(f"{url}/healthz").json() == {"status": "ok"}
     assert httpx2.get(f"{url}/v1/models").json()["data"] == []
     process.terminate()
-    assert process.communicate() == ("", "")
+    output, logs = process.communicate()
+    assert output == ""
+    assert [json.loads(line)["path"] for line in logs.splitlines()] == ["/v1/models"]
     assert process.returncode == 0
 
 

@@ -32,6 +32,7 @@ from tests.producer.jobs.batches import (
     write_lines,
 )
 from tests.producer.playing import Run, Start
+from tests.roles import as_role, bring_in_roles
 
 
 async def run_beside(source: Path, output: Path, url: str, **options: Any) -> BatchOutcome:
@@ -55,7 +56,7 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
             source, output, redis_url, max_in_flight=7, on_progress=seen.append
         )
     assert outcome == BatchOutcome(True, Progress(30, 30, 0, 0))
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         left = [server.pttl(key) for key in server.keys(KEYS.request("*"))]
     assert len(left) == 30
     assert max(left) <= 120_000, "what is written down fills the server for two minutes only"
@@ -117,7 +118,7 @@ async def test_a_killed_run_goes_on_without_running_a_line_twice(
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(200)])
     output = tmp_path / "out.jsonl"
     command = ["batch", "run", str(source), "-o", str(output), "--in-flight", "4"]
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         first = start(*command)
         await until(lambda: server.zcard(KEYS.pending) == 4)
         first.kill()
@@ -141,7 +142,7 @@ async def test_a_killed_run_goes_on_without_running_a_line_twice(
 async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start: Start) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(9)])
     output = tmp_path / "out.jsonl"
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         process = start("batch", "run", str(source), "-o", str(output), "--in-flight", "4")
         await until(lambda: server.zcard(KEYS.pending) == 4)
         process.send_signal(signal.SIGINT)
@@ -159,15 +160,17 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(20)])
     output = tmp_path / "out.jsonl"
     server = EmbeddedServer(data_dir=tmp_path / "data")
+    bring_in_roles(server.url)
     port, url = server.port, server.url
-    with redis.Redis.from_url(url) as connection:
+    with redis.Redis.from_url(as_role("", url)) as connection:
         running = asyncio.create_task(run_beside(source, output, url, max_in_flight=10))
         await until(lambda: connection.zcard(KEYS.pending) == 10)
     server.stop()
     await asyncio.sleep(0.05)
     server = EmbeddedServer(port, tmp_path / "data")
+    bring_in_roles(server.url)
     try:
-        with redis.Redis.from_url(url) as connection:
+        with redis.Redis.from_url(as_role("", url)) as connection:
             assert connection.zcard(KEYS.pending) == 10
             async with running_worker(url):
                 await until(lambda: output.read_bytes().count(b"\n") >= 10)
@@ -187,7 +190,7 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
 
 async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> None:
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(12)])
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         server.hset(KEYS.config, "max_pending", 2)
         running = asyncio.create_task(
             run_beside(source, tmp_path / "out.jsonl", redis_url, max_in_flight=8)
@@ -203,7 +206,7 @@ async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
     late = line(1, body={"prompt": "x", "deadline_ms": 1})
     source = write_lines(tmp_path / "in.jsonl", [line(0), late, line(2)])
     output = tmp_path / "out.jsonl"
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         running = asyncio.create_task(run_beside(source, output, redis_url))
         await until(lambda: server.zcard(KEYS.pending) == 3)
         [cancelled] = keys_of(server, "line 2")
@@ -242,7 +245,7 @@ async def test_one_process_at_a_time(
 ) -> None:
     source, output = write_lines(tmp_path / "in.jsonl", [line(0)]), tmp_path / "out.jsonl"
     command = ["batch", "run", str(source), "-o", str(output)]
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         start(*command)
         await until(lambda: server.zcard(KEYS.pending) == 1)
     with pytest.raises(BatchIsRunningError, match="another process"):

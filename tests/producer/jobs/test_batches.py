@@ -38,6 +38,7 @@ from tests.producer.jobs.batches import (
 from tests.producer.jobs.processes import family_of, is_running, kill_all
 from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Start
+from tests.roles import as_role, bring_in_roles
 
 
 @contextmanager
@@ -131,7 +132,7 @@ async def test_batches_from_upload_to_answers(
     with pytest.raises(openai.ConflictError):
         await client.batches.cancel(batch.id)
 
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         waiting = await create(client, good)
         await until(lambda: server.zcard(KEYS.pending) == 4)
         [score] = {int(server.hget(key, "priority")) for key in waiting_keys(server)}
@@ -178,20 +179,22 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
     with source.open("rb") as stream:
         stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
     server = EmbeddedServer(data_dir=tmp_path / "data")
+    bring_in_roles(server.url)
     try:
         url, port = server.url, server.port
         batch = new_batch("/v1/completions", stored.id, "")
         async with redis.asyncio.Redis.from_url(url) as connection:
             await Batches(connection, KEYS).add(batch)
         first = start("jobs", url=url, **settings)
-        with redis.Redis.from_url(url) as connection:
+        with redis.Redis.from_url(as_role("", url)) as connection:
             await until(lambda: connection.zcard(KEYS.pending) == 5)
             kill_all(first.pid)
             first.wait()
         server.stop()
         server = EmbeddedServer(port, tmp_path / "data")
+        bring_in_roles(server.url)
         running = files / "running" / f"{batch.id}.output.jsonl"
-        with redis.Redis.from_url(url) as connection, receiver() as receiving:
+        with redis.Redis.from_url(as_role("", url)) as connection, receiver() as receiving:
             pass_lease_time(connection, batch.id)
             with Client(url) as client:
                 client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))

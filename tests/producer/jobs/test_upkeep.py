@@ -15,13 +15,14 @@ from shared.keys import Keys
 from shared.schemas import Request, RequestState
 from shared.scripts import NewRequest
 from tests.producer.playing import HandWorker
+from tests.roles import as_role
 
 KEYS = Keys("default")
 
 
 @pytest.fixture(autouse=True)
 def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", as_role("jobs", redis_url))
     monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path))
     monkeypatch.setenv("PROMPTQ_LEASE_MS", "100")
 
@@ -71,7 +72,7 @@ def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -
 
 def test_minutes_are_rolled_up(redis_url: str) -> None:
     """Each whole minute once, however often it is asked for; the minute that runs is left."""
-    with redis.Redis.from_url(redis_url) as server:
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
         seconds, _ = server.time()
         minute = seconds // 60 * 60_000
         for at, running, p95 in ((0, 1, "5"), (5, 2, "9"), (55, 3, "")):

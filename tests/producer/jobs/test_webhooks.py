@@ -35,6 +35,7 @@ from shared.scripts import NewRequest
 from tests.helpers import Server
 from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
 from tests.producer.playing import HandWorker
+from tests.roles import as_role
 
 KEYS = Keys("default")
 
@@ -48,7 +49,7 @@ def receiving() -> Iterator[Receiver]:
 @pytest.fixture
 def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobsSettings:
     """Of jobs too, which read the environment."""
-    monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", as_role("jobs", redis_url))
     monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path))
     monkeypatch.setenv("PROMPTQ_WEBHOOK_SECRET", SECRET)
     monkeypatch.setenv("PROMPTQ_WEBHOOK_ALLOW_PRIVATE", "1")
@@ -329,7 +330,7 @@ def test_nothing_is_pickled(
     jobs.work()
     assert not (tmp_path / "exploded").exists()
     assert len(receiving.calls) == 1
-    kept = [key for key in jobs.redis.keys("rq:job:*") if not key.endswith(job_id.encode())]
+    kept = [key for key in jobs.redis.scan_iter("rq:job:*") if not key.endswith(job_id.encode())]
     assert kept
     for key in kept:
         json.loads(zlib.decompress(jobs.redis.hget(key, "data")))

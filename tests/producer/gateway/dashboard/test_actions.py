@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import redis.asyncio
 from playwright.async_api import Page, expect
 from structlog.testing import capture_logs
 
@@ -16,6 +17,7 @@ from tests.helpers import running_worker, served_model_free
 from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.test_queue_commands import bury
+from tests.roles import as_role
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEYS = Keys("default")
@@ -49,9 +51,10 @@ async def test_pause_and_resume(client: AsyncClient, open_page: Open) -> None:
         await expect(page.locator(".title .badge")).to_have_text("paused")
         await confirm(page, "Resume queue", "Resume", "hands out requests again")
     assert not (await client.stats()).paused
-    assert [it["action"] for it in logs] == ["pause", "resume"]
-    assert {it["by"] for it in logs} == {"local"}
-    assert logs[0]["address"] == "127.0.0.1"
+    mine = [it for it in logs if "action" in it]
+    assert [it["action"] for it in mine] == ["pause", "resume"]
+    assert {it["by"] for it in mine} == {"local"}
+    assert mine[0]["address"] == "127.0.0.1"
 
 
 async def test_cancel_what_waits_and_what_runs(
@@ -95,7 +98,8 @@ async def test_change_the_priority_of_what_waits(
         await expect(page.locator("#toasts")).to_contain_text("It has moved")
     assert await connection.zrange(KEYS.pending, 0, -1) == [b"b", b"a"]
     await expect(page.locator(".facts")).to_contain_text("Priority-7")
-    assert [(it["action"], it["request_id"], it["priority"]) for it in logs] == [
+    mine = [it for it in logs if "action" in it]
+    assert [(it["action"], it["request_id"], it["priority"]) for it in mine] == [
         ("reprioritise", "b", -7)
     ]
 
@@ -133,7 +137,8 @@ async def test_requeue_and_purge_dead_letters(
         await confirm(page, "Requeue all", "Requeue", "2 run again")
         await expect(page.get_by_text("No request was given up")).to_be_visible()
         assert (await client.stats()).waiting == 3
-        await connection.flushall()
+        async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
+            await admin.flushall()
         bury(redis_url, "five")
         await page.reload()
         await confirm(page, "Purge all", "Purge", "1 purged")

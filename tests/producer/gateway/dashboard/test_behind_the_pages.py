@@ -18,6 +18,7 @@ from shared.keys import Keys
 from tests.helpers import running_worker, text_of
 from tests.producer.gateway.living import serving
 from tests.producer.playing import Start
+from tests.roles import as_role
 
 KEYS = Keys("default")
 
@@ -146,12 +147,12 @@ async def test_without_the_right_to_scan_an_id_is_found_all_the_same(
     redis_url: str, client: AsyncClient
 ) -> None:
     await client.enqueue("x", request_id="a")
-    async with redis.asyncio.Redis.from_url(redis_url) as admin:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
         await admin.execute_command(
             "ACL", "SETUSER", "narrow", "on", "nopass", "~*", "+@all", "-scan"
         )
         async with redis.asyncio.Redis.from_url(
-            redis_url, username="narrow", password=""
+            as_role("", redis_url), username="narrow", password=""
         ) as narrow:
             found = await search(narrow, KEYS, prefix="a")
         await admin.execute_command("ACL", "DELUSER", "narrow")
