@@ -104,7 +104,7 @@ def _role_of(args: tuple[str, ...]) -> str:
     """Who gives a command."""
     if args[0] == "watch" or args[:2] in (("dead", "list"), ("dead", "show")):
         return "subscriber"
-    return "worker" if args[0] in ("up", "worker") else "producer"
+    return {"up": "worker", "worker": "worker", "jobs": "jobs"}.get(args[0], "producer")
 
 
 @pytest.fixture
