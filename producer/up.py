@@ -149,8 +149,8 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         f"  queue    {options.queue}, {workers} starting",
     ]
     if options.http_port is not None:
-        where = f"http://127.0.0.1:{options.http_port}/v1" if options.http_port else "a free port"
-        lines.append(f"  HTTP     {where}, with the API of OpenAI")
+        where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
+        lines.append(f"  HTTP     {where} is the dashboard; /v1 the API of OpenAI")
     where = "" if own else f" --redis {without_password(url)}"
     where += "" if options.queue == "default" else f" --queue {options.queue}"
     lines += [
