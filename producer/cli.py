@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -361,12 +362,16 @@ def _settings_rows(current: Settings) -> list[dict[str, Any]]:
             {
                 "variable": ENV_PREFIX + name.upper(),
                 "option": flag_of(name) if name in Settings.model_fields else None,
-                "default": field.default,
-                "value": value,
+                "default": _shown(field.get_default(call_default_factory=True)),
+                "value": _shown(value),
                 "description": field.description,
             }
         )
     return rows
+
+
+def _shown(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
@@ -31,7 +31,6 @@ from producer.gateway.routes import (
 )
 from producer.gateway.settings import GatewaySettings
 from shared.connection import make_async_redis
-from shared.errors import PromptqError
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
 from shared.tracing import start_tracing
@@ -50,7 +49,6 @@ _ROUTERS = (
     dashboard_actions.router,
 )
 _MAX_CALLING = 32
-_SAMPLE_SECONDS = 5.0
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -68,12 +66,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         watch = QueueWatch(connection, keys, url)
         queue = AsyncRequestQueue(connection, settings.queue)
         app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)
-        keeping = asyncio.create_task(_keep_statistics(client))
         try:
             yield
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
             await cancels.aclose()
             await client.close()
             await connection.aclose()
@@ -92,11 +87,3 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     for router in _ROUTERS:
         app.include_router(router)
     return measure_http(trace_http(app, tracing))
-
-
-async def _keep_statistics(client: AsyncClient) -> None:
-    """So that charts go on while no worker is alive; whoever comes first takes a sample."""
-    while True:
-        await asyncio.sleep(_SAMPLE_SECONDS)
-        with suppress(PromptqError):  # Redis is away: there is nothing to keep
-            await client.keep_statistics()

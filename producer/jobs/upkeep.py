@@ -13,6 +13,7 @@ import redis
 from producer.connecting import server_url
 from producer.jobs.files import BATCH_FILE_SECONDS, FileStore
 from producer.jobs.settings import read_jobs_settings
+from producer.overview import keep_statistics
 from shared.connection import open_redis
 from shared.keys import Keys
 from shared.logs import get_logger
@@ -27,7 +28,7 @@ _MINUTES_KEPT = 7 * 24 * 60
 
 
 def reap(queue: str) -> str:
-    """Bring back what dead workers held, end what is past its deadline.
+    """Bring back what dead workers held, end what is past its deadline, and keep the statistics.
 
     Where nothing was reaped for a while, the server may have been away, and workers unable to
     renew their leases: they get half a lease to do so before any counts as lost.
@@ -38,6 +39,8 @@ def reap(queue: str) -> str:
             return "waits for workers to renew their leases"
         requests = RequestQueue(connection, queue, max_crashes=settings.max_crashes)
         reaped = requests.reap()
+        for call in keep_statistics(requests.keys):
+            requests.run(call)
     if reaped.returned or reaped.ended or reaped.dead:
         get_logger(queue=queue).info(
             "reaped", returned=reaped.returned, ended=reaped.ended, dead=reaped.dead

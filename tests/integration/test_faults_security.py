@@ -113,13 +113,9 @@ def test_no_role_may_do_more(roles: Roles) -> None:
             for command in forbidden:
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(*command)
-    for role in ("producer", "subscriber"):
-        with (
-            redis.Redis.from_url(roles.url(role)) as client,
-            pytest.raises(redis.exceptions.NoPermissionError),
-        ):
-            client.scan()
     with redis.Redis.from_url(roles.url("subscriber")) as client:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.scan()
         for command in (("DEL", "promptq:{default}:pending"), ("PUBLISH", "promptq:x", "y")):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)

@@ -20,12 +20,11 @@ import sys
 import uvicorn
 from producer.gateway.app import create_app
 from producer.gateway.context import ThisGateway
-from producer.gateway.http_meter import measure_http
+from producer.gateway.settings import GatewaySettings
 from shared.logs import bind, configure_logs
-from shared.settings import Settings
 
 configure_logs("info", "json")
-app = measure_http(create_app(Settings(redis_url=sys.argv[1])))
+app = create_app(GatewaySettings(redis_url=sys.argv[1]))
 
 @app.post("/ask")
 async def ask(gateway: ThisGateway) -> str:

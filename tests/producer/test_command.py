@@ -364,7 +364,7 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start) -> None:
     server = re.search(r"redis://127\.0\.0\.1:\d+/0", welcome)
     assert server is not None
     assert f"redis-cli -p {server[0].split(':')[2][:-2]}" in welcome
-    assert f"http://127.0.0.1:{port}/v1" in welcome
+    assert f"http://127.0.0.1:{port}/ is the dashboard" in welcome
     said = ""
     while said.count(" | ready ") < 3:
         said += read_until(process, "\n")

@@ -10,13 +10,18 @@ from tests.shared.states.step_invariants import Step, StepInvariant
 def a_claim_takes_what_waits(step: Step) -> Problems:
     """A claim, and nothing else, begins an attempt: of a request that waits, or comes back by this
     very claim, that nobody holds and that is not to end. It is one higher than the last, and its
-    answer says so, with the log so far.
+    answer says so, with the log so far. The same call once more begins none, and gives the same.
     """
     claimed = {claim.request_id: claim for claim in step.claims}
     if len(claimed) < len(step.claims):
         yield "one claim hands out a request twice"
     for request_id in step.world.by_id:
         claim = claimed.get(request_id)
+        if _is_given_again(step, request_id):
+            fence = step.before.fields(request_id)["fence"]
+            if claim is None or claim.fence != fence:
+                yield f"{request_id} is not given again as {fence}"
+            continue
         if claim is None and step.before is step.after:
             continue
         old, new = step.before.attempt(request_id), step.after.attempt(request_id)
@@ -55,12 +60,16 @@ def a_lost_claim_comes_back(step: Step) -> Problems:
             if new.get("crashes") != old.get("crashes"):
                 yield f"{request_id}: a lost reply was counted as a crash"
         elif step.before.state(request_id) == "active" and (
-            old != new or step.before.leases.get(request_id) != step.after.leases.get(request_id)
+            old != new
+            or (
+                not _is_given_again(step, request_id)
+                and step.before.leases.get(request_id) != step.after.leases.get(request_id)
+            )
         ):
             yield f"{request_id} was held, as {old}, and is {new}"
     session, answered = step.move.context.session, step.move.context.answered
     expected = step.before.claimed.get(session)
-    if expected and answered != expected[0]:
+    if expected and expected[0] not in (answered, step.move.nonce):
         expected = None
     if session and step.claims:
         expected = (step.move.nonce, tuple(claim.request_id for claim in step.claims))
@@ -74,7 +83,16 @@ def _was_never_heard_of(step: Step, request_id: str) -> bool:
     """
     session, answered = step.move.context.session, step.move.context.answered
     last, _ = step.before.claimed.get(session, ("", ()))
-    return answered != last and request_id in step.before.held_by_last_claim(session)
+    is_known = last in (answered, step.move.nonce)
+    return not is_known and request_id in step.before.held_by_last_claim(session)
+
+
+def _is_given_again(step: Step, request_id: str) -> bool:
+    """Whether this is the session's last claim once more, and the request what it gave."""
+    session, answered = step.move.context.session, step.move.context.answered
+    last, _ = step.before.claimed.get(session, ("", ()))
+    is_same = last != "" and last == step.move.nonce and last != answered
+    return is_same and request_id in step.before.held_by_last_claim(session)
 
 
 CLAIM_INVARIANTS: tuple[StepInvariant, ...] = (a_claim_takes_what_waits, a_lost_claim_comes_back)

@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(  # what it heard of, too
         "a_lost_claim_comes_back",
         "claim",
-        "if last_nonce == answered then return end",
-        "",
+        "if is_late or last_nonce == answered then return end",
+        "if is_late then return end",
         LOST,
     ),
     Mutant(  # what another attempt has by now, too

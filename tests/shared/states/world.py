@@ -120,7 +120,7 @@ class View:
                 settings = dict(zip(values[::2], values[1::2], strict=True))
                 self.is_paused = settings.get("paused") == "1"
             elif group == "claimed":
-                nonce, *ids = values[0].split()
+                nonce, _, *ids = values[0].split()
                 self.claimed[rest] = (nonce, tuple(ids))
             elif kind == "stream" and group == "tokens":
                 self.logs[rest] = tuple((entry, fields[1]) for entry, fields in values)

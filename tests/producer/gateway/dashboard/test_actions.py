@@ -39,7 +39,7 @@ async def test_nothing_is_done_unless_it_is_confirmed(client: AsyncClient, open_
         await page.get_by_role("button", name="Pause queue").click()
         await page.keyboard.press("Escape")
         await expect(page.get_by_role("dialog")).to_have_count(0)
-    assert logs == []
+    assert not [it for it in logs if "action" in it]
     assert not (await client.stats()).paused
 
 
