@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -35,10 +35,10 @@ def configure_logs(level: str, form: str) -> None:
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whichever it is then
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StandardError()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*common, _name_fields],
@@ -51,6 +51,21 @@ def configure_logs(level: str, form: str) -> None:
     root.setLevel(max(_LEVELS[level], logging.WARNING))
     logging.getLogger("uvicorn").setLevel(_LEVELS[level])
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to standard error as it is at each line: it may be replaced, and the old one closed.
+
+    A line that went to a closed stream would raise in whatever logged it.
+    """
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        """The parent sets it once; it is looked up instead."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:

@@ -128,3 +128,22 @@ logging.getLogger("library").info("not shown")
     )
     assert "ZeroDivisionError" in ours["exception"]
     assert "ZeroDivisionError" in theirs["exception"]
+
+
+def test_lines_go_to_standard_error_as_it_is_then() -> None:
+    """Whoever replaces it, as a test runner does, closes the old one."""
+    script = """
+from shared.logs import configure_logs, get_logger
+import io, logging, sys
+first = sys.stderr = io.StringIO()
+configure_logs("info", "json")
+early = get_logger()
+second = sys.stderr = io.StringIO()
+first.close()
+early.info("ours")
+logging.getLogger("library").warning("theirs")
+print(second.getvalue(), end="")
+"""
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert outcome.stderr == ""
+    assert [json.loads(line)["event"] for line in outcome.stdout.splitlines()] == ["ours", "theirs"]
