@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -116,7 +115,7 @@ def observe(url: str, file: Path) -> None:
         await over.wait()
 
     uvloop.run(run())
-    file.write_bytes(pickle.dumps(noted))
+    file.write_text(json.dumps([(at, data.decode("latin-1")) for at, data in noted]))
 
 
 class HttpClient(asyncio.Protocol):
@@ -147,12 +146,18 @@ async def ask(port: int, load: Load) -> list[HttpClient]:
     payload = json.dumps(fields).encode()
     clients = []
     for _ in range(load.num_streams):
-        client = HttpClient(payload, finished)
-        await loop.create_connection(lambda it=client: it, "127.0.0.1", port)  # type: ignore[misc]
+        _, client = await loop.create_connection(
+            lambda: HttpClient(payload, finished), "127.0.0.1", port
+        )
         clients.append(client)
     for _ in clients:
         await finished.acquire()
     return clients
+
+
+def read_noted(file: Path) -> Noted:
+    """What `observe` wrote."""
+    return [(at, data.encode("latin-1")) for at, data in json.loads(file.read_text())]
 
 
 def published_times(noted: Noted) -> Times:
@@ -195,7 +200,8 @@ class Measured:
 def child(*args: str) -> Iterator[tuple[int, str]]:
     """A part of the benchmark in a process of its own: its id, and its line when it was ready."""
     command = [sys.executable, "-m", *args]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PROMPTQ_LOG_LEVEL": "warning"}  # not a line for each stream
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         said = process.stdout.readline()
@@ -223,7 +229,7 @@ def measure(load: Load) -> Measured:
             clients = uvloop.run(ask(port, load))
             cpu_per_token = (_cpu_seconds(pid) - cpu_before) / (load.num_streams * load.num_tokens)
             peak_bytes = _peak_bytes(pid)
-        published = published_times(pickle.loads(noted.read_bytes()))  # noqa: S301
+        published = published_times(read_noted(noted))
     first = int(load.num_tokens * _FIRST_SHARE)
     arrived = {key: at for key, at in arrival_times(clients).items() if key[1] > first}
     added = [at - published[key] for key, at in arrived.items()]

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shared import scripts
 from shared.errors import ConfigurationError, RequestNotFoundError
 from shared.keys import Keys
 from shared.schemas import MAX_PRIORITY, invalid_request
@@ -68,7 +69,7 @@ def create(
         if other.name == key.name:
             raise ConfigurationError(f"name: there is a key {key.name!r} already; revoke it first")
     secret = _PREFIX + secrets.token_urlsafe(32)
-    now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000)
+    now_ms = yield scripts.server_time_ms()
     made = key.model_copy(update={"created_at": now_ms, "hint": secret[-4:]})
     yield Call("", ["HSET", keys.api_keys, hash_of(secret), made.model_dump_json()], int)
     if weight is not None:
@@ -84,8 +85,8 @@ def list_all(keys: Keys) -> Generator[Call[Any], Any, list[ApiKey]]:
 
 def revoke(keys: Keys, name: str) -> Generator[Call[Any], Any, ApiKey]:
     """Nobody gets in with the key from now on. Raises RequestNotFoundError; yields as `create`."""
-    found = yield Call("", ["HGETALL", keys.api_keys], _pairs)
-    for hashed, value in found:
+    found = yield Call("", ["HGETALL", keys.api_keys], scripts.text_map)
+    for hashed, value in found.items():
         key = ApiKey.model_validate_json(value)
         if key.name == name:
             yield Call("", ["HDEL", keys.api_keys, hashed], int)
@@ -105,9 +106,3 @@ def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
 def count(keys: Keys) -> Call[int]:
     """How many keys there are."""
     return Call("", ["HLEN", keys.api_keys], int)
-
-
-def _pairs(reply: Any) -> list[tuple[bytes, bytes]]:
-    if isinstance(reply, dict):
-        return list(reply.items())
-    return list(zip(reply[::2], reply[1::2], strict=True))

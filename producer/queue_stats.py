@@ -37,7 +37,7 @@ def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
     counts["pending"] = yield scripts.count(keys)
     for name in ("delayed", "leases", "dead"):
         counts[name] = yield Call("", ["ZCARD", getattr(keys, name)], int)
-    now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000 + int(reply[1]) // 1000)
+    now_ms = yield scripts.server_time_ms()
     workers = []
     for worker_id in (yield scripts.live_worker_ids(keys, now_ms)):
         worker = yield scripts.worker_stats(keys, worker_id)

@@ -22,7 +22,7 @@ def set_paused(keys: Keys, paused: bool) -> Generator[Call[Any], Any, None]:
 
 def drain_workers(keys: Keys, worker_id: str | None) -> Generator[Call[Any], Any, list[str]]:
     """Tell all workers, or one, to drain; gives those that live. Yields calls as `set_paused`."""
-    now_ms = yield Call("", ["TIME"], lambda reply: int(reply[0]) * 1000)
+    now_ms = yield scripts.server_time_ms()
     alive = yield scripts.live_worker_ids(keys, now_ms)
     yield scripts.tell_workers(keys, f"drain:{worker_id}" if worker_id else "drain")
     return [it for it in alive if worker_id is None or it == worker_id]

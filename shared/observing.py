@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.keys import Keys
 from shared.observations import SLOTS, Sample, SlotStats
-from shared.scripts import Call
+from shared.scripts import Call, text_map
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
@@ -53,9 +53,7 @@ def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sa
 
 
 def _sample_of(entry_id: bytes, reply: Any) -> Sample:
-    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    fields = {name.decode(): value.decode() for name, value in pairs}
-    return Sample.model_validate({"at": int(entry_id.split(b"-")[0]), **fields})
+    return Sample.model_validate({"at": int(entry_id.split(b"-")[0]), **text_map(reply)})
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:

@@ -487,6 +487,11 @@ def heartbeat(
     return Call("heartbeat", args, int)
 
 
+def server_time_ms() -> Call[int]:
+    """The server's clock, in Unix milliseconds."""
+    return Call("", ["TIME"], lambda reply: int(reply[0]) * 1000 + int(reply[1]) // 1000)
+
+
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
     """Workers whose heartbeat is not overdue."""
     return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], _texts)
@@ -496,7 +501,7 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
     """What a worker last told of itself; None if it is gone."""
 
     def parse(reply: Any) -> WorkerStats | None:
-        fields = _text_map(reply)
+        fields = text_map(reply)
         return WorkerStats.model_validate(fields) if fields else None
 
     return Call("", ["HGETALL", keys.worker(worker_id)], parse)
@@ -524,7 +529,7 @@ def contains(keys: Keys, request_id: str) -> Call[bool]:
 
 def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
     """A request's hash as it is, all fields as text; empty if there is none."""
-    return Call("", ["HGETALL", keys.request(request_id)], _text_map)
+    return Call("", ["HGETALL", keys.request(request_id)], text_map)
 
 
 def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
@@ -576,6 +581,7 @@ def _ids(values: Iterable[bytes]) -> list[str]:
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
-def _text_map(reply: Any) -> dict[str, str]:
+def text_map(reply: Any) -> dict[str, str]:
+    """A hash as text, whichever protocol it came by."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {_text(name): value.decode("utf-8", "replace") for name, value in pairs}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -10,6 +11,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared.errors import ConfigurationError
 
 ENV_PREFIX = "PROMPTQ_"
+
+
+T = TypeVar("T", bound="Settings")
 
 
 class Settings(BaseSettings):
@@ -125,13 +129,20 @@ class Settings(BaseSettings):
 
 def read_settings(**overrides: Any) -> Settings:
     """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
+    return read_settings_of(Settings, overrides, flag_of)
+
+
+def read_settings_of(
+    kind: type[T], overrides: Mapping[str, Any], named: Callable[[str], str] = str
+) -> T:
+    """As `read_settings`, of another class; `named` is how people know a setting by its name."""
     try:
-        return Settings(**overrides)
+        return kind(**overrides)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
         raise ConfigurationError(
-            f"{flag_of(name)} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
+            f"{named(name)} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
         ) from None
 
 

@@ -31,7 +31,6 @@ from producer.gateway.routes import (
 )
 from producer.gateway.settings import GatewaySettings
 from shared.connection import make_async_redis
-from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
 from shared.tracing import start_tracing
 
@@ -54,7 +53,6 @@ _MAX_CALLING = 32
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The ASGI application of one gateway. Raises RedisUnavailableError if no server is named."""
     url = server_url(settings.redis_url)
-    keys = Keys(settings.queue)
     tracing = start_tracing("promptq-gateway", settings.otlp_endpoint)
 
     @asynccontextmanager
@@ -63,8 +61,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         client = AsyncClient(connection, settings.queue, tracing=tracing)
         calling = asyncio.Semaphore(_MAX_CALLING)
         cancels = Cancels(client, calling)
-        watch = QueueWatch(connection, keys, url)
         queue = AsyncRequestQueue(connection, settings.queue)
+        watch = QueueWatch(connection, queue.keys, url)
         app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)
         try:
             yield

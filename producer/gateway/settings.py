@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from producer.jobs.settings import FilesSettings
-from shared.errors import ConfigurationError
 from shared.schemas import MAX_PAYLOAD_BYTES
-from shared.settings import ENV_PREFIX
+from shared.settings import read_settings_of
 
 
 class GatewaySettings(FilesSettings):
@@ -36,11 +35,4 @@ class GatewaySettings(FilesSettings):
 
 def read_gateway_settings(**overrides: Any) -> GatewaySettings:
     """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
-    try:
-        return GatewaySettings(**overrides)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        raise ConfigurationError(
-            f"{name} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
-        ) from None
+    return read_settings_of(GatewaySettings, overrides)

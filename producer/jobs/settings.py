@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr
 
-from shared.errors import ConfigurationError
-from shared.settings import ENV_PREFIX, Settings
-
-T = TypeVar("T", bound=Settings)
+from shared.settings import Settings, read_settings_of
 
 
 def _default_folder() -> Path:
@@ -59,20 +56,9 @@ class JobsSettings(FilesSettings):
 
 def read_jobs_settings(**overrides: Any) -> JobsSettings:
     """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
-    return _read(JobsSettings, overrides)
+    return read_settings_of(JobsSettings, overrides)
 
 
 def read_files_settings(**overrides: Any) -> FilesSettings:
     """As `read_jobs_settings`, where only the folder is of interest."""
-    return _read(FilesSettings, overrides)
-
-
-def _read(kind: type[T], overrides: dict[str, Any]) -> T:
-    try:
-        return kind(**overrides)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        raise ConfigurationError(
-            f"{name} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
-        ) from None
+    return read_settings_of(FilesSettings, overrides)

@@ -125,7 +125,7 @@ def _work(
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True)
     os.environ.update(environment)
     sys.argv = ["promptq worker", *arguments]
     os.chdir(Path(__file__).parents[2])

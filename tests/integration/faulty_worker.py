@@ -95,5 +95,5 @@ def build(settings: Settings, progress: Progress) -> Served:
 
 
 if __name__ == "__main__":
-    command.build = build  # type: ignore[attr-defined]
+    command.build = build
     command.main()

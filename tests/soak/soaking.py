@@ -86,7 +86,7 @@ async def soak(seconds: float, folder: Path) -> Samples:
         control = await stack.enter_async_context(redis.asyncio.Redis.from_url(server.url))
         pids, clients = {}, {}
         for load in LOADS:
-            await control.hset(Keys(load.queue).config, mapping=_CONFIG)  # type: ignore[misc]
+            await control.hset(Keys(load.queue).config, mapping=_CONFIG)
             log = folder / f"{load.queue}.log"
             stack.enter_context(_worker(load, as_role("worker", server.url), log))
             url = as_role("producer", server.url)

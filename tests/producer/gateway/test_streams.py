@@ -200,6 +200,7 @@ def test_a_client_that_leaves_cancels(http: httpx2.Client, own_worker: HandWorke
     with opened(http, own_worker, {**PROMPT, "n": n}) as (reading, claim):
         reading.next()
     wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+    assert own_worker.queue.state(claim.request_id) == "active", "its worker ends it"
     if n == 2:
         other = claim.request_id[:-1] + "1"
         wait_until(lambda: own_worker.queue.state(other) == "cancelled")
@@ -244,6 +245,7 @@ def test_whoever_reads_on_cancels_too_unless_it_said_otherwise(
         with continued(http, url) as again:
             again.next()
         wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+        assert own_worker.queue.state(claim.request_id) == "active", "its worker ends it"
 
 
 def test_a_stream_outlasts_a_restart_of_redis(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(missing)
     with pytest.raises(openai.BadRequestError, match="purpose"):
-        await client.files.create(file=("a", b"a"), purpose="nothing")  # type: ignore[arg-type]
+        await client.files.create(file=("a", b"a"), purpose="nothing")
     for wrong in ({"input_file_id": ids[0]}, {"input_file_id": other.id}):
         with pytest.raises(openai.BadRequestError, match="input_file_id"):
             await client.batches.create(

@@ -188,5 +188,5 @@ class StatesServer:
 
 
 def _command(*args: str | bytes | int) -> bytes:
-    packed: bytes = hiredis.pack_command(args)  # type: ignore[arg-type]  # of any length
+    packed: bytes = hiredis.pack_command(args)
     return packed

@@ -199,9 +199,9 @@ def test_a_model_gives_the_same_tokens_and_logprobs(tmp_path: Path) -> None:
 
         def counted(batch: Batch, after: object = None) -> object:
             ahead.append(after is not None)
-            return launch(batch, after)  # type: ignore[arg-type]
+            return launch(batch, after)
 
-        runner.launch = counted  # type: ignore[method-assign, assignment]
+        runner.launch = counted
         engine = LLMEngine(
             runner, max_num_seqs=3, max_num_batched_tokens=32, async_scheduling=async_scheduling
         )
@@ -229,7 +229,7 @@ def test_a_model_gives_the_same_tokens_and_logprobs(tmp_path: Path) -> None:
         return found
 
     whole = outputs_of(async_scheduling=False, ends={})
-    ends = {number: whole[number][3][0] for number in (1, 4, 5, 8)}  # type: ignore[index]
+    ends = {number: whole[number][3][0] for number in (1, 4, 5, 8)}
     expected = outputs_of(async_scheduling=False, ends=ends)
     assert expected != whole
     assert outputs_of(async_scheduling=True, ends=ends) == expected

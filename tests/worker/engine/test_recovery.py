@@ -36,7 +36,7 @@ def run(
 ) -> tuple[dict[int, list[int]], dict[int, SequenceOutput], FaultyRunner, LLMEngine]:
     """Serve so many sequences to their ends, recovering from every step that raises."""
     runner = FaultyRunner(fault)
-    engine = LLMEngine(runner, max_num_seqs=64, max_num_batched_tokens=256, **options)  # type: ignore[arg-type]
+    engine = LLMEngine(runner, max_num_seqs=64, max_num_batched_tokens=256, **options)
     for sequence_id in range(count):
         engine.add(
             EngineRequest(

@@ -41,7 +41,7 @@ async def write_an_hour(connection: Any) -> None:
 
 async def keep_both(page: Page, name: str, viewport: str, full_page: bool = True) -> None:
     for scheme in SCHEMES:
-        await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        await page.emulate_media(color_scheme=scheme)
         await keep_screenshot(page, f"{name}-{viewport}-{scheme}", full_page=full_page)
 
 

@@ -73,5 +73,6 @@ async def test_what_cannot_be_read_is_said_to_be_so_until_it_can(error: Exceptio
         while await anext(page) is not None:
             pass
         source.error = None
-        while await anext(page) is None:
+        while (latest := await anext(page)) is None:
             pass
+        assert int(latest.split()[1]) > 1, "read again, not what was there before"
