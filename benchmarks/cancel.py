@@ -20,7 +20,7 @@ from rich.table import Table
 from shared.embedded import EmbeddedServer
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from shared.settings import Settings, read_settings
 from worker.building import Served, build
 from worker.held import HeldRequest

@@ -35,8 +35,8 @@ from rich.table import Table
 from benchmarks.statistics import percentile
 from producer.gateway.command import allow_many_connections
 from shared.embedded import EmbeddedServer
-from shared.schemas import TokenEvent
-from shared.scripts import ModelIdentity
+from shared.events import TokenEvent
+from shared.script_values import ModelIdentity
 from shared.settings import Settings
 from worker.building import Served
 from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine

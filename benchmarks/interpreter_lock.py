@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.jobs import Request
 from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
 from benchmarks.rows.engine import engine_request
-from shared.schemas import token_event_json
+from shared.events import token_event_json
 from shared.settings import read_settings
 from worker.building import build
 from worker.engine.interface import Engine

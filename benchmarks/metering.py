@@ -16,7 +16,7 @@ from prometheus_client import Histogram as LibraryHistogram
 
 from shared.metrics import BETWEEN_TOKENS
 from shared.schemas import Request
-from shared.scripts import Claim
+from shared.script_values import Claim
 from worker.engine.interface import EngineRequest, EngineStats, SequenceOutput, StepOutput
 from worker.held import HeldRequest
 from worker.meter import Meter

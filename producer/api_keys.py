@@ -13,11 +13,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared import scripts
+from shared import lookups
+from shared.calling import Call, text_map
 from shared.errors import ConfigurationError, RequestNotFoundError
 from shared.keys import Keys
 from shared.schemas import MAX_PRIORITY, invalid_request
-from shared.scripts import Call
 
 _PREFIX = "pq-"
 _NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
@@ -69,7 +69,7 @@ def create(
         if other.name == key.name:
             raise ConfigurationError(f"name: there is a key {key.name!r} already; revoke it first")
     secret = _PREFIX + secrets.token_urlsafe(32)
-    now_ms = yield scripts.server_time_ms()
+    now_ms = yield lookups.server_time_ms()
     made = key.model_copy(update={"created_at": now_ms, "hint": secret[-4:]})
     yield Call("", ["HSET", keys.api_keys, hash_of(secret), made.model_dump_json()], int)
     if weight is not None:
@@ -85,7 +85,7 @@ def list_all(keys: Keys) -> Generator[Call[Any], Any, list[ApiKey]]:
 
 def revoke(keys: Keys, name: str) -> Generator[Call[Any], Any, ApiKey]:
     """Nobody gets in with the key from now on. Raises RequestNotFoundError; yields as `create`."""
-    found = yield Call("", ["HGETALL", keys.api_keys], scripts.text_map)
+    found = yield Call("", ["HGETALL", keys.api_keys], text_map)
     for hashed, value in found.items():
         key = ApiKey.model_validate_json(value)
         if key.name == name:

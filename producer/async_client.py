@@ -49,14 +49,16 @@ from producer.stream import (
 from producer.subscriptions import Mailbox, Subscriptions
 from producer.timeline import Timeline, read_timeline
 from producer.tracing import enqueueing
-from shared import scripts
+from shared import lookups
+from shared.calling import Call
 from shared.connection import open_async_redis
 from shared.errors import RedisUnavailableError
+from shared.events import Result, TokenEvent
 from shared.keys import Keys, check_request_id
 from shared.observations import Sample
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
+from shared.schemas import RequestState
+from shared.script_values import CancelStatus, NewRequest, PriorityStatus
 from shared.tracing import Tracing
 
 T = TypeVar("T")
@@ -226,7 +228,7 @@ class AsyncClient:
         """As `Client.dead_ids`."""
         with explained(self.url):
             queue = await self._connected()
-            return await heeding_cancels(queue.run(scripts.dead_ids(self._keys, limit)))
+            return await heeding_cancels(queue.run(lookups.dead_ids(self._keys, limit)))
 
     async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """As `Client.dead_letters`."""

@@ -22,7 +22,7 @@ from producer.top import top
 from shared.connection import without_password
 from shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from shared.request_queue import new_request_id
-from shared.scripts import CancelStatus
+from shared.script_values import CancelStatus
 from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
 
 app = typer.Typer(

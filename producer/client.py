@@ -46,14 +46,16 @@ from producer.stream import (
 )
 from producer.timeline import Timeline, read_timeline
 from producer.tracing import enqueueing
-from shared import scripts
+from shared import lookups
+from shared.calling import Call
 from shared.connection import open_redis
 from shared.errors import RedisUnavailableError
+from shared.events import Result, TokenEvent
 from shared.keys import check_request_id
 from shared.observations import Sample
 from shared.request_queue import RequestQueue
-from shared.schemas import RequestState, Result, TokenEvent
-from shared.scripts import Call, CancelStatus, NewRequest, PriorityStatus
+from shared.schemas import RequestState
+from shared.script_values import CancelStatus, NewRequest, PriorityStatus
 from shared.tracing import Tracing
 
 T = TypeVar("T")
@@ -252,7 +254,7 @@ class Client:
     def dead_ids(self, limit: int = 100) -> list[str]:
         """Ids of dead letters, the latest first."""
         with explained(self.url):
-            return self._queue.run(scripts.dead_ids(self._queue.keys, limit))
+            return self._queue.run(lookups.dead_ids(self._queue.keys, limit))
 
     def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
         """Requests that were given up because they crash their workers, the latest first."""

@@ -8,7 +8,7 @@ from typing import Any
 from shared.errors import InvalidRequestError
 from shared.request_queue import new_request_id
 from shared.schemas import Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from producer.request_fields import EndedAttempt, ended_attempts, json_object, whole
-from shared import scripts
+from shared import lookups
+from shared.calling import Call
 from shared.errors import RequestNotFoundError
 from shared.keys import Keys
-from shared.scripts import Call
 
 
 class DeadLetter(BaseModel):
@@ -34,7 +34,7 @@ class DeadLetter(BaseModel):
 
 def read_dead_letter(keys: Keys, request_id: str) -> Generator[Call[Any], Any, DeadLetter]:
     """Yields calls, is sent what they give. Raises RequestNotFoundError."""
-    record = yield scripts.record(keys, request_id)
+    record = yield lookups.record(keys, request_id)
     if record.get("state") != "dead":
         raise RequestNotFoundError(f"id: {request_id!r} is not a dead letter")
     last = json_object(record.get("last_event"))
@@ -53,7 +53,7 @@ def read_dead_letter(keys: Keys, request_id: str) -> Generator[Call[Any], Any, D
 def read_dead_letters(keys: Keys, limit: int) -> Generator[Call[Any], Any, list[DeadLetter]]:
     """The latest first. Yields calls, is sent what they give."""
     found = []
-    for request_id in (yield scripts.dead_ids(keys, limit)):
+    for request_id in (yield lookups.dead_ids(keys, limit)):
         try:
             found.append((yield from read_dead_letter(keys, request_id)))
         except RequestNotFoundError:

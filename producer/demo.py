@@ -24,11 +24,11 @@ from producer.demo_view import Board, Shown, finished_text, requests_table
 from producer.fleet import WorkersFailedError
 from producer.processes import WorkerProcess
 from producer.render import workers_table
-from shared import scripts
+from shared import lookups
 from shared.connection import open_async_redis
 from shared.embedded import EmbeddedServer
+from shared.observations import WorkerStats
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import WorkerStats
 from shared.settings import ENV_PREFIX
 
 SLOTS = 6
@@ -211,7 +211,7 @@ async def _ask_for_missing_times(
     queue = AsyncRequestQueue(connection)
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
-            record = await queue.run(scripts.record(queue.keys, request_id))
+            record = await queue.run(lookups.record(queue.keys, request_id))
             if "claimed_at" in record:
                 one.queue_ms = float(record["claimed_at"]) - float(record["enqueued_at"])
 

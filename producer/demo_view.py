@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from producer.render import milliseconds, plain_table
-from shared.schemas import FinishReason, TokenEvent
+from shared.events import TokenEvent
+from shared.schemas import FinishReason
 
 _MIN_PANEL_WIDTH = 24
 _MAX_COLUMNS = 6

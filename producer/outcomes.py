@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.errors import RequestFailedError
-from shared.schemas import FinishReason, Result, TokenEvent, Usage
+from shared.events import Result, TokenEvent, Usage
+from shared.schemas import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

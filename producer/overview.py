@@ -8,12 +8,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from producer.queue_stats import QueueStats, read_stats
-from shared import observing, scripts
+from shared import lookups, observing
+from shared.calling import Call
 from shared.errors import RequestNotFoundError
 from shared.keys import Keys
-from shared.observations import Sample, SlotStats
-from shared.schemas import WorkerStats
-from shared.scripts import Call
+from shared.observations import Sample, SlotStats, WorkerStats
 
 _READS = 3
 
@@ -57,7 +56,7 @@ def read_overview(keys: Keys) -> Generator[Call[Any], Any, Overview]:
 def read_worker(keys: Keys, worker_id: str) -> Generator[Call[Any], Any, WorkerView]:
     """Yields calls, is sent what they give. Raises RequestNotFoundError for one that is gone."""
     for _ in range(_READS):  # a heartbeat may come between the two calls
-        stats = yield scripts.worker_stats(keys, worker_id)
+        stats = yield lookups.worker_stats(keys, worker_id)
         if stats is None:
             raise RequestNotFoundError(f"worker: no worker {worker_id!r} is alive")
         told_at, slots = yield observing.slots(keys, worker_id)

@@ -16,7 +16,8 @@ from rich.console import Console
 from producer.client import Client
 from producer.render import milliseconds
 from shared.errors import PromptqError
-from shared.schemas import FinishReason, TokenEvent
+from shared.events import TokenEvent
+from shared.schemas import FinishReason
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

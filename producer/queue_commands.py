@@ -10,7 +10,7 @@ import typer
 
 from producer.options import AsJson, Queue, Redis, RequestId, open_client
 from shared.errors import RequestNotFoundError
-from shared.scripts import PriorityStatus
+from shared.script_values import PriorityStatus
 
 dead = typer.Typer(
     no_args_is_help=True,

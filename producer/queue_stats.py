@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shared import scripts
+from shared import lookups
+from shared.calling import Call
 from shared.keys import Keys
-from shared.schemas import WorkerStats
-from shared.scripts import Call
+from shared.observations import WorkerStats
 
 
 class QueueStats(BaseModel):
@@ -34,13 +34,13 @@ def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
     """Yields calls, is sent what they give."""
     model, paused = yield Call("", ["HMGET", keys.config, "model", "paused"], list)
     counts = {}
-    counts["pending"] = yield scripts.count(keys)
+    counts["pending"] = yield lookups.count(keys)
     for name in ("delayed", "leases", "dead"):
         counts[name] = yield Call("", ["ZCARD", getattr(keys, name)], int)
-    now_ms = yield scripts.server_time_ms()
+    now_ms = yield lookups.server_time_ms()
     workers = []
-    for worker_id in (yield scripts.live_worker_ids(keys, now_ms)):
-        worker = yield scripts.worker_stats(keys, worker_id)
+    for worker_id in (yield lookups.live_worker_ids(keys, now_ms)):
+        worker = yield lookups.worker_stats(keys, worker_id)
         if worker is not None:  # it left between the two calls
             workers.append(worker)
     return QueueStats(

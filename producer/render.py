@@ -13,7 +13,7 @@ from rich.table import Table
 from producer.api_keys import ApiKey
 from producer.dead_letters import DeadLetter
 from producer.queue_stats import QueueStats
-from shared.schemas import WorkerStats
+from shared.observations import WorkerStats
 
 
 def milliseconds(value: float | None) -> str:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Generator
 from typing import Any
 
-from shared import scripts
+from shared import lookups, scripts
+from shared.calling import Call
 from shared.errors import InvalidRequestError
 from shared.keys import Keys
 from shared.schemas import MAX_PRIORITY
-from shared.scripts import Call, PriorityStatus
+from shared.script_values import PriorityStatus
 
 
 def set_paused(keys: Keys, paused: bool) -> Generator[Call[Any], Any, None]:
@@ -22,8 +23,8 @@ def set_paused(keys: Keys, paused: bool) -> Generator[Call[Any], Any, None]:
 
 def drain_workers(keys: Keys, worker_id: str | None) -> Generator[Call[Any], Any, list[str]]:
     """Tell all workers, or one, to drain; gives those that live. Yields calls as `set_paused`."""
-    now_ms = yield scripts.server_time_ms()
-    alive = yield scripts.live_worker_ids(keys, now_ms)
+    now_ms = yield lookups.server_time_ms()
+    alive = yield lookups.live_worker_ids(keys, now_ms)
     yield scripts.tell_workers(keys, f"drain:{worker_id}" if worker_id else "drain")
     return [it for it in alive if worker_id is None or it == worker_id]
 
@@ -43,7 +44,7 @@ def reprioritise(
         )
     status = PriorityStatus.STALE
     while status is PriorityStatus.STALE:
-        payload = yield scripts.payload(keys, request_id)
+        payload = yield lookups.payload(keys, request_id)
         if payload is None:
             return PriorityStatus.UNKNOWN
         new_payload = _with_priority(payload, priority)

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import redis
 from pydantic import BaseModel, ValidationError
 
-from shared import scripts
+from shared import lookups
+from shared.calling import Call
 from shared.errors import RequestNotFoundError
+from shared.events import TokenEvent, TokenLogprob
 from shared.keys import Keys
-from shared.schemas import TokenEvent, TokenLogprob
-from shared.scripts import Call
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ class _Stream:
         Its log was lost in part, as in a failover, and another worker went on with other borders.
         """
         text = ""
-        call = scripts.log_after(self._keys, self._id, 0)
+        call = lookups.log_after(self._keys, self._id, 0)
         for entry in (yield from self._ask(call, list[bytes]())):
             logged = _parse(entry)
             if (
@@ -259,7 +259,7 @@ class _Stream:
     def _read_log(self) -> Generator[Action, Any, bool]:
         """Deliver what continues the stream; whether there was any."""
         before = self._position
-        call = scripts.log_after(self._keys, self._id, before)
+        call = lookups.log_after(self._keys, self._id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
             event = _parse(entry)
             if event is None or event.index > self._position:
@@ -272,7 +272,7 @@ class _Stream:
 
         Asked by plain commands too: who only reads may run no script.
         """
-        if (yield from self._ask(scripts.state(self._keys, self._id), None)) is not None:
+        if (yield from self._ask(lookups.state(self._keys, self._id), None)) is not None:
             return True
         tenants = yield from self._ask(_tenants_waiting(self._keys), list[bytes]())
         for key in [self._keys.pending.encode(), *tenants]:

@@ -10,12 +10,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from producer.request_fields import EndedAttempt, ended_attempts, json_object, whole
-from shared import observing, scripts
+from shared import lookups, observing
+from shared.calling import Call
 from shared.errors import RequestNotFoundError
+from shared.events import ErrorInfo, Stats, Usage
 from shared.keys import Keys
 from shared.observations import SlotStats
-from shared.schemas import ErrorInfo, RequestState, Stats, Usage
-from shared.scripts import Call
+from shared.schemas import RequestState
 
 
 class Happened(StrEnum):
@@ -78,7 +79,7 @@ class Timeline(BaseModel):
 
 def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Timeline]:
     """Yields calls, is sent what they give. Raises RequestNotFoundError."""
-    record: dict[str, str] = yield scripts.record(keys, request_id)
+    record: dict[str, str] = yield lookups.record(keys, request_id)
     if not record:
         raise RequestNotFoundError(f"id: {request_id!r} is unknown, or ended long ago")
     state, worker, slot = _state(record), record.get("worker", ""), None

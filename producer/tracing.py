@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from shared.tracing import Tracing
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.scripts import ClaimContext, Claims
+from shared.script_values import ClaimContext, Claims
 
 
 class ClaimHistory:

@@ -1,4 +1,4 @@
-"""What people look at: a slot of a worker's batch, and a sample of a queue's statistics."""
+"""What people look at: a worker, a slot of its batch, and a sample of a queue's statistics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ SAMPLE_MS = 5000
 """One sample of a queue's statistics stands for so long."""
 
 
+class _Observation(BaseModel):
+    """Unknown fields are a newer version's, and left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class SlotState(StrEnum):
     """What a sequence is at. Those that wait have no slot."""
 
@@ -21,13 +27,11 @@ class SlotState(StrEnum):
     PREEMPTED = "preempted"
 
 
-class SlotStats(BaseModel):
+class SlotStats(_Observation):
     """A sequence of a worker's batch, or one that waits inside the engine to join it.
 
     Times are Unix milliseconds of the server, None for what has not happened.
     """
-
-    model_config = ConfigDict(extra="ignore")
 
     slot: int | None = None
     request_id: str
@@ -61,14 +65,12 @@ SLOTS = TypeAdapter(list[SlotStats])
 """A worker's batch as JSON."""
 
 
-class Sample(BaseModel):
+class Sample(_Observation):
     """What a queue was like for `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
 
     Counts are those at its beginning. Percentiles are those of requests that got their first token
     in it, with an error of some 2%; None if there were none.
     """
-
-    model_config = ConfigDict(extra="ignore")
 
     at: int
     waiting: int = 0
@@ -99,3 +101,59 @@ class Sample(BaseModel):
     @classmethod
     def _read_none(cls, value: Any) -> Any:
         return None if value == "" else value
+
+
+class WorkerStats(_Observation):
+    """A worker's heartbeat, flat as in its hash. Counts are totals since the worker started."""
+
+    worker_id: str
+    model: str = ""
+    host: str = ""
+    pid: int = 0
+    state: str = "running"
+    """`running`, or `draining` once it claims no more."""
+    started_at_ms: int = 0
+    heartbeat_at: int = 0
+    """Server time in ms, set by the server."""
+    device: str = ""
+    dtype: str = ""
+    max_num_seqs: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    """In the engine, without a slot yet."""
+    num_prefetched: int = 0
+    num_processed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses at coming tokens that were computed along with decodes ..."""
+    accepted_tokens: int = 0
+    """... and those of them that were right."""
+    num_preemptions: int = 0
+    kv_tokens: int = 0
+    kv_used_tokens: int = 0
+    kv_bytes_per_token: int = 0
+    kv_blocks: int = 0
+    kv_used_blocks: int = 0
+    """Owned by some sequence ..."""
+    kv_shared_blocks: int = 0
+    """... and those of them that several own."""
+    kv_free_blocks: int = 0
+    """That can be taken: empty ones, and those that hold a prefix but have no owner ..."""
+    kv_cached_blocks: int = 0
+    """... which are these."""
+    step_ms: float = 0.0
+    """Median of the last steps."""
+    tokens_per_second: float = 0.0
+    """Generated tokens a second over the time in which the engine had work."""
+    recent_tokens_per_second: float = 0.0
+    """The same since the last heartbeat, busy or not."""
+    mean_queue_ms: float = 0.0
+    mean_prompt_ms: float = 0.0
+    mean_generation_ms: float = 0.0
+    peak_memory_bytes: int = 0
+    start_up_seconds: float = 0.0
+    start_up_stages: str = ""
+    """Seconds of each stage: `weights=0.812 checking=1.204 ...`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.calling import Call, text_map
 from shared.keys import Keys
 from shared.observations import SLOTS, Sample, SlotStats
-from shared.scripts import Call, text_map
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:

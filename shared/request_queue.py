@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import redis
 import redis.asyncio
 
-from shared import scripts
+from shared import lookups, scripts
+from shared.calling import SCRIPT_NAMES, Call, script_text
 from shared.claim_history import ClaimHistory, ClaimTurn
 from shared.errors import QueueClosedError, RequestExistsError, RequestNotFoundError
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
-from shared.scripts import (
-    Call,
+from shared.script_values import (
     CancelStatus,
     Claim,
     Claims,
@@ -122,9 +122,7 @@ class RequestQueue(_Queue):
     def __init__(self, client: redis.Redis, queue: str = "default", **options: Any) -> None:
         super().__init__(queue, **options)
         self._redis: Any = client  # its command methods are untyped
-        self._scripts = {
-            name: client.register_script(scripts.script_text(name)) for name in scripts.SCRIPT_NAMES
-        }
+        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
     def run(self, call: Call[T]) -> T:
         """Send one call."""
@@ -204,7 +202,7 @@ class RequestQueue(_Queue):
     def clear(self) -> int:
         """Remove all that wait, delayed ones too; gives how many. Running requests stay."""
         removed = 0
-        for find in (scripts.waiting_ids, scripts.delayed_ids):
+        for find in (lookups.waiting_ids, lookups.delayed_ids):
             while ids := self.run(find(self.keys, _CLEAR_PAGE)):
                 statuses = self.run(scripts.cancel(ids, "waiting"))
                 removed += statuses.count(CancelStatus.CANCELLED)
@@ -212,11 +210,11 @@ class RequestQueue(_Queue):
 
     def contains(self, request_id: str) -> bool:
         """Whether the request waits in the queue."""
-        return self.run(scripts.contains(self.keys, request_id))
+        return self.run(lookups.contains(self.keys, request_id))
 
     def count(self) -> int:
         """How many requests wait."""
-        return self.run(scripts.count(self.keys))
+        return self.run(lookups.count(self.keys))
 
     def is_empty(self) -> bool:
         """Whether no request waits."""
@@ -224,7 +222,7 @@ class RequestQueue(_Queue):
 
     def state(self, request_id: str) -> RequestState | None:
         """Where a request is in its life; None if it is unknown."""
-        return self.run(scripts.state(self.keys, request_id))
+        return self.run(lookups.state(self.keys, request_id))
 
     def reap(self) -> Reaped:
         """Bring back what dead workers held, end what is past its deadline."""
@@ -254,9 +252,7 @@ class AsyncRequestQueue(_Queue):
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
         super().__init__(queue, **options)
         self._redis: Any = client
-        self._scripts = {
-            name: client.register_script(scripts.script_text(name)) for name in scripts.SCRIPT_NAMES
-        }
+        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
     async def run(self, call: Call[T]) -> T:
         """Send one call."""
@@ -322,23 +318,23 @@ class AsyncRequestQueue(_Queue):
 
     async def clear(self) -> int:
         removed = 0
-        for find in (scripts.waiting_ids, scripts.delayed_ids):
+        for find in (lookups.waiting_ids, lookups.delayed_ids):
             while ids := await self.run(find(self.keys, _CLEAR_PAGE)):
                 statuses = await self.run(scripts.cancel(ids, "waiting"))
                 removed += statuses.count(CancelStatus.CANCELLED)
         return removed
 
     async def contains(self, request_id: str) -> bool:
-        return await self.run(scripts.contains(self.keys, request_id))
+        return await self.run(lookups.contains(self.keys, request_id))
 
     async def count(self) -> int:
-        return await self.run(scripts.count(self.keys))
+        return await self.run(lookups.count(self.keys))
 
     async def is_empty(self) -> bool:
         return await self.count() == 0
 
     async def state(self, request_id: str) -> RequestState | None:
-        return await self.run(scripts.state(self.keys, request_id))
+        return await self.run(lookups.state(self.keys, request_id))
 
     async def reap(self) -> Reaped:
         return await self.run(scripts.reap(self._max_crashes))

@@ -17,9 +17,9 @@ import pytest
 import redis
 import redis.asyncio
 
-from shared import scripts
+from shared import lookups
 from shared.request_queue import AsyncRequestQueue
-from shared.scripts import ModelIdentity
+from shared.script_values import ModelIdentity
 from shared.settings import Settings
 from tests.roles import acl_file_for_tests, as_role
 from worker.building import Served
@@ -118,6 +118,6 @@ async def finished(queue: AsyncRequestQueue, request_id: str) -> dict[str, Any]:
         if state is not None and state.is_final:
             break
         await asyncio.sleep(0.005)
-    record = await queue.run(scripts.record(queue.keys, request_id))
+    record = await queue.run(lookups.record(queue.keys, request_id))
     result: dict[str, Any] = json.loads(record["result"])
     return result

@@ -20,7 +20,7 @@ import redis
 import redis.asyncio
 from redis.commands.core import AsyncScript, Script
 
-from shared import scripts
+from shared.calling import SCRIPT_NAMES, script_text
 
 ACL_FILE = Path(__file__).parents[1] / "deploy" / "redis.acl"
 
@@ -132,7 +132,7 @@ class AsyncQueueClient(redis.asyncio.Redis):
 
 
 def _role_of(script: str) -> str:
-    [name] = [it for it in scripts.SCRIPT_NAMES if scripts.script_text(it) == script]
+    [name] = [it for it in SCRIPT_NAMES if script_text(it) == script]
     return _ROLE_OF_SCRIPT[name]
 
 

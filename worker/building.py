@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import ConfigurationError
-from shared.scripts import ModelIdentity
+from shared.script_values import ModelIdentity
 from shared.settings import Settings
 from shared.tool_call_style import ToolCallStyle
 from worker.engine.engine import LLMEngine

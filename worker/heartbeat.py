@@ -8,9 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shared import observing, scripts
-from shared.observations import SlotState, SlotStats
+from shared.observations import SlotState, SlotStats, WorkerStats
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import WorkerStats
 from worker.engine.interface import EngineSnapshot, EngineStats, SequenceSnapshot
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest

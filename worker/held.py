@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import InvalidRequestError
-from shared.schemas import (
+from shared.events import (
     ErrorInfo,
-    FinishReason,
-    Request,
     Result,
     Stats,
     TokenEvent,
@@ -19,7 +17,8 @@ from shared.schemas import (
     Usage,
     token_event_json,
 )
-from shared.scripts import Claim, Held, ModelIdentity, Row
+from shared.schemas import FinishReason, Request
+from shared.script_values import Claim, Held, ModelIdentity, Row
 from worker.engine.grammar import Grammar, GrammarError
 from worker.engine.interface import EngineLimits, EngineRequest, SequenceTiming
 from worker.grammars import Grammars

@@ -18,7 +18,7 @@ from shared.errors import InvalidRequestError
 from shared.logs import get_logger
 from shared.metrics import CLAIM_TIME, Histogram
 from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
-from shared.scripts import Claim, Room
+from shared.script_values import Claim, Room
 from worker.ending import end
 from worker.held import HeldRequest, Preparation
 from worker.leases import Leased, Leases, release

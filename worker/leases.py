@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
-from shared.scripts import Claim
+from shared.script_values import Claim
 from worker.held import HeldRequest
 
 Leased = HeldRequest | Claim

@@ -8,10 +8,11 @@ from contextlib import suppress
 
 from redis.exceptions import RedisError
 
+from shared.events import ErrorInfo, TokenLogprob
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import ErrorInfo, FinishReason, TokenLogprob
-from shared.scripts import Row, RowStatus
+from shared.schemas import FinishReason
+from shared.script_values import Row, RowStatus
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest

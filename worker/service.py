@@ -15,10 +15,12 @@ from redis.exceptions import RedisError
 
 from shared import scripts
 from shared.errors import InvalidRequestError, PromptqError
+from shared.events import ErrorInfo, Result, TokenEvent, Usage
 from shared.logs import get_logger
+from shared.observations import WorkerStats
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import ErrorInfo, FinishReason, Result, TokenEvent, Usage, WorkerStats
-from shared.scripts import Claim, Room, Row
+from shared.schemas import FinishReason
+from shared.script_values import Claim, Room, Row
 from shared.settings import Settings
 from shared.tracing import Tracing
 from worker.building import Served

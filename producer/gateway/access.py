@@ -15,8 +15,8 @@ from producer import api_keys
 from producer.api_keys import ApiKey
 from producer.gateway.context import Gateway, ThisGateway
 from producer.gateway.errors import ApiError
+from shared.rates import Rate, take_of_rates
 from shared.schemas import MAX_PRIORITY
-from shared.scripts import Rate, take_of_rates
 
 Caller = ApiKey
 """Somebody is what their key allows."""

@@ -24,8 +24,8 @@ from producer.gateway.openai.positions import Position, read_event_id
 from producer.gateway.presence import ClientLeftError, while_present
 from producer.gateway.records import check_owner
 from shared.errors import InvalidRequestError
+from shared.events import Result
 from shared.logs import bind
-from shared.schemas import Result
 
 _CLIENT_LEFT = 499
 """What nginx logs for a client that closed its connection; nobody is there to read it."""

@@ -24,7 +24,7 @@ from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, event_id
 from producer.gateway.presence import ClientLeftError, while_present
 from shared.errors import PromptqError
-from shared.schemas import Usage
+from shared.events import Usage
 from shared.tool_call_style import ToolCallStyle
 
 _COMMENT = b": waiting\n\n"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from producer.async_client import AsyncClient
-from shared.schemas import TokenEvent
+from shared.events import TokenEvent
 
 Indexed = tuple[int, TokenEvent]
 

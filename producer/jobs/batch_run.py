@@ -29,10 +29,11 @@ from shared.errors import (
     RedisSideError,
     RequestExistsError,
 )
+from shared.events import Result
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import FinishReason, RequestState, Result
-from shared.scripts import NewRequest
+from shared.schemas import FinishReason, RequestState
+from shared.script_values import NewRequest
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from rq import Queue
 from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import message_of, webhook_id_of
-from shared import scripts
+from shared import lookups
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
 
@@ -53,7 +53,7 @@ class Dispatcher:
         ids = self._redis.zrange(self._keys.webhooks, 0, _PAGE - 1)
         for raw in ids:
             request_id = raw.decode()
-            record = self._queue.run(scripts.record(self._keys, request_id))
+            record = self._queue.run(lookups.record(self._keys, request_id))
             message = message_of(self._keys.queue, request_id, record)
             if message is not None:
                 url, body = message

@@ -11,9 +11,9 @@ import redis.asyncio
 from producer.composing import compose
 from producer.jobs.batch_lines import BatchLine
 from shared.errors import InvalidRequestError
+from shared.events import Result
 from shared.keys import Keys
-from shared.schemas import Result
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 
 
 class LineForm(Protocol):

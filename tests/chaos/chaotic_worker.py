@@ -12,7 +12,7 @@ from typing import Any
 import worker.__main__ as command
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
-from shared.scripts import Claims, Room
+from shared.script_values import Claims, Room
 from shared.settings import Settings
 from tests.chaos.mutants import break_scripts
 from worker import service

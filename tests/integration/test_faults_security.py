@@ -22,7 +22,7 @@ from shared.errors import (
 )
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
-from shared.scripts import CancelStatus
+from shared.script_values import CancelStatus
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, free_port, started
 from tests.roles import ACL_FILE, as_role

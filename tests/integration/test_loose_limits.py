@@ -15,7 +15,7 @@ import redis.asyncio
 
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from worker.engine.engine import LLMEngine
 from worker.engine.model_free import ModelFreeRunner

@@ -19,8 +19,8 @@ import redis
 
 from producer import Client
 from shared.embedded import EmbeddedServer
+from shared.events import TokenEvent
 from shared.keys import Keys
-from shared.schemas import TokenEvent
 from tests.roles import as_role, bring_in_roles
 from tests.worker.test_command import started
 

@@ -11,7 +11,7 @@ import redis.asyncio
 
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import finished, running_worker
 from tests.roles import AsyncQueueClient, as_role
 from tests.worker.structured import SCHEMAS, TOOLS, json_schema, served

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import redis.asyncio
 
-from shared import scripts
+from shared import lookups
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import finished, running_worker, served_model_free
 
 
@@ -32,7 +32,7 @@ async def test_a_flood_does_not_hold_up_another_tenant(redis_url: str) -> None:
                 assert (await finished(queue, request_id))["finish_reason"] == "length"
         ended = {}
         for request_id in flood + few + plain:
-            record = await queue.run(scripts.record(queue.keys, request_id))
+            record = await queue.run(lookups.record(queue.keys, request_id))
             ended[request_id] = int(record["finished_at"])
         last = max(ended[request_id] for request_id in few + plain)
         assert sum(ended[request_id] < last for request_id in flood) < 60

@@ -16,7 +16,7 @@ import redis.asyncio
 
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request
-from shared.scripts import ModelIdentity, NewRequest
+from shared.script_values import ModelIdentity, NewRequest
 from tests.helpers import finished, running_worker
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
 from worker.building import Served

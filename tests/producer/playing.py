@@ -14,10 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from producer import AsyncClient, Client
+from shared.events import TokenEvent, Usage
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, TokenEvent, Usage
-from shared.scripts import Claim, Published, Room, Row
+from shared.schemas import FinishReason
+from shared.script_values import Claim, Published, Room, Row
 
 KEYS = Keys("default")
 PROMPTQ = [sys.executable, "-m", "producer.cli"]

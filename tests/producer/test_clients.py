@@ -27,9 +27,12 @@ from shared.errors import (
     RequestExistsError,
     RequestFailedError,
 )
+from shared.events import ErrorInfo
 from shared.keys import Keys
-from shared.schemas import ErrorInfo, FinishReason, RequestState, WorkerStats
-from shared.scripts import CancelStatus, heartbeat
+from shared.observations import WorkerStats
+from shared.schemas import FinishReason, RequestState
+from shared.script_values import CancelStatus
+from shared.scripts import heartbeat
 from tests.producer.playing import free_port, losing_one_reply, old_server
 
 KEYS = Keys("default")

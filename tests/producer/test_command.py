@@ -24,8 +24,9 @@ import pytest
 import redis
 
 from shared.embedded import EmbeddedServer
+from shared.events import ErrorInfo
 from shared.keys import Keys
-from shared.schemas import ErrorInfo, FinishReason
+from shared.schemas import FinishReason
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, free_port, old_server
 
 KEYS = Keys("default")

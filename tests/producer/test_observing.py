@@ -11,14 +11,14 @@ import redis.asyncio
 
 from producer import AsyncClient
 from producer.timeline import Happened, Timeline
-from shared import observing, scripts
+from shared import observing
 from shared.errors import RequestNotFoundError
 from shared.keys import Keys
 from shared.observations import SAMPLE_MS, SlotState
 from shared.observing import Contribution
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import RequestState
-from shared.scripts import Room
+from shared.script_values import Held, Room
 from tests.helpers import Server, running_worker, served_model_free
 
 
@@ -130,7 +130,7 @@ async def test_a_life_of_several_attempts(redis_url: str, client: AsyncClient) -
         await asyncio.sleep(0.15)
         await queue.reap()
         claim = (await queue.take_batch(room))[0]
-        await queue.release([scripts.Held(claim.request_id, claim.fence)])
+        await queue.release([Held(claim.request_id, claim.fence)])
     assert happenings(await client.timeline(request_id)) == [
         Happened.ENQUEUED,
         Happened.CLAIMED,

@@ -14,7 +14,7 @@ from shared.errors import RequestNotFoundError
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
 from shared.schemas import RequestState
-from shared.scripts import PriorityStatus
+from shared.script_values import PriorityStatus
 from tests.helpers import text_of
 from tests.producer.playing import HandWorker, Run, Start
 from tests.roles import QueueClient, as_role

@@ -9,8 +9,9 @@ import pytest
 
 from producer import Client
 from shared.errors import RequestNotFoundError
+from shared.events import TokenEvent
 from shared.keys import Keys
-from shared.schemas import FinishReason, TokenEvent
+from shared.schemas import FinishReason
 
 Read = Callable[..., Any]
 KEYS = Keys("default")

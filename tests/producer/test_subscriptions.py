@@ -16,9 +16,9 @@ from producer.stream import Missed
 from producer.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
 from shared.embedded import EmbeddedServer
 from shared.errors import QueueClosedError, RedisAuthError, RedisUnavailableError
+from shared.events import TokenEvent
 from shared.keys import Keys
-from shared.schemas import TokenEvent
-from shared.scripts import Claim
+from shared.script_values import Claim
 from tests.producer.playing import HandWorker
 
 KEYS = Keys("default")

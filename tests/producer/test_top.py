@@ -16,8 +16,8 @@ import redis
 
 from producer import Client
 from shared.keys import Keys
+from shared.observations import WorkerStats
 from shared.request_queue import RequestQueue
-from shared.schemas import WorkerStats
 from shared.scripts import heartbeat
 from tests.producer.playing import PROMPTQ, Run
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from shared.events import TokenEvent, Usage
 from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, TokenEvent, Usage
-from shared.scripts import Claim, Held, NewRequest, Room, Row, RowStatus
+from shared.schemas import FinishReason, Request
+from shared.script_values import Claim, Held, NewRequest, Room, Row, RowStatus
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from shared.errors import QueueFullError
+from shared.events import TokenEvent, Usage
 from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState, TokenEvent, Usage
-from shared.scripts import Claim, Held, NewRequest, Room, Row
+from shared.schemas import FinishReason, Request, RequestState
+from shared.script_values import Claim, Held, NewRequest, Room, Row
 from tests.helpers import Server
 
 ROOM = Room(max_count=1000, token_budget=10**9)

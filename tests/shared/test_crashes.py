@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from shared import scripts
+from shared import lookups, scripts
+from shared.calling import script_text
 from shared.errors import RequestNotFoundError
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
-from shared.scripts import Claim, ClaimContext, ModelIdentity, Room
+from shared.script_values import Claim, ClaimContext, ModelIdentity, Room
 from tests.helpers import Server
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, put, row
 
@@ -51,7 +52,7 @@ def make_suspects(client: Any, queue: RequestQueue, names: list[str]) -> None:
 
 
 def history_of(queue: RequestQueue, request_id: str) -> list[dict[str, Any]]:
-    record = queue.run(scripts.record(queue.keys, request_id))
+    record = queue.run(lookups.record(queue.keys, request_id))
     history: list[dict[str, Any]] = json.loads(record.get("history", "[]"))
     return history
 
@@ -153,7 +154,7 @@ def test_a_worker_of_before_that_says_not_what_it_holds_gets_no_suspect(
     client: Any, queue: RequestQueue
 ) -> None:
     make_suspects(client, queue, ["a"])
-    script = client.register_script(scripts.script_text("claim"))
+    script = client.register_script(script_text("claim"))
     args = ["old", 1000, 10, 10**6, 10**6, "nonce", 1, "", "", "", "seed"]
     assert len(script(keys=[queue.keys.pending], args=args)) == 3
     put(queue, "b")
@@ -325,7 +326,7 @@ def lose(losing: LosingQueue) -> None:
 
 
 def crashes_of(queue: RequestQueue, request_id: str) -> str | None:
-    return queue.run(scripts.record(queue.keys, request_id)).get("crashes")
+    return queue.run(lookups.record(queue.keys, request_id)).get("crashes")
 
 
 def test_a_lost_reply_to_a_claim_is_no_crash_of_a_worker_that_lives(losing: LosingQueue) -> None:

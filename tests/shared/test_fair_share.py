@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from shared import scripts
+from shared import lookups
+from shared.events import TokenEvent, Usage
 from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState, TokenEvent, Usage
-from shared.scripts import CancelStatus, Held, NewRequest, Room, Row
+from shared.schemas import FinishReason, Request, RequestState
+from shared.script_values import CancelStatus, Held, NewRequest, Room, Row
 from tests.helpers import Server
 from tests.roles import QueueClient, as_role
 from tests.shared.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
@@ -434,7 +435,7 @@ def test_whatever_puts_back_uses_the_tenants_own_queue(client: Any, server: Serv
     time.sleep(0.01)
     assert queue.reap().returned == 1
     assert client.zcard(own) == 2
-    assert queue.run(scripts.waiting_ids(queue.keys, 10)) == ["r", "later"]
+    assert queue.run(lookups.waiting_ids(queue.keys, 10)) == ["r", "later"]
     assert queue.cancel("later") is CancelStatus.CANCELLED
     assert client.zcard(own) == 1
     put(queue, "expires", "team", deadline_ms=1)

@@ -9,11 +9,12 @@ import pytest
 import redis
 from redis.exceptions import OutOfMemoryError
 
-from shared import scripts
+from shared import lookups, scripts
 from shared.embedded import EmbeddedServer
+from shared.observations import WorkerStats
 from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState, WorkerStats
-from shared.scripts import CancelStatus, Claim
+from shared.schemas import FinishReason, RequestState
+from shared.script_values import CancelStatus, Claim
 from tests.helpers import redis_server
 from tests.roles import QueueClient, bring_in_roles
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, log_of, new, put, row
@@ -146,7 +147,7 @@ def test_a_crash_is_accounted_whole(client: Any, queue: RequestQueue) -> None:
     run_out(client)
     assert queue.reap().returned == 1
     recover(client)
-    record = queue.run(scripts.record(queue.keys, "a"))
+    record = queue.run(lookups.record(queue.keys, "a"))
     assert (record["state"], record["crashes"]) == ("waiting", "1")
     assert ids(queue.take_batch(ROOM)) == ["a"]
 

@@ -12,7 +12,7 @@ from producer import Client
 from shared import scripts
 from shared.errors import InvalidRequestError
 from shared.request_queue import RequestQueue
-from shared.scripts import PriorityStatus
+from shared.script_values import Held, PriorityStatus
 from tests.helpers import Server
 from tests.shared.test_request_queue import ROOM, ids, put, put_plainly
 
@@ -93,7 +93,7 @@ def test_what_does_not_wait_stays_as_it_is(queue: RequestQueue, client: Client) 
     assert client.reprioritise("held", -3) is PriorityStatus.ACTIVE
     assert client.reprioritise("over", -3) is PriorityStatus.FINISHED
     assert client.reprioritise("nobody", -3) is PriorityStatus.UNKNOWN
-    queue.release([scripts.Held("held", claim.fence)])
+    queue.release([Held("held", claim.fence)])
     assert queue.take_batch(ROOM)[0].score == claim.score
     assert queue.count() == 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shared import scripts
+from shared import lookups, scripts
 from shared.errors import (
     InvalidRequestError,
     ModelMismatchError,
@@ -21,20 +21,11 @@ from shared.errors import (
     RequestExistsError,
     RequestNotFoundError,
 )
+from shared.events import ErrorInfo, Result, Stats, TokenEvent, TokenLogprob, Usage
+from shared.observations import WorkerStats
 from shared.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
-from shared.schemas import (
-    ErrorInfo,
-    FinishReason,
-    Request,
-    RequestState,
-    Result,
-    Stats,
-    TokenEvent,
-    TokenLogprob,
-    Usage,
-    WorkerStats,
-)
-from shared.scripts import (
+from shared.schemas import FinishReason, Request, RequestState
+from shared.script_values import (
     CancelStatus,
     Claim,
     Held,
@@ -379,7 +370,7 @@ def test_publishes_to_log_and_channel_and_finishes(client: Any, queue: RequestQu
     assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
     assert live == [entry.event_json for entry in rows]
     assert queue.state("a") is RequestState.COMPLETED
-    record = queue.run(scripts.record(queue.keys, "a"))
+    record = queue.run(lookups.record(queue.keys, "a"))
     result = json.loads(record["result"])
     assert result["text"] == "Hé 🦊"
     assert result["token_ids"] == [7, 7]
@@ -491,12 +482,12 @@ def test_large_numbers_stay_exact(client: Any, queue: RequestQueue) -> None:
     queue.publish([Row.of("a", claim.fence, first)])
     queue.cancel("a")
     queue.publish([], [held(claim)])
-    result = json.loads(queue.run(scripts.record(queue.keys, "a"))["result"])
+    result = json.loads(queue.run(lookups.record(queue.keys, "a"))["result"])
     assert result["token_ids"] == [2**31 - 1]
     assert result["text"] == '"\\/\n\x7f'
     put(queue, "b")
     queue.cancel("b")
-    assert json.loads(queue.run(scripts.record(queue.keys, "b"))["result"])["token_ids"] == []
+    assert json.loads(queue.run(lookups.record(queue.keys, "b"))["result"])["token_ids"] == []
 
 
 # --- cancel, remove, clear
@@ -606,7 +597,7 @@ def test_what_crashes_its_workers_becomes_a_dead_letter(client: Any) -> None:
     assert client.pttl(queue.keys.request("poison")) == -1, "dead letters are kept"
 
     fresh = queue.requeue("poison")
-    record = queue.run(scripts.record(queue.keys, fresh))
+    record = queue.run(lookups.record(queue.keys, fresh))
     assert record["requeued_from"] == "poison"
     (claim,) = queue.take_batch(ROOM)
     assert (claim.request_id, claim.attempt, claim.events) == (fresh, 1, [])
@@ -732,7 +723,7 @@ def test_a_result_that_the_worker_gives_is_kept_as_it_is(queue: RequestQueue) ->
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
     queue.publish([Row.of("a", claim.fence, event(0, reason=FinishReason.STOP), '{"given":true}')])
-    assert queue.run(scripts.record(queue.keys, "a"))["result"] == '{"given":true}'
+    assert queue.run(lookups.record(queue.keys, "a"))["result"] == '{"given":true}'
 
 
 def test_a_result_that_the_server_folds_lacks_nothing(queue: RequestQueue) -> None:
@@ -746,7 +737,7 @@ def test_a_result_that_the_server_folds_lacks_nothing(queue: RequestQueue) -> No
         error=ErrorInfo(type="internal_error", message='"quoted"'),
     )  # fmt: skip
     queue.publish([Row.of("a", claim.fence, first), Row.of("a", claim.fence, last)])
-    folded = Result.model_validate_json(queue.run(scripts.record(queue.keys, "a"))["result"])
+    folded = Result.model_validate_json(queue.run(lookups.record(queue.keys, "a"))["result"])
     assert folded == Result.fold([first, last])
 
 
@@ -834,7 +825,7 @@ def test_times_are_kept(queue: RequestQueue) -> None:
     assert second.claimed_at_ms > first.claimed_at_ms
     assert second.prompt_tokens == 9, "a release tells the length too"
     queue.publish([row(second, 0, reason=FinishReason.STOP)])
-    record = queue.run(scripts.record(queue.keys, "a"))
+    record = queue.run(lookups.record(queue.keys, "a"))
     assert int(record["finished_at"]) >= second.claimed_at_ms
 
 
@@ -1081,7 +1072,7 @@ def test_a_dead_letter_is_run_again_with_its_priority_and_then_forgotten(client:
         score = client.zscore(queue.keys.pending, queue.requeue(name))
         assert abs(score - (time.time() * 1000 - 7 * 60_000)) < 30_000
         assert client.pttl(queue.keys.request(name)) > 0
-        result = json.loads(queue.run(scripts.record(queue.keys, name))["result"])
+        result = json.loads(queue.run(lookups.record(queue.keys, name))["result"])
         assert result["error"]["type"] == "dead_letter"
 
 
@@ -1123,14 +1114,14 @@ def test_a_worker_that_tells_nothing_any_more_is_forgotten(
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="gone"), ttl_ms=1)) == 1
     time.sleep(0.01)
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="here", pid=7), ttl_ms=5000)) == 1
-    assert queue.run(scripts.live_worker_ids(queue.keys, 0)) == ["here"]
-    assert queue.run(scripts.worker_stats(queue.keys, "gone")) is None
-    told = queue.run(scripts.worker_stats(queue.keys, "here"))
+    assert queue.run(lookups.live_worker_ids(queue.keys, 0)) == ["here"]
+    assert queue.run(lookups.worker_stats(queue.keys, "gone")) is None
+    told = queue.run(lookups.worker_stats(queue.keys, "here"))
     assert told is not None
     assert told.pid == 7
     assert 0 < client.pttl(queue.keys.worker("here")) <= 5000
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="here"), ttl_ms=0)) == 0
-    assert queue.run(scripts.worker_stats(queue.keys, "here")) is None
+    assert queue.run(lookups.worker_stats(queue.keys, "here")) is None
 
 
 # --- fields that a stranger spoilt
@@ -1203,7 +1194,7 @@ def test_an_entry_in_the_log_that_is_no_event_does_not_hinder_the_end(
     client.xadd(queue.keys.tokens("a"), {"event": "junk"}, id="2-0")
     queue.cancel("a")
     assert queue.publish([], [held(claim)]).held == [RowStatus.CANCELLED]
-    record = queue.run(scripts.record(queue.keys, "a"))
+    record = queue.run(lookups.record(queue.keys, "a"))
     assert record["state"] == "cancelled"
     assert json.loads(record["result"])["text"] == "x"
     assert client.zcard(queue.keys.leases) == 0

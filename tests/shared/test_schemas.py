@@ -7,19 +7,8 @@ import json
 import pytest
 
 from shared.errors import InvalidRequestError
-from shared.schemas import (
-    MAX_PAYLOAD_BYTES,
-    ErrorInfo,
-    FinishReason,
-    Request,
-    RequestState,
-    Result,
-    Stats,
-    TokenEvent,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
+from shared.events import ErrorInfo, Result, Stats, TokenEvent, TokenLogprob, TopLogprob, Usage
+from shared.schemas import MAX_PAYLOAD_BYTES, FinishReason, Request, RequestState
 
 
 @pytest.mark.parametrize(

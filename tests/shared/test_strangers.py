@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shared import scripts
+from shared import lookups, scripts
 from shared.errors import QueueFullError, RequestExistsError
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
-from shared.scripts import CancelStatus
+from shared.script_values import CancelStatus
 from tests.helpers import Server
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, new, put, put_plainly, row
 
@@ -36,7 +36,7 @@ def test_a_log_that_takes_no_more_events_ends_its_request_at_once(
     a, b = queue.take_batch(ROOM)
     client.set(queue.keys.tokens("a"), "no stream any more")
     assert queue.publish([row(a, 0), row(a, 1), row(b, 0)]).rows == ["error", "finished", "ok"]
-    record = queue.run(scripts.record(queue.keys, "a"))
+    record = queue.run(lookups.record(queue.keys, "a"))
     assert record["state"] == "failed"
     assert "tokens: " in record["last_event"]
     assert client.zrange(queue.keys.leases, 0, -1) == [b"b"]

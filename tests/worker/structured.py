@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.schemas import FinishReason, TokenEvent
-from shared.scripts import Claim, ModelIdentity
+from shared.events import TokenEvent
+from shared.schemas import FinishReason
+from shared.script_values import Claim, ModelIdentity
 from tests.worker.engine.tiny_models import save_model
 from worker.building import Served
 from worker.engine.engine import LLMEngine

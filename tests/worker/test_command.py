@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared import scripts
+from shared import lookups
 from shared.embedded import EmbeddedServer
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import text_of
 from tests.roles import as_role
 
@@ -146,11 +146,11 @@ def test_serves_and_drains_when_terminated(redis_url: str, worker_url: str) -> N
         with started("--model", "model-free", "--redis", worker_url) as worker:
             request = Request.build({"prompt": "a", "seed": 3, "max_tokens": 2000})
             (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
-            while not queue.run(scripts.log_after(queue.keys, request_id, 0)):
+            while not queue.run(lookups.log_after(queue.keys, request_id, 0)):
                 pass
             worker.send_signal(signal.SIGTERM)
             assert worker.wait() == 0
-        record = queue.run(scripts.record(queue.keys, request_id))
+        record = queue.run(lookups.record(queue.keys, request_id))
         assert json.loads(record["result"])["text"] == text_of(3, 2000)
         assert client.zcard(queue.keys.workers) == 0
 
@@ -163,14 +163,14 @@ def test_a_killed_workers_stream_is_carried_on(redis_url: str, worker_url: str) 
         with started(*options) as victim:
             request = Request.build({"prompt": "a", "seed": 8, "max_tokens": 6000})
             (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
-            while len(queue.run(scripts.log_after(queue.keys, request_id, 0))) < 20:
+            while len(queue.run(lookups.log_after(queue.keys, request_id, 0))) < 20:
                 pass
             victim.kill()
             victim.wait()
         with started(*options):
-            while "result" not in queue.run(scripts.record(queue.keys, request_id)):
+            while "result" not in queue.run(lookups.record(queue.keys, request_id)):
                 pass
-        events = [json.loads(e) for e in queue.run(scripts.log_after(queue.keys, request_id, 0))]
+        events = [json.loads(e) for e in queue.run(lookups.log_after(queue.keys, request_id, 0))]
         assert {event["attempt"] for event in events} == {1, 2}
         ends = [event["index"] + len(event["token_ids"]) for event in events]
         assert [event["index"] for event in events] == [0, *ends[:-1]]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shared.errors import InvalidRequestError
-from shared.schemas import FinishReason, TokenEvent
-from shared.scripts import Claim, ModelIdentity
+from shared.events import TokenEvent
+from shared.schemas import FinishReason
+from shared.script_values import Claim, ModelIdentity
 from worker.engine.interface import EngineLimits, SequenceTiming
 from worker.held import HeldRequest, Preparation
 from worker.tokenizer import ByteTokenizer

@@ -11,11 +11,12 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared import scripts
+from shared import lookups
 from shared.errors import InvalidRequestError
+from shared.events import TokenEvent
 from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import FinishReason, Request, TokenEvent
-from shared.scripts import Claim, Claims, Held, ModelIdentity, NewRequest, Room, Row
+from shared.schemas import FinishReason, Request
+from shared.script_values import Claim, Claims, Held, ModelIdentity, NewRequest, Room, Row
 from tests.roles import AsyncQueueClient, as_role
 from worker.engine.interface import EngineLimits
 from worker.held import HeldRequest, Preparation
@@ -298,7 +299,7 @@ async def test_stopping_gives_back_what_a_lost_reply_would_have_told(client: Any
     while await house.queue.count() == 1:
         await asyncio.sleep(0.002)
     await house.intake.stop()
-    record = await house.queue.run(scripts.record(house.queue.keys, request_id))
+    record = await house.queue.run(lookups.record(house.queue.keys, request_id))
     assert (record["state"], record.get("crashes")) == ("waiting", None)
 
 
@@ -328,7 +329,7 @@ async def test_what_the_server_does_not_take_back_stays_held(client: Any) -> Non
     await house.intake.stop()
     assert (len(house.leases), house.intake.available) == (0, 0)
     assert await queue.count() == 3
-    records = [await queue.run(scripts.record(queue.keys, request_id)) for request_id in ids]
+    records = [await queue.run(lookups.record(queue.keys, request_id)) for request_id in ids]
     assert [record["prompt_tokens"] for record in records] == ["4"] * 3
 
 

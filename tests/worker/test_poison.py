@@ -14,10 +14,10 @@ import pytest
 import redis
 
 from producer import Client
-from shared import scripts
+from shared import lookups
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request, RequestState
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import text_of
 from tests.roles import as_role
 from tests.worker.deadly_worker import EXIT_CODE
@@ -55,7 +55,7 @@ def supervisor(redis_url: str) -> Iterator[Supervisor]:
 
 
 def result_of(queue: RequestQueue, request_id: str) -> dict[str, Any]:
-    record = queue.run(scripts.record(queue.keys, request_id))
+    record = queue.run(lookups.record(queue.keys, request_id))
     result: dict[str, Any] = json.loads(record["result"])
     return result
 

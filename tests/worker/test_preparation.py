@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from shared import scripts
+from shared import lookups
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from worker.tokenizer import ByteTokenizer
 
@@ -66,7 +66,7 @@ async def test_a_preparation_that_takes_longer_than_a_lease_loses_nothing(
         for n, request_id in enumerate(ids):
             result = await finished(queue, request_id)
             assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 5), 1)
-            record = await queue.run(scripts.record(queue.keys, request_id))
+            record = await queue.run(lookups.record(queue.keys, request_id))
             assert "crashes" not in record
 
 

@@ -10,10 +10,11 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared import scripts
+from shared import lookups
+from shared.calling import Call
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
-from shared.scripts import Call, NewRequest, Room
+from shared.script_values import Held, NewRequest, Room
 from tests.roles import AsyncQueueClient, as_role
 from worker.reaping import Reaper
 
@@ -64,7 +65,7 @@ async def test_reaps_several_times_a_lease(queue: Unreachable, redis_url: str) -
     request_id = await held_past_its_lease(queue, redis_url)
     await beat(reaper, clock, 1)
     assert await queue.state(request_id) is RequestState.WAITING
-    assert (await queue.run(scripts.record(queue.keys, request_id)))["crashes"] == "1"
+    assert (await queue.run(lookups.record(queue.keys, request_id)))["crashes"] == "1"
 
 
 @pytest.mark.parametrize("cause", ["server away", "frozen"])
@@ -138,10 +139,10 @@ async def test_no_request_is_blamed_for_a_server_that_was_away(redis_url: str) -
         await asyncio.sleep(0.6)
         queue.is_away = False
         await reaper.run_once()
-        published = await queue.publish([], [scripts.Held(request_id, claim.fence)])
+        published = await queue.publish([], [Held(request_id, claim.fence)])
         assert published.held == ["ok"]
         for _ in range(3):
             await asyncio.sleep(0.1)
-            await queue.publish([], [scripts.Held(request_id, claim.fence)])
+            await queue.publish([], [Held(request_id, claim.fence)])
             await reaper.run_once()
-        assert "crashes" not in await queue.run(scripts.record(queue.keys, request_id))
+        assert "crashes" not in await queue.run(lookups.record(queue.keys, request_id))

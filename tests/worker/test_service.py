@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from shared import scripts
+from shared import lookups
 from shared.errors import ModelMismatchError
 from shared.request_queue import AsyncRequestQueue, new_request_id
 from shared.schemas import Request, RequestState
-from shared.scripts import Held, ModelIdentity, NewRequest, Room
+from shared.script_values import Held, ModelIdentity, NewRequest, Room
 from shared.settings import Settings
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from tests.roles import as_role
@@ -32,7 +32,7 @@ async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
 
 
 async def log_of(queue: AsyncRequestQueue, request_id: str) -> list[dict[str, Any]]:
-    events = await queue.run(scripts.log_after(queue.keys, request_id, 0))
+    events = await queue.run(lookups.log_after(queue.keys, request_id, 0))
     return [json.loads(event) for event in events]
 
 
@@ -342,21 +342,21 @@ async def test_what_is_no_event_in_a_log_ends_that_request_alone(
         assert (await finished(queue, good))["text"] == text_of(1, 3)
         error = (await finished(queue, spoilt))["error"]
         assert (error["type"], error["message"][:8]) == ("invalid_request", "tokens: ")
-    assert "crashes" not in await queue.run(scripts.record(queue.keys, spoilt))
+    assert "crashes" not in await queue.run(lookups.record(queue.keys, spoilt))
 
 
 async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url) as worker:
         await finished(queue, await put(queue, max_tokens=5))
         while True:
-            told = await queue.run(scripts.worker_stats(queue.keys, worker.worker_id))
+            told = await queue.run(lookups.worker_stats(queue.keys, worker.worker_id))
             if told is not None and told.mean_generation_ms:
                 break
             await asyncio.sleep(0.05)
         assert (told.generation_tokens, told.num_processed, told.model) == (5, 1, "model-free")
         assert told.prompt_tokens == len("Once upon a time")
         assert told.heartbeat_at > 0
-    assert await queue.run(scripts.live_worker_ids(queue.keys, 0)) == []
+    assert await queue.run(lookups.live_worker_ids(queue.keys, 0)) == []
 
 
 async def test_a_worker_of_another_model_refuses_to_start(
@@ -522,7 +522,7 @@ async def test_a_failing_engine_gives_back_at_once_what_it_was_running(
         await worker.stop()
     for request_id in (innocent, poison):
         assert await queue.state(request_id) is RequestState.WAITING
-        record = await queue.run(scripts.record(queue.keys, request_id))
+        record = await queue.run(lookups.record(queue.keys, request_id))
         assert record["crashes"] == "1"
     await queue.remove(poison)
     async with running_worker(redis_url):
@@ -614,7 +614,7 @@ async def test_a_log_that_was_deleted_is_written_anew(
         await until_tokens(queue, request_id, 5)
         await client.delete(queue.keys.tokens(request_id))
         assert (await finished(queue, request_id))["text"] == text_of(4, 100)
-    record = await queue.run(scripts.record(queue.keys, request_id))
+    record = await queue.run(lookups.record(queue.keys, request_id))
     assert (record["attempt"], record.get("crashes")) == ("1", None), "its worker sends it again"
     await client.aclose()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from shared.errors import ConfigurationError
 from shared.schemas import FinishReason
 from worker.engine.block_manager import BlockManager
+from worker.engine.checks import check_request, check_settings
 from worker.engine.drafting import Drafter
 from worker.engine.interface import (
     EngineLimits,
@@ -79,7 +79,7 @@ class LLMEngine:
         )
         if prefill_chunk is None:
             prefill_chunk = max_num_batched_tokens
-        _check_settings(self.limits, prefill_chunk, max_model_len)
+        check_settings(self.limits, prefill_chunk, max_model_len)
         self._runner = runner
         self._speculative_tokens = speculative_tokens
         self._async_scheduling = async_scheduling
@@ -114,7 +114,9 @@ class LLMEngine:
         )
 
     def add(self, request: EngineRequest) -> None:
-        self._check_request(request)
+        if request.sequence_id in self._sequences:
+            raise ValueError(f"sequence_id: {request.sequence_id} is in the engine already")
+        check_request(request, self.limits)
         sequence = Sequence.of(request, self.limits.max_model_len)
         sequence.drafter = self._drafter_for(sequence)
         self._sequences[request.sequence_id] = sequence
@@ -315,33 +317,6 @@ class LLMEngine:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS
 
-    def _check_request(self, request: EngineRequest) -> None:
-        sequence_id, limits = request.sequence_id, self.limits
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_output_tokens = len(request.output_token_ids)
-        num_tokens = num_prompt_tokens + num_output_tokens
-        if sequence_id in self._sequences:
-            raise ValueError(f"sequence_id: {sequence_id} is in the engine already")
-        if num_prompt_tokens == 0:
-            raise ValueError("prompt_token_ids: is empty, and there is nothing to continue")
-        if num_tokens >= limits.max_model_len:
-            raise ValueError(
-                f"prompt_token_ids: {num_prompt_tokens} tokens and {num_output_tokens} of output "
-                f"leave no room for another in a length of {limits.max_model_len}"
-            )
-        if request.max_tokens <= num_output_tokens:
-            raise ValueError(
-                f"max_tokens: {request.max_tokens} is reached with the {num_output_tokens} tokens "
-                "of output there are"
-            )
-        for name in ("prompt_token_ids", "output_token_ids"):
-            token_ids = getattr(request, name)
-            for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-                if not 0 <= token_id < limits.vocab_size:
-                    raise ValueError(
-                        f"{name}: {token_id} is outside the vocabulary of {limits.vocab_size}"
-                    )
-
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
     """What would have been sampled without a draft: each behind one that was drafted right.
@@ -370,24 +345,3 @@ def _snapshot_of(sequence: Sequence, num_shared_blocks: int) -> SequenceSnapshot
         num_shared_blocks=num_shared_blocks,
         timing=sequence.timing.copy(),
     )
-
-
-def _check_settings(limits: EngineLimits, prefill_chunk: int, max_model_len: int | None) -> None:
-    if limits.max_num_seqs < 1:
-        raise ConfigurationError(f"--max-num-seqs: {limits.max_num_seqs} is less than 1")
-    if limits.max_num_batched_tokens < limits.max_num_seqs:
-        raise ConfigurationError(
-            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
-            f"than one for each of --max-num-seqs, {limits.max_num_seqs}"
-        )
-    if prefill_chunk < 1:
-        raise ConfigurationError(f"--prefill-chunk: {prefill_chunk} is less than 1")
-    if max_model_len is not None and max_model_len < 2:
-        raise ConfigurationError(
-            f"--max-model-len: {max_model_len} is less than a token of prompt and one of output"
-        )
-    if limits.kv_tokens < 2:
-        raise ConfigurationError(
-            f"--kv-cache-memory: leaves room for {limits.kv_tokens} tokens in the KV cache, "
-            "which is less than a token of prompt and one of output"
-        )

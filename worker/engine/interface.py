@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from shared.schemas import FinishReason, SamplingParams, TokenLogprob
+from shared.events import TokenLogprob
+from shared.schemas import FinishReason, SamplingParams
 from worker.engine.grammar import Grammar
 
 

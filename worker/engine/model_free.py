@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from shared.schemas import TokenLogprob, TopLogprob
+from shared.events import TokenLogprob, TopLogprob
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import EngineRequest
 from worker.engine.runner import KVLayout, SampledToken

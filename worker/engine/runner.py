@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shared.schemas import TokenLogprob
+from shared.events import TokenLogprob
 from worker.engine.sequence import Batch
 
 

@@ -10,7 +10,7 @@ from producer.gateway.openai.completion import Completion
 from producer.gateway.openai.endings import failure, finish_reason
 from producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from producer.gateway.openai.tool_calls import split_calls
-from shared.schemas import Result
+from shared.events import Result
 from shared.tool_call_style import ToolCallStyle
 
 

@@ -12,7 +12,7 @@ from producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs,
 from producer.gateway.openai.positions import Position
 from producer.gateway.openai.tool_calls import call_id
 from producer.gateway.openai.tool_text import ToolDelta, ToolText
-from shared.schemas import TokenEvent, TokenLogprob, Usage
+from shared.events import TokenEvent, TokenLogprob, Usage
 from shared.tool_call_style import ToolCallStyle
 
 

@@ -10,8 +10,9 @@ from uuid import UUID
 
 from producer.gateway.openai.calls import MAX_CHOICES, Call, request_ids
 from shared.errors import InvalidRequestError, RequestNotFoundError
+from shared.events import Usage
 from shared.request_queue import new_request_id
-from shared.schemas import Request, Usage
+from shared.schemas import Request
 
 _CHAT, _TEXT = "chatcmpl-", "cmpl-"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from producer.gateway.errors import ApiError
-from shared.schemas import ErrorInfo, FinishReason
+from shared.events import ErrorInfo
+from shared.schemas import FinishReason
 
 _OURS_TO_MEND = {"x-should-retry": "false"}
 """Tells OpenAI's clients that the same call would end the same way."""

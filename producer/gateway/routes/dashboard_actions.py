@@ -17,7 +17,7 @@ from producer.gateway.errors import ApiError
 from shared.errors import RequestNotFoundError
 from shared.logs import get_logger
 from shared.schemas import MAX_PRIORITY
-from shared.scripts import CancelStatus, PriorityStatus
+from shared.script_values import CancelStatus, PriorityStatus
 
 
 async def same_origin(request: Request) -> None:

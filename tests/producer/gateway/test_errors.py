@@ -13,10 +13,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from shared import scripts
+from shared import lookups
 from shared.embedded import EmbeddedServer
-from shared.schemas import ErrorInfo, FinishReason
-from shared.scripts import Claim
+from shared.events import ErrorInfo
+from shared.schemas import FinishReason
+from shared.script_values import Claim
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker, free_port
 from tests.roles import bring_in_roles
@@ -56,7 +57,7 @@ def reap_one(worker: HandWorker) -> None:
 
 
 def waiting_id(worker: HandWorker) -> str:
-    while not (ids := worker.queue.run(scripts.waiting_ids(KEYS, 1))):
+    while not (ids := worker.queue.run(lookups.waiting_ids(KEYS, 1))):
         time.sleep(0.005)
     return ids[0]
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from shared.scripts import Claim
+from shared.script_values import Claim
 from tests.producer.gateway.test_streams import continued, is_cancelled, read_frames, texts_of
 from tests.producer.playing import HandWorker, Run, Start, free_port
 

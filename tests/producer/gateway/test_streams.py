@@ -17,7 +17,7 @@ import redis
 
 from shared.embedded import EmbeddedServer
 from shared.schemas import FinishReason
-from shared.scripts import Claim
+from shared.script_values import Claim
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import KEYS, HandWorker, free_port
 

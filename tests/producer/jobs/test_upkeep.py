@@ -13,7 +13,7 @@ from producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkee
 from producer.jobs.settings import read_jobs_settings
 from shared.keys import Keys
 from shared.schemas import Request, RequestState
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.producer.playing import HandWorker
 from tests.roles import as_role
 

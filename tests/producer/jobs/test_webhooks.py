@@ -31,7 +31,7 @@ from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, Request
-from shared.scripts import NewRequest
+from shared.script_values import NewRequest
 from tests.helpers import Server
 from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
 from tests.producer.playing import HandWorker

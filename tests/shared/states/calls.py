@@ -7,8 +7,18 @@ from functools import cache
 from typing import Any
 
 from shared import scripts
-from shared.schemas import ErrorInfo, FinishReason, Request, TokenEvent, Usage
-from shared.scripts import Call, ClaimContext, Held, ModelIdentity, NewRequest, Room, Row
+from shared.calling import Call
+from shared.events import ErrorInfo, TokenEvent, Usage
+from shared.schemas import FinishReason, Request
+from shared.script_values import (
+    CancelMode,
+    ClaimContext,
+    Held,
+    ModelIdentity,
+    NewRequest,
+    Room,
+    Row,
+)
 from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
 
 LEASE_MS = 3_600_000
@@ -81,7 +91,7 @@ def purge(request_id: str) -> Move:
 
 
 @cache
-def cancel_by_script(request_id: str, mode: scripts.CancelMode) -> Move:
+def cancel_by_script(request_id: str, mode: CancelMode) -> Move:
     kind = "cancel" if mode == "any" else "remove"
     call = scripts.cancel([request_id], mode)
     return Move(kind, f"cancel {request_id} ({mode})", (call,), (request_id,))

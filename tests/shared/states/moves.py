@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.scripts import Held
+from shared.script_values import Held
 from tests.shared.states import calls
 from tests.shared.states.calls import FORGOTTEN, NONCE, PAST, SESSION, Move
 from tests.shared.states.world import KEYS, WORKERS, Spec, View, World

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import hiredis
 
-from shared import scripts
+from shared.calling import SCRIPT_NAMES, script_text
 from shared.errors import PromptqError
 from tests.shared.states.calls import Move
 from tests.shared.states.world import KEYS, NOW_MS
@@ -121,7 +121,7 @@ class StatesServer:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._reader = hiredis.Reader()
-        texts = texts or {name: scripts.script_text(name) for name in scripts.SCRIPT_NAMES}
+        texts = texts or {name: script_text(name) for name in SCRIPT_NAMES}
         self._digests = {name: self._load(_PINNED_CLOCK + text) for name, text in texts.items()}
         self._put_back, self._read = self._load(_PUT_BACK), self._load(_READ)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shared.schemas import Result, TokenEvent
+from shared.events import Result, TokenEvent
 from tests.shared.states.world import KEYS, NOW_MS, View, World
 
 Problems = Iterator[str]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import hiredis
 
 from shared.errors import PromptqError
-from shared.schemas import TokenEvent
-from shared.scripts import CancelStatus, Claims, Published, RowStatus
+from shared.events import TokenEvent
+from shared.script_values import CancelStatus, Claims, Published, RowStatus
 from tests.shared.states.calls import Move
 from tests.shared.states.server import Outcome
 from tests.shared.states.state_invariants import Problems

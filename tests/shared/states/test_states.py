@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from shared.scripts import RowStatus
+from shared.script_values import RowStatus
 from tests.shared.states.explore import ViolationError, explore
 from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
 from tests.shared.states.mutants import MUTANTS, Mutant

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from shared.schemas import FinishReason, SamplingParams, TokenLogprob
+from shared.events import TokenLogprob
+from shared.schemas import FinishReason, SamplingParams
 from tests.worker.engine.test_engine import make_request, run_to_end
 from tests.worker.engine.test_scheduler import add, make_scheduler, make_sequence, step
 from worker.engine.drafting import MAX_ROWS, Drafter, PromptLookup

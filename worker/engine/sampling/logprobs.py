@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared.schemas import TokenLogprob, TopLogprob
+from shared.events import TokenLogprob, TopLogprob
 from worker.engine.sampling.draw import totals
 from worker.engine.sampling.scratch import Scratch
 from worker.engine.transfers import to_device

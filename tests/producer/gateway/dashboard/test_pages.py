@@ -11,10 +11,11 @@ from playwright.async_api import Page, expect
 
 from producer import AsyncClient
 from shared.embedded import EmbeddedServer
+from shared.events import TokenEvent
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
-from shared.schemas import FinishReason, TokenEvent
-from shared.scripts import Held, Room, Row
+from shared.schemas import FinishReason
+from shared.script_values import Held, Room, Row
 from tests.helpers import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import Open
 from tests.producer.gateway.dashboard.test_looks import write_an_hour

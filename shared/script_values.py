@@ -1,0 +1,197 @@
+"""What the scripts take and give: requests as workers hold them, rows, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from shared.events import TokenEvent
+from shared.schemas import Request
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    request_id: str
+    request: Request
+    delay_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a worker has room for.
+
+    `capacity` is the whole worker's KV in tokens, `preemptible` the (priority, tokens) of running
+    sequences, which a more urgent request may displace. `num_held` is how many requests it holds
+    already: a suspect of earlier crashes goes only to a worker that holds none.
+    """
+
+    max_count: int
+    token_budget: int
+    capacity: int = 2**53
+    preemptible: Sequence[tuple[int, int]] = ()
+    num_held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """The model that workers of a queue must agree on; empty: any."""
+
+    name: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimContext:
+    """Which calls went before (`shared.claim_history`), so that the server notices a lost reply."""
+
+    session: str = ""
+    answered: str = ""
+    skip: int = 0
+    number: int = 0
+
+
+NO_CONTEXT = ClaimContext()
+"""Of a session that is told nowhere, so that a lost reply is not noticed."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """A request as a worker got it; the fence proves this attempt in every later call."""
+
+    request_id: str
+    payload: bytes
+    fence: str
+    attempt: int
+    score: float
+    seed: int
+    enqueued_at_ms: int
+    claimed_at_ms: int
+    prompt_tokens: int | None
+    """Exact length of the prompt if an earlier attempt tokenised it."""
+    cost: int
+    """Expected KV need in tokens, as counted against the budget."""
+    events: list[TokenEvent] = field(default_factory=list)
+    """What earlier attempts emitted."""
+    is_spoilt: bool = False
+    """Whether the log holds something that is no event, so that nobody can go on behind it."""
+    turn: tuple[float, str] | None = None
+    """Where tenants share: the score whose turn it was, then the time and order of the hand-out."""
+    is_suspect: bool = False
+    """Whether it was aboard at crashes, so that it is to run with nothing beside it."""
+    num_logged: int = 0
+    """Tokens that the log holds by the id of its last entry, be it an event or not."""
+
+    @property
+    def order(self) -> tuple[float, str]:
+        """Place in the queue, or in what tenants share: lowest first."""
+        return self.turn or (self.score, self.request_id)
+
+    def as_held(self) -> Held:
+        """What renews its lease or gives it back."""
+        return Held(self.request_id, self.fence)
+
+
+class Claims(list[Claim]):
+    """What one claim gave, in queue order; `num_pending` requests still wait."""
+
+    num_pending = 0
+    next_skip = 0
+    """What the next call passes as `skip`, to get behind what this worker can never take."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A request that a worker holds. `prompt_tokens` is told once, when it becomes known."""
+
+    request_id: str
+    fence: str
+    prompt_tokens: int | None = None
+
+
+class Row(NamedTuple):
+    """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
+
+    It brings the tokens from `start` to `end`. The fields are the script's arguments, in order.
+    """
+
+    request_id: str
+    fence: str
+    start: int
+    end: int
+    event_json: str
+    finish_reason: str = ""
+    result_json: str = ""
+
+    @classmethod
+    def of(cls, request_id: str, fence: str, event: TokenEvent, result_json: str = "") -> Row:
+        """The row that sends `event`."""
+        reason = event.finish_reason or ""
+        return cls(request_id, fence, event.index, event.end, event.to_json(), reason, result_json)
+
+
+class RowStatus(StrEnum):
+    """What became of a published row or a held id; the script's header says when."""
+
+    OK = "ok"
+    DUPLICATE = "duplicate"
+    GAP = "gap"
+    FINISHED = "finished"
+    FENCED = "fenced"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the request is no longer this worker's to run."""
+        return self not in (RowStatus.OK, RowStatus.DUPLICATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Statuses in the order of the call's rows and held ids."""
+
+    rows: list[RowStatus]
+    held: list[RowStatus]
+
+
+CancelMode = Literal["any", "waiting", "flagged"]
+
+
+class CancelStatus(StrEnum):
+    CANCELLED = "cancelled"
+    FLAGGED = "flagged"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+
+
+class PriorityStatus(StrEnum):
+    """What became of a wish for another priority; the script's header says when."""
+
+    CHANGED = "changed"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+    STALE = "stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    returned: int
+    ended: int
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """`cursor` is where the next call goes on, "0" if that was the last page of keys.
+
+    `refusal` is what the server says if it does not let this user see what keys there are.
+    """
+
+    cursor: str
+    num_gone: int
+    refusal: str = ""
