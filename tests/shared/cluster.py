@@ -23,8 +23,10 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="promptq-cluster-")
         free = _free_ports(2 * num_nodes)
         self.ports, bus_ports = free[:num_nodes], free[num_nodes:]
+        folder = Path(self._folder.name)
+        acl_file = acl_file_for_tests(folder)
         self._nodes = [
-            _start(binary, Path(self._folder.name), *ports)
+            _start(binary, folder, acl_file, *ports)
             for ports in zip(self.ports, bus_ports, strict=True)
         ]
         self.clients: list[Any] = [redis.Redis(port=port) for port in self.ports]
@@ -74,11 +76,13 @@ class Cluster:
                 time.sleep(0.02)
 
 
-def _start(binary: str, folder: Path, port: int, bus_port: int) -> subprocess.Popen[bytes]:
+def _start(
+    binary: str, folder: Path, acl_file: Path, port: int, bus_port: int
+) -> subprocess.Popen[bytes]:
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
     command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(folder)]
-    command += ["--aclfile", str(acl_file_for_tests(folder))]
+    command += ["--aclfile", str(acl_file)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
