@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from producer.options import Queue, Redis
+from producer.commands.options import Queue, Redis
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from producer.processes import WorkerProcess
+from producer.commands.processes import WorkerProcess
 from shared.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
 from tests.helpers import text_of

@@ -10,7 +10,7 @@ import pytest
 import redis
 from rich.console import Console
 
-from producer.demo_view import Board, Shown
+from producer.commands.demo_view import Board, Shown
 from producer.stream import (
     GIVE_UP_SECONDS,
     Action,

@@ -14,7 +14,7 @@ from pathlib import Path
 import redis.asyncio
 
 from producer.async_client import AsyncClient
-from producer.processes import WorkerProcess
+from producer.commands.processes import WorkerProcess
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from tests.roles import as_role, bring_in_roles

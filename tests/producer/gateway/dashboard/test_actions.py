@@ -14,9 +14,9 @@ from producer import AsyncClient
 from shared.keys import Keys
 from shared.schemas import RequestState
 from tests.helpers import running_worker, served_model_free
+from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.test_queue_commands import bury
 from tests.roles import as_role
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -13,8 +13,8 @@ from producer import AsyncClient
 from shared.keys import Keys
 from shared.observations import SAMPLE_MS
 from tests.helpers import running_worker, served_model_free
+from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
-from tests.producer.test_queue_commands import bury
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEYS = Keys("default")

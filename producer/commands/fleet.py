@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from producer.processes import ChildProcess
+from producer.commands.processes import ChildProcess
 from shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0

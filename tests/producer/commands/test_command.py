@@ -324,7 +324,7 @@ def test_help_is_light(environment: dict[str, str]) -> None:
     """Help and every command but a worker come without torch and transformers."""
     code = (
         "import sys, contextlib, io; from producer.cli import app\n"
-        "import producer.demo, producer.up\n"
+        "import producer.commands.demo, producer.commands.up\n"
         "for name in ('--help', 'submit --help', 'up --help'):\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "        app(name.split(), standalone_mode=False)\n"

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from producer.commands.render import milliseconds, plain_table
 from producer.overview import Overview
-from producer.render import milliseconds, plain_table
 from shared.observations import Sample
 
 _HOUR_MS = 3_600_000

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from producer.fleet import Fleet
-from producer.processes import gateway_command, jobs_command, worker_command
+from producer.commands.fleet import Fleet
+from producer.commands.processes import gateway_command, jobs_command, worker_command
 from shared import embedded
 from shared.connection import open_redis, without_password
 from shared.embedded import PREFERRED_PORT, EmbeddedServer

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from producer.api_keys import ApiKey
-from producer.options import AsJson, Queue, Redis, open_client
+from producer.commands.options import AsJson, Queue, Redis, open_client
 
 keys = typer.Typer(
+    name="keys",
     no_args_is_help=True,
     help="API keys of the gateway. Without any, it answers on this machine alone.",
 )
@@ -78,7 +79,7 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
         return
     from rich.console import Console
 
-    from producer.render import api_keys_table
+    from producer.commands.render import api_keys_table
 
     if found:
         Console().print(api_keys_table(found))

@@ -1,4 +1,4 @@
-"""Commands that steer a queue: pause, resume, drain, who waits where, and its dead letters."""
+"""Commands about a queue: what it holds, pause, resume, drain, who waits where, dead letters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from producer.options import AsJson, Queue, Redis, RequestId, open_client
+from producer.commands.options import AsJson, Queue, Redis, RequestId, open_client
 from shared.errors import RequestNotFoundError
 from shared.script_values import PriorityStatus
 
 dead = typer.Typer(
+    name="dead",
     no_args_is_help=True,
     help="Dead letters: requests that were given up because they crash their workers.",
 )
@@ -21,6 +22,31 @@ DeadIds = Annotated[
 ]
 All = Annotated[bool, typer.Option("--all", help="All dead letters of the queue.")]
 _ALL = 2**31
+
+
+def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
+    """Show what the queue holds and how its workers fare.
+
+    Examples:
+
+      promptq stats
+      promptq stats --json | jq .waiting
+    """
+    with open_client(redis, queue) as client:
+        found = client.stats()
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    from rich.console import Console
+
+    from producer.commands.render import queue_table, workers_table
+
+    console = Console()
+    console.print(queue_table(found))
+    if found.workers:
+        console.print(workers_table(found.workers))
+    else:
+        console.print("No worker is alive: start one with [bold]promptq worker[/].")
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
@@ -122,7 +148,7 @@ def list_dead(
         return
     from rich.console import Console
 
-    from producer.render import dead_letters_table
+    from producer.commands.render import dead_letters_table
 
     if letters:
         Console().print(dead_letters_table(letters))

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from producer.options import AsJson, Queue, Redis
+from producer.commands.options import AsJson, Queue, Redis
 
 batch = typer.Typer(
+    name="batch",
     no_args_is_help=True,
     help="Batches: files of requests in the format of OpenAI's Batch API.",
 )

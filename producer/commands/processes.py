@@ -43,7 +43,7 @@ def jobs_command(args: Sequence[str]) -> list[str]:
 
 
 def _command(*args: str) -> list[str]:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     # Another folder the user stands in may hold a `worker` of its own.
     isolated = [] if Path.cwd() == root else ["-P"]
     return [sys.executable, *isolated, "-m", *args]

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from producer.render import milliseconds, plain_table
+from producer.commands.render import milliseconds, plain_table
 from shared.events import TokenEvent
 from shared.schemas import FinishReason
 

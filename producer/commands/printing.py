@@ -14,7 +14,7 @@ from types import FrameType
 from rich.console import Console
 
 from producer.client import Client
-from producer.render import milliseconds
+from producer.commands.render import milliseconds
 from shared.errors import PromptqError
 from shared.events import TokenEvent
 from shared.schemas import FinishReason

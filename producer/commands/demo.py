@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.live import Live
 
 from producer.async_client import AsyncClient
-from producer.demo_view import Board, Shown, finished_text, requests_table
-from producer.fleet import WorkersFailedError
-from producer.processes import WorkerProcess
-from producer.render import workers_table
+from producer.commands.demo_view import Board, Shown, finished_text, requests_table
+from producer.commands.fleet import WorkersFailedError
+from producer.commands.processes import WorkerProcess
+from producer.commands.render import workers_table
 from shared import lookups
 from shared.connection import open_async_redis
 from shared.embedded import EmbeddedServer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from producer.options import Queue, Redis, open_client
+from producer.commands.options import Queue, Redis, open_client
 from shared.errors import RedisSideError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def top(
     """
     from rich.console import Console
 
-    from producer.overview_screen import overview_screen
+    from producer.commands.overview_screen import overview_screen
 
     console = Console()
     with open_client(redis, queue) as client:

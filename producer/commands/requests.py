@@ -1,0 +1,158 @@
+"""Commands about one request: put it in, watch it, end it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from producer.commands.options import Queue, Redis, RequestId, open_client
+from producer.commands.printing import StreamPrinter
+from shared.errors import InvalidRequestError, RequestNotFoundError
+from shared.request_queue import new_request_id
+from shared.script_values import CancelStatus
+
+
+def submit(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="The prompt; without it, or as -, standard input.", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of output.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens of so much.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")
+    ] = None,
+    deadline_ms: Annotated[
+        int | None, typer.Option(help="End the request if it is not done after so long.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a chat message: use the chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message of the chat; implies --chat.")
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=JSON", help="Any other field of a request."),
+    ] = None,
+    request_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="Id of the request; default: a new one."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Enqueue a request and print its text as it comes. Ctrl-C cancels it.
+
+    Examples:
+
+      promptq submit "Once upon a time" --max-tokens 64
+      promptq submit --chat "Tell me a story about a fox." --temperature 0.7
+      promptq submit --detach --priority -5 < prompt.txt
+      promptq submit "Once" --json --param logprobs=2 --param 'stop_token_ids=[0]'
+    """
+    fields = _parse_params(param or [])
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop or None,
+        "priority": priority,
+        "deadline_ms": deadline_ms,
+    }
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if "prompt" not in fields and "messages" not in fields:
+        fields |= _prompt_fields(prompt, chat, system)
+    with open_client(redis, queue) as client:
+        request_id = request_id or new_request_id()
+        try:
+            request_id = client.enqueue(request_id=request_id, **fields)
+        except KeyboardInterrupt:
+            client.cancel(request_id)
+            raise
+        if detach:
+            print(json.dumps({"id": request_id}) if as_json else request_id)
+            return
+        raise typer.Exit(StreamPrinter(client, request_id, as_json).submit())
+
+
+def watch(
+    request_id: RequestId,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Print a request's text from the beginning, then as it comes.
+
+    Examples:
+
+      promptq watch $(promptq submit --detach "Once upon a time")
+      promptq watch 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --json
+    """
+    with open_client(redis, queue) as client:
+        raise typer.Exit(StreamPrinter(client, request_id, as_json).watch())
+
+
+def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> None:
+    """End a request: at once if it waits, at the next token if it runs.
+
+    Examples:
+
+      promptq cancel 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    """
+    with open_client(redis, queue) as client:
+        status = client.cancel(request_id)
+    if status is CancelStatus.UNKNOWN:
+        raise RequestNotFoundError(f"id: no request {request_id!r} is known")
+    print(
+        {
+            CancelStatus.CANCELLED: "cancelled",
+            CancelStatus.FLAGGED: "cancelled; its worker ends it now",
+            CancelStatus.FINISHED: "it was over before",
+        }[status]
+    )
+
+
+def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[str, Any]:
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
+        prompt = sys.stdin.read().rstrip("\n")
+    if not chat and system is None:
+        return {"prompt": prompt}
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*messages, {"role": "user", "content": prompt}]}
+
+
+def _parse_params(params: list[str]) -> dict[str, Any]:
+    fields = {}
+    for param in params:
+        name, equals, text = param.partition("=")
+        if not equals:
+            raise InvalidRequestError(f"--param: {param!r} is not FIELD=JSON", field=name)
+        try:
+            fields[name] = json.loads(text)
+        except ValueError:
+            raise InvalidRequestError(
+                f"{name}: {text!r} is not JSON; a text needs its quotes: '{name}=\"...\"'",
+                field=name,
+            ) from None
+    return fields

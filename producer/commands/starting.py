@@ -1,0 +1,121 @@
+"""Commands that start processes: all of it, one worker, a server, or a demonstration."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from producer.commands.options import DataDir, Queue
+from shared.settings import read_settings
+
+
+def up(
+    context: typer.Context,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Use this server, and start none; default: PROMPTQ_REDIS_URL.",
+            show_default=False,
+        ),
+    ] = None,
+    redis_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of the embedded server; default: 6399, or a free one.", show_default=False
+        ),
+    ] = None,
+    data: DataDir = None,
+    workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 1,
+    queue: Queue = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve HTTP on this port too, as `promptq gateway` does.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a server and workers in this terminal, with --port a gateway, until Ctrl-C.
+
+    Without a Redis URL it starts an embedded server, which other promptq
+    commands of this user find by themselves. Workers that die are started again.
+    All other options go to the workers; `promptq worker --help` lists them.
+
+    Examples:
+
+      promptq up
+      promptq up --port 8000
+      promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
+      promptq up --redis redis://localhost:6379/0
+      promptq up --data ./promptq-data
+    """
+    from rich.console import Console
+
+    from producer.commands.up import UpOptions, run_up
+
+    settings = read_settings()
+    options = UpOptions(
+        redis_url=redis or settings.redis_url,
+        redis_port=redis_port,
+        data_dir=data,
+        queue=queue or settings.queue,
+        num_workers=workers,
+        http_port=port,
+        worker_args=context.args,
+    )
+    run_up(options, Console())
+
+
+def worker(context: typer.Context) -> None:
+    """Run one worker; `promptq worker --help` lists its options.
+
+    Examples:
+
+      promptq worker --model Qwen/Qwen3-0.6B --redis redis://localhost:6379/0
+      promptq worker --model ./my-model --queue chat --max-num-seqs 32
+    """
+    from producer.commands.processes import worker_command
+
+    command = worker_command(context.args)
+    os.execv(command[0], command)
+
+
+def server(
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port to listen on; default: 6399, or a free one.", show_default=False),
+    ] = None,
+    data: DataDir = None,
+) -> None:
+    """Run the embedded server alone, until Ctrl-C.
+
+    Examples:
+
+      promptq server
+      promptq server --port 6399 --data ./promptq-data
+    """
+    from rich.console import Console
+
+    from producer.commands.up import run_server
+
+    run_server(port, data, Console())
+
+
+def demo(context: typer.Context) -> None:
+    """See it work: a server, a worker and a dozen requests, side by side.
+
+    It needs nothing else and leaves nothing behind. Options go to the worker.
+
+    Examples:
+
+      promptq demo
+      promptq demo --model Qwen/Qwen3-0.6B
+    """
+    from producer.commands.demo import run_demo
+
+    raise typer.Exit(run_demo(context.args))
