@@ -107,8 +107,8 @@ class SamplingParams(BaseModel):
     @classmethod
     def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token_id in bias or ():
-            if not (token_id.isascii() and token_id.isdigit()):
-                raise ValueError(f"key {token_id!r} is not a token id")
+            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
+                raise ValueError(f"key {token_id[:80]!r} is not a token id")
         return bias
 
     @model_validator(mode="after")

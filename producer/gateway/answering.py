@@ -81,7 +81,7 @@ async def _begin(
 def unknown_model(asked: str, served: str) -> ApiError:
     return ApiError(
         404,
-        f"model: {asked!r} is not served here, {served!r} is",
+        f"model: {asked[:200]!r} is not served here, {served!r} is",
         param="model",
         code="model_not_found",
     )

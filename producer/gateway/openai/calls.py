@@ -8,6 +8,7 @@ open to HTTP at once, and a misspelt field is refused by name.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -18,7 +19,7 @@ from pydantic_core import from_json
 from producer.composing import Prompt
 from producer.gateway.openai.messages import normalised
 from shared.errors import InvalidRequestError
-from shared.schemas import Request, invalid_request
+from shared.schemas import PROTOCOL_VERSION, Request, invalid_request
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
@@ -35,6 +36,7 @@ _HEADERS = {
 }
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 T = TypeVar("T", bound="CallOptions")
@@ -45,6 +47,8 @@ class CallOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    model: str | None = Field(None, description="null or empty: whatever the queue serves")
+    version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="of the payload")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = Field(
@@ -184,8 +188,10 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     except ValidationError as error:
         raise invalid_request(error) from None
     fields = dict(options.model_extra or {})
-    if fields.get("model") == "":  # OpenAI's clients cannot leave it out
-        del fields["model"]
+    if options.model:  # OpenAI's clients cannot leave it out
+        fields["model"] = options.model
+    if fields.get("idempotency_key") == "":  # all who send it would get one answer
+        raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
     _refuse("request_id", fields)
     return options, fields
 
@@ -242,7 +248,7 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
             continue
         value: Any = text
         if name in _NUMBERS:
-            value = int(text) if text.strip().lstrip("+-").isdecimal() else None
+            value = int(text) if _NUMBER.fullmatch(text.strip()) else None
         elif name in _SWITCHES:
             value = _WORDS.get(text.strip().lower())
         if value is None:
@@ -256,7 +262,7 @@ def body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     """The JSON schema of an endpoint's body: its options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
-    hidden = {"version", "messages", "prompt", "trace_context"}
+    hidden = {"messages", "prompt", "trace_context"}
     if kind is CompletionOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
     rest = {name: value for name, value in fields.items() if name not in hidden}
