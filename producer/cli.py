@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,12 +17,12 @@ from producer.options import AsJson, DataDir, Queue, Redis, RequestId
 from producer.options import open_client as _client
 from producer.printing import StreamPrinter
 from producer.queue_commands import dead, drain, pause, reprioritise, resume
+from producer.settings_command import settings
 from producer.top import top
-from shared.connection import without_password
 from shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from shared.request_queue import new_request_id
 from shared.scripts import CancelStatus
-from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
+from shared.settings import read_settings
 
 app = typer.Typer(
     name="promptq",
@@ -320,58 +319,11 @@ def demo(context: typer.Context) -> None:
     raise typer.Exit(run_demo(context.args))
 
 
-@app.command()
-def settings(as_json: AsJson = False) -> None:
-    """List the settings, each an environment variable.
-
-    Those of workers are options of `promptq worker` too; those that begin with
-    PROMPTQ_HTTP_ are the gateway's.
-
-    Examples:
-
-      promptq settings
-      PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
-    """
-    from producer.gateway.settings import read_gateway_settings
-
-    rows = _settings_rows(read_gateway_settings())
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    from rich.console import Console
-
-    from producer.render import settings_table
-
-    Console().print(settings_table(rows))
-
-
-for _command in (gateway, jobs, top, pause, resume, drain, reprioritise):
+for _command in (gateway, jobs, top, pause, resume, drain, reprioritise, settings):
     app.command()(_command)
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
 app.add_typer(batch, name="batch")
-
-
-def _settings_rows(current: Settings) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name, field in type(current).model_fields.items():
-        value = getattr(current, name)
-        if name == "redis_url" and value is not None:
-            value = without_password(value)
-        rows.append(
-            {
-                "variable": ENV_PREFIX + name.upper(),
-                "option": flag_of(name) if name in Settings.model_fields else None,
-                "default": _shown(field.get_default(call_default_factory=True)),
-                "value": _shown(value),
-                "description": field.description,
-            }
-        )
-    return rows
-
-
-def _shown(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[str, Any]:

@@ -338,6 +338,8 @@ class ErrorInfo(_Wire):
 
     type: str
     message: str
+    code: str | None = None
+    """Which error of its type it is, where programs tell several apart."""
 
 
 class TokenEvent(_Wire):
@@ -465,6 +467,8 @@ class WorkerStats(_Wire):
     """... which are these."""
     step_ms: float = 0.0
     """Median of the last steps."""
+    current_step_ms: int = 0
+    """How long the step that runs has taken so far; about 0 while there is none."""
     tokens_per_second: float = 0.0
     """Generated tokens a second over the time in which the engine had work."""
     recent_tokens_per_second: float = 0.0

@@ -57,7 +57,6 @@ async def _begin(
     gateway: Gateway, caller: Caller, call: Call
 ) -> tuple[Completion, Mapping[str, str]]:
     """What was enqueued, and the headers that tell of the caller's rates."""
-    call = granted(call, caller).with_key_of(caller.name)
     view = await gateway.watch.look()
     if call.model and view.model and call.model != view.model:
         raise unknown_model(call.model, view.model)
@@ -68,14 +67,24 @@ async def _begin(
             code="no_worker",
             headers={"Retry-After": "5"},
         )
-    requests = call.requests(new_completion_id(call.is_chat))
-    rates = await admit(gateway, caller, requests)
-    async with gateway.calling:
-        enqueued = await gateway.client.enqueue_many(requests)
+    enqueued, rates = await enqueue(gateway, caller, call, new_completion_id(call.is_chat))
     # Where the idempotency key was known, these are those of the call that brought it first.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
     bind(request_id=completion_id)
     return completion_of(call, completion_id, view.model), rates
+
+
+async def enqueue(
+    gateway: Gateway, caller: Caller, call: Call, completion_id: str
+) -> tuple[list[str], Mapping[str, str]]:
+    """Enqueue as the caller may: the requests' ids, and headers that tell of the caller's rates.
+
+    Raises ApiError 403 and 429, and what the client raises.
+    """
+    requests = _granted(call, caller).with_key_of(caller.name).requests(completion_id)
+    rates = await admit(gateway, caller, requests)
+    async with gateway.calling:
+        return await gateway.client.enqueue_many(requests), rates
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -87,7 +96,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
     )
 
 
-def granted(call: Call, caller: Caller) -> Call:
+def _granted(call: Call, caller: Caller) -> Call:
     """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     is_free = caller.tenant is None and caller.is_admin

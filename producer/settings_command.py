@@ -1,0 +1,76 @@
+"""`promptq settings`: what can be set, and what it is now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from producer.options import AsJson
+from shared.connection import without_password
+from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
+
+
+def settings(as_json: AsJson = False) -> None:
+    """List the settings, each an environment variable.
+
+    Those of workers are options of `promptq worker` too; of the others the last
+    column says whose they are.
+
+    Examples:
+
+      promptq settings
+      PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
+    """
+    from producer.gateway.settings import read_gateway_settings
+    from producer.jobs.settings import read_files_settings, read_jobs_settings
+
+    rows: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for process, current in (
+        (None, read_settings()),
+        ("gateway, jobs", read_files_settings()),
+        ("gateway", read_gateway_settings()),
+        ("jobs", read_jobs_settings()),
+    ):
+        rows += _settings_rows(current, process, known)
+        known |= type(current).model_fields.keys()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+
+    from producer.render import settings_table
+
+    Console().print(settings_table(rows))
+
+
+def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:
+    """Of settings that are not yet known; `process` is whose they are, None: not of one alone."""
+    rows: list[dict[str, Any]] = []
+    for name, field in type(current).model_fields.items():
+        if name in known:
+            continue
+        value = getattr(current, name)
+        if name.endswith("redis_url") and value is not None:
+            value = without_password(value)
+        rows.append(
+            {
+                "variable": ENV_PREFIX + name.upper(),
+                "option": flag_of(name) if name in Settings.model_fields else None,
+                "process": process,
+                "default": _shown(field.get_default(call_default_factory=True)),
+                "value": _shown(value),
+                "description": field.description,
+            }
+        )
+    return rows
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return "***"
+    return str(value) if isinstance(value, Path) else value
