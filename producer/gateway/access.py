@@ -47,7 +47,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
         )
     raise _unauthorised(
         "the API key is unknown or was revoked"
-        if secret
+        if scheme.lower() == "bearer" and secret
         else "an API key is needed: Authorization: Bearer KEY"
     )
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from producer.gateway.access import Caller, admit
 from producer.gateway.context import Gateway
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import ApiError, ClientLeftError
 from producer.gateway.event_stream import EventStream, learned
 from producer.gateway.openai.answers import answer
 from producer.gateway.openai.calls import Call
@@ -21,14 +21,11 @@ from producer.gateway.openai.completion import (
 )
 from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, read_event_id
-from producer.gateway.presence import ClientLeftError, while_present
-from producer.gateway.records import check_owner
+from producer.gateway.presence import while_present
+from producer.gateway.records import payloads_of
 from shared.errors import InvalidRequestError
 from shared.logs import bind
 from shared.schemas import Result
-
-_CLIENT_LEFT = 499
-"""What nginx logs for a client that closed its connection; nobody is there to read it."""
 
 
 async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call) -> Response:
@@ -45,7 +42,7 @@ async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call
     except ClientLeftError:
         if not completion.detach:
             gateway.cancels.cancel(completion.request_ids)
-        return Response(status_code=_CLIENT_LEFT)
+        raise
 
 
 def _with(headers: Mapping[str, str], response: Response) -> Response:
@@ -125,7 +122,7 @@ async def _resume(gateway: Gateway, caller: Caller, call: Call, last_event_id: s
     bind(request_id=completion_id)
     completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
     check_positions(completion, have)
-    await check_owner(gateway, caller, completion.request_ids[:1])
+    await payloads_of(gateway, caller, completion.request_ids[:1])  # raises if not the caller's
     return EventStream(gateway, completion, have)
 
 

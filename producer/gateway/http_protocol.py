@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 65_536
 """Of a request's line and headers; a little more may be read at once."""
@@ -25,11 +25,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_pending = 0
         self._in_head = True
         self._in_request = True  # a new connection is to send one
+        self._unanswered: list[RequestResponseCycle] = []
         self._heard_at = self.loop.time()
         self._timer = self.loop.call_later(_SILENCE_SECONDS, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        # Uvicorn tells only the last of several requests that were sent at once.
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,6 +56,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._progressed()
         super().on_headers_complete()
+        self._unanswered = [it for it in self._unanswered if not it.response_complete]
+        self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._progressed()

@@ -14,15 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from producer.composing import Prompt
 from producer.gateway.openai.messages import normalised
 from shared.errors import InvalidRequestError
-from shared.schemas import PROTOCOL_VERSION, Request, invalid_request
+from shared.schemas import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Request, invalid_request
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
+
+MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
+"""Of all payloads of one call: each answer is a request of its own, with all that was asked."""
 
 _DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions, as in the OpenAI API."""
@@ -150,6 +153,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
     elif options.top_logprobs:
         raise InvalidRequestError("top_logprobs: goes with logprobs: true", field="top_logprobs")
     _refuse("prompt", fields)
+    _check_size(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, is_chat=True, prompts=[None])
 
@@ -160,6 +164,7 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> Call:
     fields.setdefault("max_tokens", max(_DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
     prompts = _prompts(options.prompt)
+    _check_size(len(body), fields, len(prompts), options.n)
     if options.echo:
         if fields.get("logprobs") is not None:
             raise InvalidRequestError(
@@ -218,6 +223,19 @@ def _call(
         detach=options.detach,
         wait_for_worker=options.wait_for_worker,
     )
+
+
+def _check_size(num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int) -> None:
+    """Raises InvalidRequestError for a body that would become many large payloads."""
+    total = n * num_bytes
+    if num_prompts > 1:  # the fields go along with each
+        total += n * (num_prompts - 1) * len(to_json(fields))
+    if total > MAX_CALL_BYTES:
+        raise InvalidRequestError(
+            f"n: {num_prompts * n} answers to this take {total} bytes, more than the"
+            f" {MAX_CALL_BYTES} that one call may put into the queue",
+            field="n",
+        )
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt | None]:

@@ -74,6 +74,13 @@ def waiting_id(worker: HandWorker) -> str:
         ("completions", {"prompt": "Hi", "temprature": 1}, "temprature"),
         ("completions", {"prompt": "Hi", "n": 0}, "n"),
         ("completions", {"prompt": ["Hi"] * 200, "n": 2}, "n"),
+        ("completions", {"prompt": "x" * 4_000_000, "n": 9}, "n"),
+        ("completions", {"prompt": ["x"] * 200, "metadata": {"a": "x" * 200_000}}, "n"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 200_000}], "n": 200},
+            "n",
+        ),
         ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 
 from producer import AsyncClient
 from producer.gateway import http_protocol
 from producer.gateway.http_protocol import MAX_HEAD_BYTES
 from producer.gateway.merging import events_of
-from shared.schemas import TokenEvent
+from shared.schemas import RequestState, TokenEvent
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import HandWorker
 
@@ -107,6 +108,38 @@ def test_a_client_that_sends_no_more(
         all_of(silent)
         own_worker.finish(claim, "a")
         assert b'"text":"a"' in all_of(waiting)
+
+
+def test_a_client_that_leaves_while_it_sends(
+    start_gateway: Callable[..., LiveGateway], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is counted as one that left, and no failure of the gateway."""
+    gateway = start_gateway()
+    with connected(gateway) as connection:
+        connection.sendall(CHUNKED.replace(b"models", b"completions") + b"5\r\nab")
+    counted = b'handler="/v1/completions",method="POST",status="499"'
+    with httpx2.Client(base_url=gateway.url) as http:
+        while counted not in http.get("/metrics").content:
+            pass
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_client_that_leaves_with_a_request_behind_its_stream(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    """Its stream is cancelled as any other."""
+    asked = b'{"prompt":"Hi","stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with connected(gateway) as connection:
+        connection.sendall(head % len(asked) + asked + LINE + b"\r\n")
+        claim = own_worker.queue.take()
+        assert claim is not None
+        own_worker.adopt(claim)
+        own_worker.send(claim, "a")
+        assert connection.recv(100)
+    while own_worker.queue.state(claim.request_id) is RequestState.ACTIVE:
+        own_worker.send(claim, "a")
+    assert own_worker.queue.state(claim.request_id) is RequestState.CANCELLED
 
 
 async def test_a_client_that_does_not_read(redis_url: str, own_worker: HandWorker) -> None:
