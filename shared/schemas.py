@@ -19,6 +19,8 @@ from shared.output_format import Output, wanted_output
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+MAX_MS = 2**52
+"""Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -157,7 +159,7 @@ class Request(SamplingParams):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
-    deadline_ms: int | None = Field(None, ge=1)
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_MS)
     tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
