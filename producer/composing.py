@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.errors import InvalidRequestError
 from shared.request_queue import new_request_id
-from shared.schemas import Request
+from shared.schemas import MAX_MS, Request
 from shared.script_values import NewRequest
 
 Prompt = str | list[int]
@@ -37,9 +37,9 @@ def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
 def _compose_one(fields: dict[str, Any]) -> NewRequest:
     request_id = fields.pop("request_id", None)
     delay_ms = fields.pop("delay_ms", 0)
-    if not isinstance(delay_ms, int) or delay_ms < 0:
+    if not isinstance(delay_ms, int) or not 0 <= delay_ms <= MAX_MS:
         raise InvalidRequestError(
-            f"delay_ms: {delay_ms!r} is not a number of milliseconds", field="delay_ms"
+            f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
         )
     request = Request.build(fields)
     return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)

@@ -91,14 +91,21 @@ class RequestError(PromptqError):
 class InvalidRequestError(RequestError):
     """A field of a request is wrong.
 
-    `field` is its name (empty when the payload as a whole is wrong), `error_type` what a last
-    event reports as `error.type`.
+    `field` is its name (empty when the payload as a whole is wrong), `error_type` and `code` what
+    a last event reports as `error.type` and `error.code`.
     """
 
-    def __init__(self, message: str, field: str = "", error_type: str = "invalid_request") -> None:
+    def __init__(
+        self,
+        message: str,
+        field: str = "",
+        error_type: str = "invalid_request",
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.field = field
         self.error_type = error_type
+        self.code = code
 
 
 class RequestExistsError(RequestError):

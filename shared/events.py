@@ -96,6 +96,12 @@ class ErrorInfo(_Wire):
 
     type: str
     message: str
+    code: str | None = None
+    """Which error of its type it is, where programs tell several apart."""
+
+    def to_json(self) -> str:
+        """The JSON form; `code` only where there is one."""
+        return self.model_dump_json(exclude_none=True)
 
 
 class TokenEvent(_Wire):
@@ -132,10 +138,11 @@ class TokenEvent(_Wire):
                 "null" if self.finish_reason is None else f'"{self.finish_reason.value}"',
             )[:-1]
         ]
-        for name in ("usage", "stats", "error"):
-            value = getattr(self, name)
+        for name, value in (("usage", self.usage), ("stats", self.stats)):
             if value is not None:
                 parts.append(f',"{name}":{value.model_dump_json()}')
+        if self.error is not None:
+            parts.append(f',"error":{self.error.to_json()}')
         return "".join(parts) + "}"
 
 
@@ -158,7 +165,7 @@ class Result(_Wire):
                 f',"logprobs":{_array(self.logprobs)},"finish_reason":"{self.finish_reason.value}"',
                 f',"usage":{self.usage.model_dump_json()}',
                 f',"stats":{"null" if self.stats is None else self.stats.model_dump_json()}',
-                f',"error":{"null" if self.error is None else self.error.model_dump_json()}}}',
+                f',"error":{"null" if self.error is None else self.error.to_json()}}}',
             )
         )
 

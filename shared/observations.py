@@ -146,6 +146,8 @@ class WorkerStats(_Observation):
     """... which are these."""
     step_ms: float = 0.0
     """Median of the last steps."""
+    current_step_ms: int = 0
+    """How long the step that runs has taken so far; about 0 while there is none."""
     tokens_per_second: float = 0.0
     """Generated tokens a second over the time in which the engine had work."""
     recent_tokens_per_second: float = 0.0

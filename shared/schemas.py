@@ -18,6 +18,8 @@ from shared.output_format import Output, wanted_output
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+MAX_MS = 2**52
+"""Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -106,8 +108,8 @@ class SamplingParams(BaseModel):
     @classmethod
     def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token_id in bias or ():
-            if not (token_id.isascii() and token_id.isdigit()):
-                raise ValueError(f"key {token_id!r} is not a token id")
+            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
+                raise ValueError(f"key {token_id[:80]!r} is not a token id")
         return bias
 
     @model_validator(mode="after")
@@ -156,7 +158,7 @@ class Request(SamplingParams):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
-    deadline_ms: int | None = Field(None, ge=1)
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_MS)
     tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)

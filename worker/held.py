@@ -260,6 +260,7 @@ class Preparation:
                 f"{field_name}: {len(prompt)} tokens are more than the {longest} that this worker"
                 f" can take and still answer (model length {self.limits.max_model_len})",
                 field=field_name,
+                code="context_length_exceeded",
             )
         named: list[tuple[str, list[int]]] = [(field_name, prompt)]
         if request.stop_token_ids:

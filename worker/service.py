@@ -225,6 +225,7 @@ class Worker:
             kv_free_blocks=engine.num_blocks - engine.num_used_blocks,
             kv_cached_blocks=engine.num_cached_blocks,
             step_ms=self._heartbeat.snapshot.step_seconds * 1000,
+            current_step_ms=int(self.engine.seconds_without_progress() * 1000),
             tokens_per_second=engine.generation_tokens / max(engine.busy_seconds, 1e-9),
             recent_tokens_per_second=self._heartbeat.tokens_per_second,
             mean_queue_ms=self._sums["queue_ms"] / finished,
@@ -281,7 +282,7 @@ class Worker:
             finish_reason=FinishReason.ERROR,
             attempt=claim.attempt,
             usage=Usage(completion_tokens=index),
-            error=ErrorInfo(type=error.error_type, message=str(error)),
+            error=ErrorInfo(type=error.error_type, message=str(error), code=error.code),
         )
         result = Result.fold([*claim.events, event]).to_json()
         self._log.debug("refused", request_id=claim.request_id, error=str(error))

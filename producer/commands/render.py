@@ -136,6 +136,7 @@ def settings_table(rows: Sequence[dict[str, Any]]) -> Table:
     table.add_column("environment variable", no_wrap=True)
     table.add_column("now", overflow="fold")
     table.add_column("what it is")
+    table.add_column("only of")
     for row in rows:
         changed = row["value"] != row["default"]
         value = "–" if row["value"] is None else str(row["value"])
@@ -145,5 +146,6 @@ def settings_table(rows: Sequence[dict[str, Any]]) -> Table:
             row["variable"],
             f"[{style}]{value}[/]" if style else value,
             row["description"] + default,
+            row["process"] or "",
         )
     return table

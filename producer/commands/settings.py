@@ -1,21 +1,24 @@
-"""`promptq settings`: what can be set, and what it is."""
+"""`promptq settings`: what can be set, and what it is now."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from producer.commands.options import AsJson
 from shared.connection import without_password
-from shared.settings import ENV_PREFIX, Settings, flag_of
+from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
 
 
 def settings(as_json: AsJson = False) -> None:
     """List the settings, each an environment variable.
 
-    Those of workers are options of `promptq worker` too; those that begin with
-    PROMPTQ_HTTP_ are the gateway's.
+    Those of workers are options of `promptq worker` too; of the others the last
+    column says whose they are.
 
     Examples:
 
@@ -23,8 +26,18 @@ def settings(as_json: AsJson = False) -> None:
       PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
     from producer.gateway.settings import read_gateway_settings
+    from producer.jobs.settings import read_files_settings, read_jobs_settings
 
-    rows = _settings_rows(read_gateway_settings())
+    rows: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for process, current in (
+        (None, read_settings()),
+        ("gateway, jobs", read_files_settings()),
+        ("gateway", read_gateway_settings()),
+        ("jobs", read_jobs_settings()),
+    ):
+        rows += _settings_rows(current, process, known)
+        known |= type(current).model_fields.keys()
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -35,16 +48,20 @@ def settings(as_json: AsJson = False) -> None:
     Console().print(settings_table(rows))
 
 
-def _settings_rows(current: Settings) -> list[dict[str, Any]]:
+def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:
+    """Of settings that are not yet known; `process` is whose they are, None: not of one alone."""
     rows: list[dict[str, Any]] = []
     for name, field in type(current).model_fields.items():
+        if name in known:
+            continue
         value = getattr(current, name)
-        if name == "redis_url" and value is not None:
+        if name.endswith("redis_url") and value is not None:
             value = without_password(value)
         rows.append(
             {
                 "variable": ENV_PREFIX + name.upper(),
                 "option": flag_of(name) if name in Settings.model_fields else None,
+                "process": process,
                 "default": _shown(field.get_default(call_default_factory=True)),
                 "value": _shown(value),
                 "description": field.description,
@@ -54,4 +71,6 @@ def _settings_rows(current: Settings) -> list[dict[str, Any]]:
 
 
 def _shown(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return "***"
     return str(value) if isinstance(value, Path) else value

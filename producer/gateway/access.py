@@ -24,7 +24,8 @@ Caller = ApiKey
 _NOBODY = Caller(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _DEFAULT_OUTPUT = 256
-"""What `enqueue` counts for an output without `max_tokens`."""
+"""What `enqueue` counts for an output without `max_tokens`, and below the most for any."""
+_MAX_OUTPUT = 2**31
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
@@ -46,7 +47,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
         )
     raise _unauthorised(
         "the API key is unknown or was revoked"
-        if secret
+        if scheme.lower() == "bearer" and secret
         else "an API key is needed: Authorization: Bearer KEY"
     )
 
@@ -104,6 +105,7 @@ async def admit(
 def _estimated_tokens(request: Mapping[str, Any]) -> int:
     wanted = request.get("max_tokens")  # what is no number is refused by whoever enqueues
     output = wanted if isinstance(wanted, int) and wanted > 0 else _DEFAULT_OUTPUT
+    output = min(output, _MAX_OUTPUT)  # hiredis dies of a number that has no text in Python
     return len(json.dumps(request, default=str)) // 4 + output
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from producer.gateway.access import Caller, admit
 from producer.gateway.context import Gateway
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import ApiError, ClientLeftError
 from producer.gateway.event_stream import EventStream, learned
 from producer.gateway.openai.answers import answer
 from producer.gateway.openai.calls import Call
@@ -21,14 +21,11 @@ from producer.gateway.openai.completion import (
 )
 from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, read_event_id
-from producer.gateway.presence import ClientLeftError, while_present
-from producer.gateway.records import check_owner
+from producer.gateway.presence import while_present
+from producer.gateway.records import payloads_of
 from shared.errors import InvalidRequestError
 from shared.events import Result
 from shared.logs import bind
-
-_CLIENT_LEFT = 499
-"""What nginx logs for a client that closed its connection; nobody is there to read it."""
 
 
 async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call) -> Response:
@@ -45,7 +42,7 @@ async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call
     except ClientLeftError:
         if not completion.detach:
             gateway.cancels.cancel(completion.request_ids)
-        return Response(status_code=_CLIENT_LEFT)
+        raise
 
 
 def _with(headers: Mapping[str, str], response: Response) -> Response:
@@ -57,7 +54,6 @@ async def _begin(
     gateway: Gateway, caller: Caller, call: Call
 ) -> tuple[Completion, Mapping[str, str]]:
     """What was enqueued, and the headers that tell of the caller's rates."""
-    call = granted(call, caller).with_key_of(caller.name)
     view = await gateway.watch.look()
     if call.model and view.model and call.model != view.model:
         raise unknown_model(call.model, view.model)
@@ -68,26 +64,36 @@ async def _begin(
             code="no_worker",
             headers={"Retry-After": "5"},
         )
-    requests = call.requests(new_completion_id(call.is_chat))
-    rates = await admit(gateway, caller, requests)
-    async with gateway.calling:
-        enqueued = await gateway.client.enqueue_many(requests)
+    enqueued, rates = await enqueue(gateway, caller, call, new_completion_id(call.is_chat))
     # Where the idempotency key was known, these are those of the call that brought it first.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
     bind(request_id=completion_id)
     return completion_of(call, completion_id, view.model), rates
 
 
+async def enqueue(
+    gateway: Gateway, caller: Caller, call: Call, completion_id: str
+) -> tuple[list[str], Mapping[str, str]]:
+    """Enqueue as the caller may: the requests' ids, and headers that tell of the caller's rates.
+
+    Raises ApiError 403 and 429, and what the client raises.
+    """
+    requests = _granted(call, caller).with_key_of(caller.name).requests(completion_id)
+    rates = await admit(gateway, caller, requests)
+    async with gateway.calling:
+        return await gateway.client.enqueue_many(requests), rates
+
+
 def unknown_model(asked: str, served: str) -> ApiError:
     return ApiError(
         404,
-        f"model: {asked!r} is not served here, {served!r} is",
+        f"model: {asked[:200]!r} is not served here, {served!r} is",
         param="model",
         code="model_not_found",
     )
 
 
-def granted(call: Call, caller: Caller) -> Call:
+def _granted(call: Call, caller: Caller) -> Call:
     """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     is_free = caller.tenant is None and caller.is_admin
@@ -116,7 +122,7 @@ async def _resume(gateway: Gateway, caller: Caller, call: Call, last_event_id: s
     bind(request_id=completion_id)
     completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
     check_positions(completion, have)
-    await check_owner(gateway, caller, completion.request_ids[:1])
+    await payloads_of(gateway, caller, completion.request_ids[:1])  # raises if not the caller's
     return EventStream(gateway, completion, have)
 
 

@@ -58,6 +58,7 @@ def run_gateway(settings: GatewaySettings) -> None:
 
     from producer.connecting import server_url
     from producer.gateway.app import create_app
+    from producer.gateway.http_protocol import BoundedProtocol
     from shared.connection import without_password
     from shared.logs import configure_logs
 
@@ -70,7 +71,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=BoundedProtocol,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -9,6 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from shared.errors import (
     InvalidRequestError,
@@ -28,6 +30,14 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+
+
+_CLIENT_LEFT = 499
+"""What nginx logs for a client that closed its connection; nobody is there to read it."""
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before it had the answer."""
 
 
 class ApiError(Exception):
@@ -90,6 +100,11 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
+
+    @app.exception_handler(ClientDisconnect)  # while its body was read
+    @app.exception_handler(ClientLeftError)
+    async def _client_left(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
 
     @app.exception_handler(PromptqError)
     async def _promptq_error(request: Request, error: PromptqError) -> JSONResponse:

@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producer.gateway.context import Gateway
-from producer.gateway.errors import ApiError, as_api_error
+from producer.gateway.errors import ApiError, ClientLeftError, as_api_error
 from producer.gateway.merging import events_of
 from producer.gateway.openai.chunks import ChoiceWriter, usage_chunk
 from producer.gateway.openai.completion import Completion
 from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, event_id
-from producer.gateway.presence import ClientLeftError, while_present
+from producer.gateway.presence import while_present
 from shared.errors import PromptqError
 from shared.events import Usage
 from shared.tool_call_style import ToolCallStyle

@@ -17,7 +17,8 @@ from shared.metrics import Histogram, Reading
 _UNKNOWN = "unknown"
 """Handler of paths that no route has, and method of those that are not HTTP's, so that strangers
 make no series."""
-_POLLED = frozenset({"/healthz", "/readyz", "/metrics"})
+POLLED = frozenset({"/healthz", "/readyz", "/metrics"})
+"""What asks without end, and is no news in a log or a trace."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -79,7 +80,7 @@ class _Measured:
 
 def _log_answer(scope: Scope, status: str, seconds: float) -> None:
     """With the `request_id` that the route has bound; a query may hold a secret, so without it."""
-    level = "debug" if scope["path"] in _POLLED else "info"
+    level = "debug" if scope["path"] in POLLED else "info"
     method, path = scope["method"], scope["path"]
     line: Any = getattr(get_logger(), level)
     line("answered", method=method, path=path, status=int(status), ms=round(seconds * 1000, 1))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from producer.gateway.http_meter import POLLED
 from shared.tracing import Tracing
 
 _HEADERS = (b"traceparent", b"tracestate")
-_POLLED = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 class _Traced:
@@ -17,7 +17,7 @@ class _Traced:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _POLLED:
+        if scope["type"] != "http" or scope["path"] in POLLED:
             await self._app(scope, receive, send)
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode

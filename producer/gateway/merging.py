@@ -11,6 +11,9 @@ from shared.events import TokenEvent
 
 Indexed = tuple[int, TokenEvent]
 
+_MAX_UNSENT = 256
+"""So many events wait for a client that reads slowly; the others wait in the server's logs."""
+
 
 def events_of(client: AsyncClient, request_ids: Sequence[str]) -> AsyncGenerator[Indexed, None]:
     """Each event with the place of its request. Raises what a stream of the client raises."""
@@ -29,17 +32,17 @@ async def _of_many(
     client: AsyncClient, request_ids: Sequence[str]
 ) -> AsyncGenerator[Indexed, None]:
     """One task a request; the first error ends all."""
-    heard: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue()
+    heard: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(maxsize=_MAX_UNSENT)
 
     async def listen(index: int, request_id: str) -> None:
         try:
             async with aclosing(client.stream(request_id)) as events:
                 async for event in events:
-                    heard.put_nowait((index, event))
+                    await heard.put((index, event))
         except Exception as error:
-            heard.put_nowait(error)
+            await heard.put(error)
         else:
-            heard.put_nowait(None)
+            await heard.put(None)
 
     tasks = [asyncio.create_task(listen(*it)) for it in enumerate(request_ids)]
     try:

@@ -8,9 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive
 
-
-class ClientLeftError(Exception):
-    """The client closed its connection before it had the answer."""
+from producer.gateway.errors import ClientLeftError
 
 
 class Presence:

@@ -29,8 +29,3 @@ async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[st
             )
         payloads.append(payload)
     return payloads
-
-
-async def check_owner(gateway: Gateway, caller: Caller, request_ids: Sequence[str]) -> None:
-    """As `payloads_of`, for those who need no payload."""
-    await payloads_of(gateway, caller, request_ids)

@@ -28,6 +28,9 @@ class GatewaySettings(FilesSettings):
     http_keepalive_seconds: float = Field(
         15.0, gt=0, description="after so long without a token a stream gets a comment"
     )
+    http_ready_seconds: float = Field(
+        30.0, gt=0, description="/readyz counts on no worker whose step takes longer"
+    )
     http_drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping gateway goes on with its answers"
     )

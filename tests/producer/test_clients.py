@@ -163,8 +163,9 @@ def test_delay(any_client: Any, own_worker: Any) -> None:
     assert own_worker.queue.is_empty()
     assert any_client.state(request_id) is RequestState.WAITING
     assert any_client.stats().delayed == 1
-    with pytest.raises(InvalidRequestError, match="delay_ms"):
-        any_client.enqueue("Hi", delay_ms=-1)
+    for field, wrong in (("delay_ms", -1), ("delay_ms", 10**5000), ("deadline_ms", 10**400)):
+        with pytest.raises(InvalidRequestError, match=field):
+            any_client.enqueue("Hi", **{field: wrong})
 
 
 def test_a_full_queue_says_when_to_come_back(any_client: Any, own_worker: Any) -> None:

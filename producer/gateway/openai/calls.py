@@ -8,20 +8,24 @@ open to HTTP at once, and a misspelt field is refused by name.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from producer.composing import Prompt
 from producer.gateway.openai.messages import normalised
 from shared.errors import InvalidRequestError
-from shared.schemas import Request, invalid_request
+from shared.schemas import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Request, invalid_request
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
+
+MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
+"""Of all payloads of one call: each answer is a request of its own, with all that was asked."""
 
 _DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions, as in the OpenAI API."""
@@ -35,6 +39,7 @@ _HEADERS = {
 }
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 T = TypeVar("T", bound="CallOptions")
@@ -45,6 +50,8 @@ class CallOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    model: str | None = Field(None, description="null or empty: whatever the queue serves")
+    version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="of the payload")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = Field(
@@ -146,6 +153,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
     elif options.top_logprobs:
         raise InvalidRequestError("top_logprobs: goes with logprobs: true", field="top_logprobs")
     _refuse("prompt", fields)
+    _check_size(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, is_chat=True, prompts=[None])
 
@@ -156,6 +164,7 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> Call:
     fields.setdefault("max_tokens", max(_DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
     prompts = _prompts(options.prompt)
+    _check_size(len(body), fields, len(prompts), options.n)
     if options.echo:
         if fields.get("logprobs") is not None:
             raise InvalidRequestError(
@@ -184,8 +193,10 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     except ValidationError as error:
         raise invalid_request(error) from None
     fields = dict(options.model_extra or {})
-    if fields.get("model") == "":  # OpenAI's clients cannot leave it out
-        del fields["model"]
+    if options.model:  # OpenAI's clients cannot leave it out
+        fields["model"] = options.model
+    if fields.get("idempotency_key") == "":  # all who send it would get one answer
+        raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
     _refuse("request_id", fields)
     return options, fields
 
@@ -212,6 +223,19 @@ def _call(
         detach=options.detach,
         wait_for_worker=options.wait_for_worker,
     )
+
+
+def _check_size(num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int) -> None:
+    """Raises InvalidRequestError for a body that would become many large payloads."""
+    total = n * num_bytes
+    if num_prompts > 1:  # the fields go along with each
+        total += n * (num_prompts - 1) * len(to_json(fields))
+    if total > MAX_CALL_BYTES:
+        raise InvalidRequestError(
+            f"n: {num_prompts * n} answers to this take {total} bytes, more than the"
+            f" {MAX_CALL_BYTES} that one call may put into the queue",
+            field="n",
+        )
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt | None]:
@@ -242,7 +266,7 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
             continue
         value: Any = text
         if name in _NUMBERS:
-            value = int(text) if text.strip().lstrip("+-").isdecimal() else None
+            value = int(text) if _NUMBER.fullmatch(text.strip()) else None
         elif name in _SWITCHES:
             value = _WORDS.get(text.strip().lower())
         if value is None:
@@ -256,7 +280,7 @@ def body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     """The JSON schema of an endpoint's body: its options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
-    hidden = {"version", "messages", "prompt", "trace_context"}
+    hidden = {"messages", "prompt", "trace_context"}
     if kind is CompletionOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
     rest = {name: value for name, value in fields.items() if name not in hidden}

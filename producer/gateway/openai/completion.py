@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from shared.events import Usage
 from shared.request_queue import new_request_id
 from shared.schemas import Request
 
+_NUMBER = re.compile(r"[0-9]{1,3}")
 _CHAT, _TEXT = "chatcmpl-", "cmpl-"
 
 
@@ -144,6 +146,6 @@ def _echo(query: Mapping[str, str]) -> bool:
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:
     text = query.get(name, str(default))
-    if not (text.isdecimal() and 1 <= int(text) <= MAX_CHOICES):
+    if not (_NUMBER.fullmatch(text) and 1 <= int(text) <= MAX_CHOICES):
         raise InvalidRequestError(f"{name}: {text[:80]!r} is not 1 to {MAX_CHOICES}", field=name)
     return int(text)

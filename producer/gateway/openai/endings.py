@@ -45,4 +45,4 @@ def _failed(error: ErrorInfo) -> ApiError:
     field = error.message.partition(":")[0]
     if field == "model":
         return ApiError(404, error.message, param=field, code="model_not_found")
-    return ApiError(400, error.message, param=field, code=error.type)
+    return ApiError(400, error.message, param=field, code=error.code or error.type)

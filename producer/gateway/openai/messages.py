@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from shared.errors import InvalidRequestError
 
@@ -42,7 +43,7 @@ def _text(index: int, content: Any) -> str:
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise _wrong(index, f"a part of type {kind!r} is not served, only text is")
+            raise _wrong(index, f"a part of type {str(kind)[:80]!r} is not served, only text is")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -55,7 +56,7 @@ def _tool_call(index: int, call: Any) -> Any:
     if not isinstance(arguments, str):
         return call
     try:
-        read = json.loads(arguments or "{}")
+        read = from_json(arguments or "{}", allow_inf_nan=False)
     except ValueError:
         raise _wrong(index, "the arguments of a tool call are not JSON") from None
     return {**call, "function": {**function, "arguments": read}}

@@ -11,11 +11,14 @@ from pydantic import BaseModel, Field
 from starlette.types import Message
 
 from producer.gateway.access import ThisAdmin
+from producer.gateway.answering import enqueue
 from producer.gateway.bodies import read_body
 from producer.gateway.context import ThisGateway
 from producer.gateway.errors import ApiError
+from producer.gateway.openai.calls import Call
 from shared.errors import RequestNotFoundError
 from shared.logs import get_logger
+from shared.request_queue import new_request_id
 from shared.schemas import MAX_PRIORITY
 from shared.script_values import CancelStatus, PriorityStatus
 
@@ -166,7 +169,8 @@ async def play(
     fields: Annotated[dict[str, Any], Body()],
 ) -> dict[str, str]:
     """Enqueue a request of the playground; its fields are those of a payload."""
-    (request_id,) = await gateway.client.enqueue_many([{"tenant": admin.tenant, **fields}])
+    call = Call(is_chat="messages" in fields, fields=fields, prompts=[None])
+    (request_id,), _ = await enqueue(gateway, admin, call, new_request_id())
     _log(request, admin, "play", request_id=request_id)
     return {"id": request_id}
 

@@ -11,15 +11,22 @@ router = APIRouter(tags=["health"])
 
 
 @router.get("/healthz")
+@router.head("/healthz", include_in_schema=False)
 async def healthz() -> dict[str, str]:
     """This process answers; says nothing of the queue."""
     return {"status": "ok"}
 
 
 @router.get("/readyz")
+@router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """The queue can be reached and some worker is alive; 503 otherwise."""
-    stats = await gateway.client.stats()
-    if not stats.workers:
+    """The queue can be reached and some worker takes requests and gets on; 503 otherwise."""
+    workers = (await gateway.client.stats()).workers
+    if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")
+    patience_ms = gateway.settings.http_ready_seconds * 1000
+    taking = [worker for worker in workers if worker.state == "running"]
+    if not any(worker.current_step_ms <= patience_ms for worker in taking):
+        what = "gets on" if taking else "takes further requests"
+        raise ApiError(503, f"of {len(workers)} workers none {what}", code="no_progress")
     return {"status": "ready"}

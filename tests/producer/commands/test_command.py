@@ -236,15 +236,26 @@ def test_stats(run: Run) -> None:
 
 def test_settings(run: Run) -> None:
     """Every setting with what it is now, and no password."""
-    env = {"PROMPTQ_MAX_NUM_SEQS": "7", "PROMPTQ_REDIS_URL": "redis://me:secret@host:1/0"}
+    env = {
+        "PROMPTQ_MAX_NUM_SEQS": "7",
+        "PROMPTQ_REDIS_URL": "redis://me:hush@host:1/0",
+        "PROMPTQ_JOBS_REDIS_URL": "redis://me:hush@host:2/0",
+        "PROMPTQ_WEBHOOK_SECRET": "whsec_hush",
+    }
     listed = run("settings", "--json", **env).stdout
     rows = {row["variable"]: row for row in json.loads(listed)}
     slots = rows["PROMPTQ_MAX_NUM_SEQS"]
     assert (slots["value"], slots["default"], slots["option"]) == (7, 64, "--max-num-seqs")
     assert rows["PROMPTQ_REDIS_URL"]["value"] == "redis://me:***@host:1/0"
+    assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
+    processes = {rows[f"PROMPTQ_{name}"]["process"] for name in ("QUEUE", "MODEL")}
+    assert processes == {None}
+    assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
+    assert rows["PROMPTQ_BATCH_WORKERS"]["process"] == "jobs"
+    assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
     table = run("settings", **env).stdout
     assert set(re.findall(r"PROMPTQ_\w+", table)) == set(rows)
-    assert "secret" not in listed + table
+    assert "hush" not in listed + table
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import uvicorn
 
 from producer.gateway.access import Caller, caller_of
 from producer.gateway.app import create_app
+from producer.gateway.http_protocol import BoundedProtocol
 from producer.gateway.settings import GatewaySettings
 from tests.helpers import running_worker
 from worker.building import Served
@@ -82,7 +83,7 @@ async def serving(
         app.dependency_overrides[caller_of] = lambda: caller
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, http="httptools", lifespan="on", log_config=None, timeout_graceful_shutdown=1
+        app, http=BoundedProtocol, lifespan="on", log_config=None, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))

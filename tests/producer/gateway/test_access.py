@@ -156,6 +156,16 @@ async def test_rates_are_taken_whole_or_not_at_all(redis_url: str) -> None:
         assert "retry-after" not in never.headers
 
 
+async def test_a_number_of_tokens_that_is_as_long_as_a_number_may_be(redis_url: str) -> None:
+    """It is refused, and the gateway goes on: with more digits Python writes no number."""
+    secret = make_key(redis_url, name="web", tokens_per_minute=1000)
+    async with calling(redis_url) as http:
+        query = {"requests": 1, "max_tokens": "9" * 4300}
+        answer = await http.post("/take", params=query, headers=bearer(secret))
+    assert answer.status_code == 429
+    assert "never has more" in answer.json()["error"]["message"]
+
+
 async def test_what_was_taken_comes_back_evenly(redis_url: str) -> None:
     secret = make_key(redis_url, name="web", requests_per_minute=2)
     async with calling(redis_url) as http, redis.asyncio.Redis.from_url(redis_url) as connection:

@@ -56,6 +56,12 @@ def reap_one(worker: HandWorker) -> None:
         time.sleep(0.005)
 
 
+def called_with(arguments: str) -> dict[str, Any]:
+    """A message of the model that calls a tool."""
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
 def waiting_id(worker: HandWorker) -> str:
     while not (ids := worker.queue.run(lookups.waiting_ids(KEYS, 1))):
         time.sleep(0.005)
@@ -69,12 +75,23 @@ def waiting_id(worker: HandWorker) -> str:
         ("completions", {"prompt": "Hi", "temprature": 1}, "temprature"),
         ("completions", {"prompt": "Hi", "n": 0}, "n"),
         ("completions", {"prompt": ["Hi"] * 200, "n": 2}, "n"),
+        ("completions", {"prompt": "x" * 4_000_000, "n": 9}, "n"),
+        ("completions", {"prompt": ["x"] * 200, "metadata": {"a": "x" * 200_000}}, "n"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 200_000}], "n": 200},
+            "n",
+        ),
         ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": [1, "a"]}, "prompt"),
         ("completions", {}, "prompt"),
         ("completions", {"prompt": "Hi", "messages": []}, "messages"),
         ("completions", {"prompt": "Hi", "request_id": "mine"}, "request_id"),
+        ("completions", {"prompt": "Hi", "model": 3}, "model"),
+        ("completions", {"prompt": "Hi", "version": 2}, "version"),
+        ("completions", {"prompt": "Hi", "idempotency_key": ""}, "idempotency_key"),
+        ("completions", {"prompt": "Hi", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ("completions", {"prompt": "Hi", "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "Hi", "logprobs": 99}, "logprobs"),
         ("completions", {"prompt": "Hi", "logprobs": 1, "echo": True}, "echo"),
@@ -89,6 +106,8 @@ def waiting_id(worker: HandWorker) -> str:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages",
         ),
+        ("chat/completions", {"messages": [called_with("[" * 100_000)]}, "messages"),
+        ("chat/completions", {"messages": [called_with('{"a": NaN}')]}, "messages"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": 2},
@@ -117,7 +136,14 @@ def test_a_wrong_field_is_named(
 
 @pytest.mark.parametrize(
     ("header", "value"),
-    [("X-Priority", "soon"), ("X-Deadline-Ms", "1.5"), ("X-Detach", "maybe")],
+    [
+        ("X-Priority", "soon"),
+        ("X-Priority", "--5"),
+        ("X-Priority", "9" * 5000),
+        ("X-Deadline-Ms", "1.5"),
+        ("X-Detach", "maybe"),
+    ],
+    ids=["a word", "two signs", "a long number", "a fraction", "no switch"],
 )
 def test_a_wrong_header_is_named(http: httpx2.Client, header: str, value: str) -> None:
     answer = http.post("/v1/completions", json={"prompt": "Hi"}, headers={header: value})

@@ -314,6 +314,8 @@ def test_an_unknown_stream(http: httpx2.Client, own_worker: HandWorker) -> None:
         assert http.delete(url).status_code == 404
     headers = {"Last-Event-ID": f"{unknown}/3-3"}
     assert http.post("/v1/completions", json=PROMPT, headers=headers).status_code == 404
+    for number in ("0", "257", "1" * 5000):
+        assert http.get(f"/v1/streams/{unknown}?choices={number}").status_code == 400
 
 
 def test_a_wrong_last_event_id(http: httpx2.Client, own_worker: HandWorker) -> None:

@@ -66,6 +66,26 @@ async def test_only_an_administrator_sees_and_steers(
         assert answer.json()["error"]["type"] == "permission_error"
 
 
+async def test_the_playground_takes_from_the_rates_of_its_key(
+    gateway: LiveGateway, client: AsyncClient
+) -> None:
+    """And asks for no more than the key may, as any completion."""
+    key = ApiKey(name="ann", tenant="gold", is_admin=True, requests_per_minute=1)
+    secret, _ = await client.create_api_key(key)
+    headers = {"Authorization": f"Bearer {secret}"}
+    async with httpx2.AsyncClient(base_url=gateway.url, headers=headers) as http:
+
+        async def play(**fields: object) -> httpx2.Response:
+            return await http.post("/dashboard/api/play", json={"prompt": "Hi", **fields})
+
+        assert (await play(priority=-1)).status_code == 403
+        assert (await play(tenant="silver")).status_code == 403
+        played = await play()
+        assert played.status_code == 200
+        assert (await client.timeline(played.json()["id"])).tenant == "gold"
+        assert (await play()).json()["error"]["code"] == "rate_limit_exceeded"
+
+
 async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
     client: AsyncClient, secrets: dict[str, str], open_page: Open
 ) -> None:
