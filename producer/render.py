@@ -20,7 +20,12 @@ def milliseconds(value: float | None) -> str:
     """A duration in the unit that suits it."""
     if value is None:
         return "–"
-    return f"{value:.0f} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+    if value < 10_000:
+        return f"{value:.0f} ms"
+    if value < 60_000:
+        return f"{value / 1000:.1f} s"
+    minutes, rest = divmod(round(value / 1000), 60)
+    return f"{minutes:,} min {rest} s"
 
 
 def byte_size(value: float) -> str:
