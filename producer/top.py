@@ -40,7 +40,7 @@ class LastHour:
 
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once and leave; so it does in a pipe and in a terminal that cannot draw.")
+        bool, typer.Option("--once", help="Print it once and leave; so it does in a pipe.")
     ] = False,
     redis: Redis = None,
     queue: Queue = None,

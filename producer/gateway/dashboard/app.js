@@ -58,7 +58,7 @@ async function open() {
     document.getElementById("queue").textContent = `queue ${queue}`;
   } catch (error) {
     if (mine === stale && error.status !== 401 && error.status !== 403) {
-      frame.warn(`${error.message}; trying again`);
+      frame.warn(`Not live: ${error.message}. Trying again.`);
       setTimeout(() => mine === stale && open(), 2000);
     }
     return;

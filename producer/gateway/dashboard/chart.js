@@ -59,7 +59,7 @@ export function chart(title, series, format) {
     return measured.map((it, nth) => {
       const point = `${x(it.at).toFixed(1)} ${y(line.of(it)).toFixed(1)}`;
       if (joins(measured[nth - 1], it)) return `L${point}`;
-      return joins(it, measured[nth + 1]) ? `M${point}` : `M${point}m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0`;
+      return joins(it, measured[nth + 1]) ? `M${point}` : `M${point}m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0Z`;
     }).join("");
   }
 
