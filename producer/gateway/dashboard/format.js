@@ -34,8 +34,8 @@ export function ago(ms) {
 
 /** A time of day, with the date if it is another day. */
 export function clock(at, now = Date.now()) {
-  if (!at) return NONE;
   const date = new Date(at);
+  if (!at || Number.isNaN(date.getTime())) return NONE; // anybody may write anything there
   const time = date.toLocaleTimeString("en-GB");
   return date.toDateString() === new Date(now).toDateString() ? time : `${date.toISOString().slice(0, 10)} ${time}`;
 }

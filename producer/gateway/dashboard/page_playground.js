@@ -79,7 +79,7 @@ export function open(main) {
   halt.onclick = () => current && post("cancel", { id: current }).catch((error) => toast(error.message, "bad"));
   main.append(
     h("div", { class: "title" }, h("h1", {}, "Playground")),
-    h("div", { class: "halves play" },
+    h("div", { class: "halves" },
       h("form", {
         class: "card",
         onsubmit: (event) => {

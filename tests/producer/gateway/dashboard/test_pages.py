@@ -255,6 +255,18 @@ async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
     await expect(tile(page, "Waiting")).to_have_text("1")
 
 
+async def test_what_no_gateway_wrote_is_shown_as_far_as_it_goes(
+    connection: Any, open_page: Open
+) -> None:
+    record = {"payload": "{", "state": "?", "priority": "high", "enqueued_at": "9" * 18}
+    await connection.hset(KEYS.request("odd"), mapping=record)
+    page = await open_page("#/requests?prefix=odd")
+    await page.get_by_role("link", name="odd").click()
+    await expect(page.locator(".timeline")).to_contain_text("Enqueued")
+    await expect(page.locator(".payload")).to_have_text("{")
+    await expect(page.locator("#banner")).to_be_hidden()
+
+
 async def test_an_unknown_request_is_said_to_be_so(open_page: Open) -> None:
     page = await open_page("#/request/nobody", expected="404")
     await expect(page.get_by_text("'nobody' is unknown")).to_be_visible()
