@@ -32,7 +32,8 @@ def busy_queue(redis_url: str) -> Iterator[Client]:
             client.enqueue("Once", priority=priority)
         client.enqueue("Once", delay_ms=60_000)
         worker = WorkerStats(
-            worker_id="[b]w1[/b]", max_num_seqs=8, num_running=5, kv_blocks=100, kv_used_blocks=40,
+            worker_id="[b]w1[/b]", model="[/no]", max_num_seqs=8, num_running=5,
+            kv_blocks=100, kv_used_blocks=40,
             recent_tokens_per_second=321.0, step_ms=12.0, num_preemptions=7,
         )  # fmt: skip
         RequestQueue(connection).run(heartbeat(worker, 60_000))
@@ -55,6 +56,12 @@ def test_in_a_pipe_it_prints_one_frame(run: Run, busy_queue: Client) -> None:
     )
     assert re.search(r"waiting +█ +up to 30", shown)
     assert "\x1b" not in shown
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(run: Run, busy_queue: Client) -> None:
+    shown = run("stats").stdout
+    assert "[b]w1[/b]" in shown
+    assert "[/no]" in shown
 
 
 def test_an_empty_queue(run: Run) -> None:
