@@ -25,7 +25,7 @@ def drain_workers(keys: Keys, worker_id: str | None) -> Generator[Call[Any], Any
     """Tell all workers, or one, to drain; gives those that live. Yields calls as `set_paused`."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
-    yield scripts.tell_workers(keys, f"drain:{worker_id}" if worker_id else "drain")
+    yield scripts.tell_workers(keys, "drain" if worker_id is None else f"drain:{worker_id}")
     return [it for it in alive if worker_id is None or it == worker_id]
 
 

@@ -117,12 +117,13 @@ def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
         what = _HOW.get(ended.how, Happened.CRASHED)
         yield Moment(at=ended.ended_at, what=what, detail=ended.how, **of_attempt)
     first_token_at = whole(record.get("first_token_at"))
+    finished_at = whole(record.get("finished_at"))
     if first_token_at:
         yield _first_token(timeline, history, first_token_at)
     claimed_at = whole(record.get("claimed_at"))
     if claimed_at and timeline.attempts not in {ended.attempt for ended in history}:
-        yield from _of_this_attempt(timeline, claimed_at, whole(record.get("finished_at")))
-    if finished_at := whole(record.get("finished_at")):
+        yield from _of_this_attempt(timeline, claimed_at, first_token_at, finished_at)
+    if finished_at:
         yield Moment(
             at=finished_at,
             what=Happened.FINISHED,
@@ -143,7 +144,9 @@ def _first_token(timeline: Timeline, history: list[EndedAttempt], at: int) -> Mo
     )
 
 
-def _of_this_attempt(timeline: Timeline, claimed_at: int, finished_at: int) -> Iterator[Moment]:
+def _of_this_attempt(
+    timeline: Timeline, claimed_at: int, first_token_at: int, finished_at: int
+) -> Iterator[Moment]:
     def moment(what: Happened, at: int) -> Moment:
         return Moment(at=at, what=what, attempt=timeline.attempts, worker=timeline.worker)
 
@@ -153,8 +156,12 @@ def _of_this_attempt(timeline: Timeline, claimed_at: int, finished_at: int) -> I
     if timeline.slot is not None:
         prefill_at = timeline.slot.prefill_at
     elif timeline.stats is not None and timeline.stats.prompt_ms:
-        ended_ms = timeline.stats.prompt_ms + timeline.stats.generation_ms
-        prefill_at = max(claimed_at, finished_at - round(ended_ms))
+        if first_token_at >= claimed_at:
+            prefill_at = first_token_at - round(timeline.stats.prompt_ms)
+        else:  # an earlier attempt had it
+            ended_ms = timeline.stats.prompt_ms + timeline.stats.generation_ms
+            prefill_at = finished_at - round(ended_ms)
+        prefill_at = max(claimed_at, prefill_at)
     if prefill_at is not None:
         yield moment(Happened.PREFILL, prefill_at)
     for at in (told.preempted_at if told else None) or []:

@@ -86,10 +86,19 @@ PREFILL_TIME = Spec("histogram", "request_prefill_time_seconds",
                     "From the first prefill to the first token.", buckets=_LATENCY)
 DECODE_TIME = Spec("histogram", "request_decode_time_seconds", "From the first token to the end.",
                    buckets=_LATENCY)
+INFERENCE_TIME = Spec("histogram", "request_inference_time_seconds",
+                      "From the first prefill to the end.", buckets=_LATENCY)
+TOKEN_TIME = Spec("histogram", "request_time_per_output_token_seconds",
+                  "Mean time between two tokens of a request.", buckets=_BETWEEN_TOKENS)
 REQUEST_PROMPT = Spec("histogram", "request_prompt_tokens", "Prompt tokens of a request.",
                       buckets=_REQUEST_TOKENS)
 REQUEST_OUTPUT = Spec("histogram", "request_generation_tokens", "Generated tokens of a request.",
                       buckets=_REQUEST_TOKENS)
+REQUEST_MOST_OUTPUT = Spec("histogram", "request_max_num_generation_tokens",
+                           "As request_generation_tokens: a request is one sequence.",
+                           buckets=_REQUEST_TOKENS)
+REQUEST_MAX_TOKENS = Spec("histogram", "request_params_max_tokens", "max_tokens of a request.",
+                          buckets=_REQUEST_TOKENS)
 STEP_TOKENS = Spec("histogram", "iteration_tokens_total", "Tokens of an engine step.",
                    buckets=_STEP_TOKENS)
 

@@ -23,9 +23,9 @@ async def listen(
     keys: Keys,
     on_pending: Callable[[], None],
     on_cancel: Callable[[str], None],
-    on_drain: Callable[[str], None],
+    on_drain: Callable[[str | None], None],
 ) -> None:
-    """Tell of each message until cancelled. `on_drain` gets the worker's id, or '' for all.
+    """Tell of each message until cancelled. `on_drain` gets the worker's id, None for all.
 
     Messages that are missed while disconnected cost only time: workers poll for new work, and every
     publish answers with what is cancelled.
@@ -38,13 +38,13 @@ async def listen(
                     if message["type"] != "message":
                         on_pending()  # it listens from now on; something may have come before
                         continue
-                    kind, _, name = message["data"].partition(b":")
+                    kind, colon, name = message["data"].partition(b":")
                     if kind == b"pending":
                         on_pending()
                     elif kind == b"cancel":
                         on_cancel(name.decode("ascii", "replace"))
                     elif kind == b"drain":
-                        on_drain(name.decode("ascii", "replace"))
+                        on_drain(name.decode("ascii", "replace") if colon else None)
         except (RedisError, OSError) as error:
             get_logger().warning("control channel lost, subscribing again", error=str(error))
             await asyncio.sleep(_RECONNECT_SECONDS)

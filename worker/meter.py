@@ -26,8 +26,11 @@ class Meter:
         self.queue_time = Histogram(metrics.QUEUE_TIME)
         self.prefill_time = Histogram(metrics.PREFILL_TIME)
         self.decode_time = Histogram(metrics.DECODE_TIME)
+        self.inference_time = Histogram(metrics.INFERENCE_TIME)
+        self.token_time = Histogram(metrics.TOKEN_TIME)
         self.request_prompt = Histogram(metrics.REQUEST_PROMPT)
         self.request_output = Histogram(metrics.REQUEST_OUTPUT)
+        self.request_max_tokens = Histogram(metrics.REQUEST_MAX_TOKENS)
         self.step_tokens = Histogram(metrics.STEP_TOKENS)
         self.attempts = Histogram(metrics.ATTEMPTS)
         self.publish_time = Histogram(metrics.PUBLISH_TIME)
@@ -76,8 +79,12 @@ class Meter:
         )
         self.prefill_time.add(stats.prompt_ms / 1000)
         self.decode_time.add(stats.generation_ms / 1000)
+        self.inference_time.add((stats.prompt_ms + stats.generation_ms) / 1000)
+        if stats.tokens_per_second:  # not of a single token
+            self.token_time.add(1 / stats.tokens_per_second)
         self.request_prompt.add(held.num_prompt_tokens)
         self.request_output.add(held.num_emitted)
+        self.request_max_tokens.add(held.engine_request.max_tokens)
         self.attempts.add(held.claim.attempt)
 
     def take_contribution(self) -> Contribution:

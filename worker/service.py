@@ -303,8 +303,8 @@ class Worker:
         self.intake.num_workers = await self._heartbeat.beat()
 
     async def _listen(self) -> None:
-        def drain(worker_id: str) -> None:
-            if worker_id in ("", self.worker_id):
+        def drain(worker_id: str | None) -> None:
+            if worker_id in (None, self.worker_id):
                 self._log.info("told to drain")
                 self._told_to_drain.set()
 

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from producer.commands.render import milliseconds, plain_table
 from producer.overview import Overview
-from shared.observations import Sample
+from shared.observations import Sample, WorkerStats
 
 _HOUR_MS = 3_600_000
 _RECENT_MS = 60_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_BAR_WIDTH = 20
+_LATE_SECONDS = 3
+_DROPPED_FIRST = ("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s")
 
 
 def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
     """The whole of it; `samples` are those of the last hour, `width` is the terminal's columns."""
     return Group(
         _title(overview),
-        _figures(overview, samples),
-        _charts(samples, overview.now_ms, max(20, min(60, width - 40))),
-        _priorities(overview),
-        _workers(overview),
+        _figures(overview, samples, width),
+        _charts(samples, overview.now_ms, max(10, min(60, width - 32))),
+        _workers(overview, width),
+        _priorities(overview, width),
     )
 
 
@@ -39,22 +40,26 @@ def _title(overview: Overview) -> Text:
     return title
 
 
-def _figures(overview: Overview, samples: Sequence[Sample]) -> Table:
+def _figures(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
     slots = sum(worker.max_num_seqs for worker in overview.workers)
     recent = [it for it in samples if overview.now_ms - it.at < _RECENT_MS]
-    table = plain_table(
-        "waiting", "delayed", "running", "tokens/s", "first token", "queue time", "dead letters"
-    )
-    table.add_row(
-        f"{overview.waiting:,}",
-        f"{overview.delayed:,}",
-        f"{overview.running:,} of {slots:,}",
-        f"{overview.tokens_per_second:,.0f}",
-        milliseconds(_last(recent, lambda it: it.ttft_p50_ms)),
-        milliseconds(_last(recent, lambda it: it.queue_p50_ms)),
-        f"{overview.dead:,}",
-    )
-    return table
+    figures = {
+        "waiting": f"{overview.waiting:,}",
+        "delayed": f"{overview.delayed:,}",
+        "running": f"{overview.running:,} of {slots:,}",
+        "tokens/s": f"{overview.tokens_per_second:,.0f}",
+        "first token": milliseconds(_last(recent, lambda it: it.ttft_p50_ms)),
+        "queue time": milliseconds(_last(recent, lambda it: it.queue_p50_ms)),
+        "dead": f"{overview.dead:,}",
+    }
+    if _width({name: [value] for name, value in figures.items()}) <= width:
+        table = plain_table(*figures)
+        table.add_row(*figures.values())
+        return table
+    table = Table.grid(padding=(0, 2))
+    for name, value in figures.items():
+        table.add_row(name, value)
+    return Padding(table, (1, 0))
 
 
 def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
@@ -69,8 +74,10 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
     for name, value, written in lines:
         means = _means(samples, value, now_ms, columns)
         most = max((it for it in means if it is not None), default=0.0)
-        table.add_row(name, Text(_sparkline(means, most), style="cyan"), f"up to {written(most)}")
-    table.add_row("", Text("an hour ago".ljust(columns - 3) + "now", style="dim"), "")
+        told = f"up to {written(most)}" if any(it is not None for it in means) else "–"
+        table.add_row(name, Text(_sparkline(means, most), style="cyan"), told)
+    ago = "an hour ago" if columns > 20 else "-1 h"
+    table.add_row("", Text(ago.ljust(columns - 3) + "now", style="dim"), "")
     return table
 
 
@@ -93,40 +100,53 @@ def _sparkline(values: Sequence[float | None], most: float) -> str:
     )
 
 
-def _priorities(overview: Overview) -> RenderableType:
+def _priorities(overview: Overview, width: int) -> RenderableType:
     if not overview.priorities:
         return Text()
     most = max(overview.priorities.values())
     table = plain_table("priority", "waiting", "", left=("",))
     for priority, num in overview.priorities.items():
-        table.add_row(str(priority), f"{num:,}", _bar(num / most))
+        bar = Text("█" * max(1, round(num / most * min(20, width - 25))), style="cyan")
+        table.add_row(str(priority), f"{num:,}", bar)
     return table
 
 
-def _workers(overview: Overview) -> RenderableType:
+def _workers(overview: Overview, width: int) -> RenderableType:
+    """A row a worker; what has no room in the terminal is left out, the least important first."""
     if not overview.workers:
         return Text("No worker is alive: start one with promptq worker.")
-    table = plain_table(
-        "worker", "state", "heartbeat", "slots", "KV blocks", "tokens/s", "step", "preempted",
-        left=("worker", "state"),
-    )  # fmt: skip
-    for worker in overview.workers:
-        age = max(0, overview.now_ms - worker.heartbeat_at) // 1000
-        table.add_row(
-            escape(worker.worker_id),
-            worker.state if worker.state == "running" else f"[yellow]{escape(worker.state)}[/]",
-            f"{age} s ago" if age else "now",
-            f"{worker.num_running} of {worker.max_num_seqs}",
-            f"{worker.kv_used_blocks:,} of {worker.kv_blocks:,}",
-            f"{worker.recent_tokens_per_second:,.0f}",
-            milliseconds(worker.step_ms),
-            f"{worker.num_preemptions:,}",
-        )
+    columns: dict[str, list[str]] = {
+        "worker": [it.worker_id for it in overview.workers],
+        "state": [it.state for it in overview.workers],
+        "heartbeat": [_heartbeat(overview, it) for it in overview.workers],
+        "slots": [f"{it.num_running} of {it.max_num_seqs}" for it in overview.workers],
+        "KV blocks": [f"{it.kv_used_blocks:,} of {it.kv_blocks:,}" for it in overview.workers],
+        "tokens/s": [f"{it.recent_tokens_per_second:,.0f}" for it in overview.workers],
+        "step": [milliseconds(it.step_ms) for it in overview.workers],
+        "preempted": [f"{it.num_preemptions:,}" for it in overview.workers],
+    }
+    for name in _DROPPED_FIRST:
+        if _width(columns) > width:
+            del columns[name]
+    table = plain_table(*columns, left=("worker", "state"))
+    for worker, *cells in zip(overview.workers, *columns.values(), strict=True):
+        is_well = worker.state == "running" and _silent_seconds(overview, worker) <= _LATE_SECONDS
+        table.add_row(*map(Text, cells), style="" if is_well else "yellow")
     return table
 
 
-def _bar(share: float) -> Text:
-    return Text("█" * max(1, round(share * _BAR_WIDTH)), style="cyan")
+def _silent_seconds(overview: Overview, worker: WorkerStats) -> int:
+    return max(0, overview.now_ms - worker.heartbeat_at) // 1000
+
+
+def _heartbeat(overview: Overview, worker: WorkerStats) -> str:
+    seconds = _silent_seconds(overview, worker)
+    return f"{seconds} s ago" if seconds else "now"
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    """Of a `plain_table` whose cells are not broken: three columns of the terminal between two."""
+    return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items())
 
 
 def _last(samples: Sequence[Sample], value: Callable[[Sample], float | None]) -> float | None:

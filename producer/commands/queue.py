@@ -99,7 +99,7 @@ def drain(
     elif told:
         print("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
     else:
-        print("no such worker is alive" if worker else "no worker is alive")
+        print("no worker is alive" if worker is None else "no such worker is alive")
 
 
 def reprioritise(

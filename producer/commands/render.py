@@ -20,7 +20,12 @@ def milliseconds(value: float | None) -> str:
     """A duration in the unit that suits it."""
     if value is None:
         return "–"
-    return f"{value:.0f} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+    if value < 10_000:
+        return f"{value:.0f} ms"
+    if value < 60_000:
+        return f"{value / 1000:.1f} s"
+    minutes, rest = divmod(round(value / 1000), 60)
+    return f"{minutes:,} min {rest} s"
 
 
 def byte_size(value: float) -> str:
@@ -51,7 +56,7 @@ def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = (
 def queue_table(stats: QueueStats) -> Table:
     """Counts of requests by where they are."""
     title = f"queue {stats.queue}"
-    title += f", model {stats.model}" if stats.model else ""
+    title += f", model {escape(stats.model)}" if stats.model else ""
     title += ", paused" if stats.paused else ""
     table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
     counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
@@ -65,7 +70,8 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     for letter in letters:
         buried = f"{datetime.fromtimestamp(letter.buried_at / 1000):%Y-%m-%d %H:%M:%S}"
         counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
-        table.add_row(letter.request_id, buried, *counts, escape(letter.payload[:80]))
+        payload = escape(letter.payload[:80])
+        table.add_row(escape(letter.request_id), buried, *counts, payload)
     return table
 
 
@@ -98,9 +104,9 @@ def workers_table(workers: Sequence[WorkerStats]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
     table.add_column("")
     for worker in workers:
-        table.add_column(worker.worker_id, justify="right", overflow="fold")
+        table.add_column(escape(worker.worker_id), justify="right", overflow="fold")
     for name, values in _facts(workers).items():
-        table.add_row(name, *values)
+        table.add_row(name, *map(escape, values))
     return table
 
 

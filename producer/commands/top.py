@@ -64,7 +64,7 @@ def top(
             overview: Overview = client.overview()
             return overview_screen(overview, hour.read(overview.now_ms), console.width)
 
-        if once or not console.is_terminal:
+        if once or not console.is_terminal or console.is_dumb_terminal:
             console.print(look())
         else:
             _watch(look)

@@ -70,7 +70,7 @@ async def search(
     """Requests whose id begins with `prefix`. Raises InvalidRequestError, redis errors."""
     if state not in STATES:
         raise InvalidRequestError(f"state: {state!r} is none of {', '.join(STATES)}", field="state")
-    if cursor and not cursor.isdecimal():
+    if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
         raise InvalidRequestError(f"cursor: {cursor!r} is not one", field="cursor")
     wanted = _Wanted(client, keys, state, tenant, prefix)
     if state in SETS and not prefix:
@@ -123,24 +123,26 @@ class _Wanted:
 
     async def of_keys(self, position: int) -> FoundRequests:
         """What matches among the keys of the server from `position` of its SCAN on."""
-        rows = await self.exactly() if self._prefix and not position else []
-        known, looked_at, pattern = {it.request_id for it in rows}, 0, self._pattern()
+        is_first = position == 0
+        rows = await self.exactly() if self._prefix and is_first else []
+        seen = {self._keys.request(it.request_id).encode() for it in rows}
+        looked_at, pattern = 0, self._pattern()
         start = len(self._keys.request(""))
         for _ in range(MAX_SCANS):
             position, found = await self._redis.scan(
                 position, match=pattern, count=SCAN_COUNT, _type="hash"
             )
             looked_at += SCAN_COUNT
-            rows += [
-                it
-                for it in self._of_tenant(await self._rows([name[start:] for name in found]))
-                if it.request_id not in known and self._has_state(it)
-            ]
+            fresh = set(found) - seen  # SCAN may tell of a key twice
+            seen |= fresh
+            rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:
                 break
         size = await self._redis.dbsize()
         rows.sort(key=lambda it: it.enqueued_at or 0, reverse=True)
-        part = "all" if looked_at >= size else f"about {looked_at:,} of"
+        part = "all" if is_first else "the rest of"
+        if position:
+            part = f"about {looked_at:,}{'' if is_first else ' more'} of"
         return FoundRequests(
             requests=rows,
             searched=f"{part} {size:,} keys of the server, in no order",
@@ -149,8 +151,7 @@ class _Wanted:
 
     async def exactly(self) -> list[FoundRequest]:
         """The one with this id, if it matches."""
-        rows = await self._rows([self._prefix.encode()])
-        return [it for it in self._of_tenant(rows) if self._has_state(it)]
+        return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:
         if self._state != "waiting":
@@ -169,9 +170,9 @@ class _Wanted:
     def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:
         return [it for it in rows if not self._tenant or it.tenant == self._tenant]
 
-    def _has_state(self, row: FoundRequest) -> bool:
+    def _matching(self, rows: list[FoundRequest]) -> list[FoundRequest]:
         state = "waiting" if self._state == "delayed" else self._state
-        return not state or row.state == state
+        return [it for it in self._of_tenant(rows) if not state or it.state == state]
 
     async def _rows(self, ids: Sequence[bytes]) -> list[FoundRequest]:
         pipeline = self._redis.pipeline(transaction=False)

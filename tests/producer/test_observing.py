@@ -153,6 +153,21 @@ async def test_a_life_of_several_attempts(redis_url: str, client: AsyncClient) -
         await client.timeline("unknown")
 
 
+async def test_a_life_keeps_its_order_where_the_last_event_was_taken_late(
+    redis_url: str, client: AsyncClient
+) -> None:
+    async with running_worker(redis_url):
+        request_id = await client.enqueue("Once", max_tokens=3)
+        await client.result(request_id)
+    before = await client.timeline(request_id)
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        late = before.moments[-1].at + 5000
+        await connection.hset(Keys().request(request_id), "finished_at", late)
+    after = await client.timeline(request_id)
+    assert happenings(after) == happenings(before)
+    assert after.moments[:-1] == before.moments[:-1]
+
+
 async def test_an_overview_counts_what_waits_by_priority(
     redis_url: str, client: AsyncClient
 ) -> None:

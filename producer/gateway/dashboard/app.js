@@ -10,6 +10,7 @@ import * as requests from "./page_requests.js";
 import * as worker from "./page_worker.js";
 
 const PAGES = { "": overview, worker, requests, request, dead, playground };
+const TITLES = { "": "Overview", requests: "Requests", dead: "Dead letters", playground: "Playground" };
 
 const main = document.getElementById("main");
 const banner = document.getElementById("banner");
@@ -29,7 +30,13 @@ const frame = {
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = path.split("/");
-  return { name, argument: decodeURIComponent(rest.join("/")), query: new URLSearchParams(query) };
+  let argument = rest.join("/");
+  try {
+    argument = decodeURIComponent(argument);
+  } catch {
+    // Somebody typed it, and it stands as it is.
+  }
+  return { name, argument, query: new URLSearchParams(query) };
 }
 
 async function open() {
@@ -38,10 +45,12 @@ async function open() {
   frame.warn(null);
   const mine = ++stale;
   const { name, argument, query } = place();
+  document.title = `${argument || TITLES[name] || TITLES[""]} – promptq`;
   for (const link of document.querySelectorAll("nav a")) {
     const target = link.hash.replace(/^#\/?/, "");
     const isHere = target === name || (target === "requests" && name === "request") || (target === "" && name === "worker");
-    link.toggleAttribute("aria-current", isHere);
+    if (isHere) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
   document.getElementById("leave").hidden = !key.get();
   try {
@@ -49,7 +58,7 @@ async function open() {
     document.getElementById("queue").textContent = `queue ${queue}`;
   } catch (error) {
     if (mine === stale && error.status !== 401 && error.status !== 403) {
-      frame.warn(`${error.message}; trying again`);
+      frame.warn(`Not live: ${error.message}. Trying again.`);
       setTimeout(() => mine === stale && open(), 2000);
     }
     return;
@@ -92,6 +101,7 @@ function showTheme() {
   const button = document.getElementById("theme");
   button.textContent = THEMES[chosen];
   button.setAttribute("aria-label", `Theme: ${THEMES[chosen]}`);
+  button.title = "Theme";
 }
 
 document.getElementById("theme").onclick = () => {

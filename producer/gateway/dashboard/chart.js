@@ -1,7 +1,7 @@
 // Lines over the last hour, drawn as SVG at the width that is there.
 
 import { h, s, show } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, duration } from "./format.js";
 
 const HOUR_MS = 3_600_000;
 const HEIGHT = 170;
@@ -10,12 +10,14 @@ const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
 
-/** Round steps so that about four of them reach `most`. */
-function ticks(most) {
+/** Round steps so that about four of them reach `most`; long times in whole hours or minutes. */
+function ticks(most, isTime) {
   if (!(most > 0)) return [0, 1];
-  const rough = most / 3;
+  const unit = (isTime && [HOUR_MS, 60_000].find((it) => most > it)) || 0;
+  const rough = most / 3 / (unit || 1);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((it) => it * power).find((it) => it >= rough);
+  const round = [1, 2, 2.5, 5, 10].map((it) => it * power).find((it) => it >= rough);
+  const step = unit ? Math.ceil(round) * unit : round;
   const found = [];
   for (let at = 0; at < most + step; at += step) found.push(Number(at.toPrecision(12)));
   return found;
@@ -40,7 +42,7 @@ export function chart(title, series, format) {
     const width = Math.max(200, frame.clientWidth);
     const { samples, now } = state;
     const values = samples.flatMap((it) => series.map((line) => line.of(it))).filter((it) => it !== null && it !== undefined);
-    const steps = ticks(Math.max(0, ...values));
+    const steps = ticks(Math.max(0, ...values), format === duration);
     const most = steps.at(-1);
     return {
       width, steps,
@@ -50,20 +52,15 @@ export function chart(title, series, format) {
     };
   }
 
-  /** Path of a line, broken where nothing was measured. */
+  /** Path of a line, broken where nothing was measured; what stands alone is a small circle. */
   function path(line, { x, y }) {
-    const { samples, sampleMs } = state;
-    let text = "";
-    let last = null;
-    for (const sample of samples) {
-      const value = line.of(sample);
-      if (value === null || value === undefined) continue;
-      const joined = last !== null && sample.at - last <= 2.5 * sampleMs;
-      const point = `${x(sample.at).toFixed(1)} ${y(value).toFixed(1)}`;
-      text += joined ? `L${point}` : `M${point}h0.01`;
-      last = sample.at;
-    }
-    return text;
+    const measured = state.samples.filter((it) => line.of(it) !== null && line.of(it) !== undefined);
+    const joins = (one, other) => one && other && other.at - one.at <= 2.5 * state.sampleMs;
+    return measured.map((it, nth) => {
+      const point = `${x(it.at).toFixed(1)} ${y(line.of(it)).toFixed(1)}`;
+      if (joins(measured[nth - 1], it)) return `L${point}`;
+      return joins(it, measured[nth + 1]) ? `M${point}` : `M${point}m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0Z`;
+    }).join("");
   }
 
   function redraw() {

@@ -10,7 +10,7 @@ export function confirm({ title, text, action, danger = false, field = null }) {
   return new Promise((resolve) => {
     const input = field && h("input", {
       type: field.type ?? "text", min: field.min, max: field.max, step: 1, value: String(field.value),
-      required: true,
+      required: true, autofocus: true,
     });
     const dialog = h("dialog", { "aria-labelledby": "dialog-title" },
       h("form", { method: "dialog" },
@@ -19,7 +19,7 @@ export function confirm({ title, text, action, danger = false, field = null }) {
         field && h("label", { class: "field" }, field.label, input),
         h("div", { class: "buttons" },
           h("button", { type: "button", class: "plain", onclick: () => dialog.close() }, "Leave it"),
-          h("button", { type: "submit", value: "yes", class: danger ? "danger" : "primary", autofocus: true }, action))));
+          h("button", { type: "submit", value: "yes", class: danger ? "danger" : "primary", autofocus: !field }, action))));
     dialog.onclose = () => {
       dialog.remove();
       resolve(dialog.returnValue === "yes" ? input?.value ?? "" : null);

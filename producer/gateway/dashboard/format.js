@@ -20,9 +20,11 @@ export function duration(ms) {
   if (ms < 1000) return `${Math.round(ms)} ms`;
   if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
   const minutes = Math.floor(ms / 60_000);
-  if (minutes < 60) return `${minutes} min ${Math.floor((ms % 60_000) / 1000)} s`;
+  const seconds = Math.floor((ms % 60_000) / 1000);
+  if (minutes < 60) return seconds ? `${minutes} min ${seconds} s` : `${minutes} min`;
   const hours = Math.floor(minutes / 60);
-  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} days`;
+  if (hours >= 48) return `${Math.floor(hours / 24)} days`;
+  return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
 }
 
 /** How long ago, in whole seconds. */
@@ -32,8 +34,8 @@ export function ago(ms) {
 
 /** A time of day, with the date if it is another day. */
 export function clock(at, now = Date.now()) {
-  if (!at) return NONE;
   const date = new Date(at);
+  if (!at || Number.isNaN(date.getTime())) return NONE; // anybody may write anything there
   const time = date.toLocaleTimeString("en-GB");
   return date.toDateString() === new Date(now).toDateString() ? time : `${date.toISOString().slice(0, 10)} ${time}`;
 }

@@ -4,8 +4,8 @@ import { drain, pause, resume } from "./actions.js";
 import { stream } from "./api.js";
 import { chart } from "./chart.js";
 import { h, show } from "./dom.js";
-import { ago, count, duration, rate } from "./format.js";
-import { badge, bar, section, table, tile, workerLink } from "./parts.js";
+import { count, duration, rate } from "./format.js";
+import { badge, bar, heartbeat, section, table, tile, workerLink } from "./parts.js";
 
 const HOUR_MS = 3_600_000;
 const RECENT_MS = 60_000;
@@ -98,7 +98,7 @@ function workersOf(it, now) {
   return section("Workers", table([
     { name: "Worker", of: (one) => workerLink(one.worker_id) },
     { name: "State", of: (one) => badge(one.state) },
-    { name: "Heartbeat", of: (one) => ago(now - one.heartbeat_at), number: true },
+    { name: "Heartbeat", of: (one) => heartbeat(now - one.heartbeat_at), number: true },
     { name: "Slots", of: (one) => bar(one.num_running / one.max_num_seqs, `${one.num_running} of ${one.max_num_seqs}`) },
     { name: "KV blocks", of: (one) => bar(one.kv_used_blocks / one.kv_blocks, `${count(one.kv_used_blocks)} of ${count(one.kv_blocks)}`) },
     { name: "Tokens/s", of: (one) => rate(one.recent_tokens_per_second), number: true },

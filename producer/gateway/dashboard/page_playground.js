@@ -79,7 +79,7 @@ export function open(main) {
   halt.onclick = () => current && post("cancel", { id: current }).catch((error) => toast(error.message, "bad"));
   main.append(
     h("div", { class: "title" }, h("h1", {}, "Playground")),
-    h("div", { class: "halves play" },
+    h("div", { class: "halves" },
       h("form", {
         class: "card",
         onsubmit: (event) => {
@@ -96,7 +96,7 @@ export function open(main) {
       h("section", { class: "card" }, h("h2", {}, "Answer"), tokens.element, outcome,
         h("p", { class: "legend" }, "Tokens by how surprising they are: ",
           h("span", {}, [0, 1, 2, 3, 4, 5].map((it) => h("i", { class: `swatch surprise-${it}` }))),
-          "Hover over one, or tap it."))));
+          "Hover over one, tap it, or walk with the arrow keys."))));
   return () => close();
 }
 

@@ -62,9 +62,10 @@ function head(it) {
   const isOver = !["waiting", "active"].includes(it.state);
   return [
     h("h1", { class: "id" }, it.request_id), badge(it.state), h("span", { class: "spacer" }),
-    it.state === "waiting" && h("button", { type: "button", onclick: () => reprioritise(it.request_id, it.priority) }, "Change priority"),
-    !isOver && h("button", { type: "button", class: "danger", onclick: () => cancel(it.request_id) }, "Cancel request"),
-    it.state === "dead" && h("a", { class: "button", href: "#/dead" }, "Dead letters"),
+    h("div", { class: "buttons" },
+      it.state === "waiting" && h("button", { type: "button", onclick: () => reprioritise(it.request_id, it.priority) }, "Change priority"),
+      !isOver && h("button", { type: "button", class: "danger", onclick: () => cancel(it.request_id) }, "Cancel request"),
+      it.state === "dead" && h("a", { class: "button", href: "#/dead" }, "Dead letters")),
   ];
 }
 
@@ -85,7 +86,7 @@ function facets(it, now) {
       ["Speed", it.stats && `${rate(it.stats.tokens_per_second)} tokens/s`],
       ["Recomputed", it.stats?.recomputed_tokens ? `${count(it.stats.recomputed_tokens)} tokens` : null],
       ["Requeued from", it.requeued_from && requestLink(it.requeued_from)],
-      ["Waits for", it.state === "waiting" && it.moments.length ? duration(now - it.moments[0].at) : null],
+      ["Waits for", it.state === "waiting" && it.moments.length ? duration(Math.max(0, now - it.moments[0].at)) : null],
     ])),
   ];
 }

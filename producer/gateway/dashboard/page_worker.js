@@ -4,7 +4,7 @@ import { drain } from "./actions.js";
 import { stream } from "./api.js";
 import { h, show, sized } from "./dom.js";
 import { ago, bytes, count, duration, percent, rate } from "./format.js";
-import { badge, bar, facts, requestLink, section, table, tile } from "./parts.js";
+import { badge, bar, facts, heartbeat, requestLink, section, table, tile } from "./parts.js";
 
 export function open(main, { argument: id, frame }) {
   return stream("live/worker", { id }, {
@@ -29,15 +29,15 @@ function view({ stats, slots, told_at }, now) {
   return [
     h("div", { class: "title" },
       h("h1", { class: "id" }, stats.worker_id), badge(stats.state),
-      h("span", { class: "quiet" }, `heartbeat ${ago(now - stats.heartbeat_at)}`),
+      h("span", { class: "quiet" }, "heartbeat ", heartbeat(now - stats.heartbeat_at)),
       h("span", { class: "spacer" }),
       stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
     h("div", { class: "tiles" },
       tile("Slots in use", count(stats.num_running), `of ${count(stats.max_num_seqs)}`),
-      tile("Step time", duration(stats.step_ms), "median of the last steps"),
+      tile("Step time", duration(stats.step_ms), "median, lately"),
       tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
       tile("Preemptions", count(stats.num_preemptions), "since it started"),
-      tile("Recomputed tokens", count(stats.recomputed_tokens), "since it started"),
+      tile("Recomputed", count(stats.recomputed_tokens), "tokens since it started"),
       tile("Requests done", count(stats.num_processed), `${count(stats.num_waiting + stats.num_prefetched)} prepared`)),
     memory(stats),
     batch(slots, stats, told_at, now),

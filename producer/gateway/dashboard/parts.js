@@ -1,7 +1,7 @@
 // Pieces that several pages are made of.
 
 import { h, sized } from "./dom.js";
-import { shortId } from "./format.js";
+import { ago, shortId } from "./format.js";
 
 export function tile(label, value, note = null, href = null) {
   return h(href ? "a" : "div", { class: "card tile", href },
@@ -19,6 +19,13 @@ export function requestLink(id) {
 
 export function workerLink(id) {
   return h("a", { class: "id", href: `#/worker/${encodeURIComponent(id)}`, title: id }, id);
+}
+
+const LATE_MS = 3000;
+
+/** How long ago a worker's last heartbeat was; there is one a second. */
+export function heartbeat(ms) {
+  return h("span", { class: ms > LATE_MS && "late" }, ago(ms));
 }
 
 /** A bar that is filled to a share, with words beside it. */

@@ -18,10 +18,11 @@ function surprise(logprob) {
 /** Returns {element, add(event), clear()}; `event` is one of a request's events. */
 export function tokenView() {
   const text = h("div", { class: "text", tabindex: 0, role: "log", "aria-label": "Text" });
-  const tip = h("div", { class: "tip", hidden: true });
+  const tip = h("div", { class: "tip", role: "status", hidden: true });
   const element = h("div", { class: "tokens" }, text, tip);
   let told = new WeakMap();
   let coming = [];
+  let shown = null;
 
   /** Once a frame, however many tokens there were; who reads at the end stays there. */
   function append() {
@@ -33,8 +34,11 @@ export function tokenView() {
 
   function explain(span) {
     const logprobs = told.get(span);
+    shown?.classList.remove("shown");
+    shown = logprobs ? span : null;
     tip.hidden = !logprobs;
     if (!logprobs) return;
+    span.classList.add("shown");
     show(tip, ...logprobs.map((it) => h("table", {},
       h("caption", {}, `${visible(it.token ?? span.textContent)} `, h("span", { class: "quiet" }, `id ${it.token_id}, rank ${count(it.rank)}`)),
       h("tbody", {}, rowsOf(it)))));
@@ -46,8 +50,18 @@ export function tokenView() {
 
   text.onpointerover = (event) => explain(event.target);
   text.onclick = (event) => explain(event.target);
-  text.onpointerleave = () => {
-    tip.hidden = true;
+  text.onpointerleave = () => explain(null);
+  text.onblur = () => explain(null);
+  text.onkeydown = (event) => {
+    if (event.key === "Escape") explain(null);
+    const next = {
+      ArrowRight: shown ? shown.nextElementSibling : text.querySelector(".token"),
+      ArrowLeft: shown?.previousElementSibling,
+    }[event.key];
+    if (!told.has(next)) return;
+    event.preventDefault();
+    next.scrollIntoView({ block: "nearest" });
+    explain(next);
   };
   return {
     element,
@@ -65,8 +79,8 @@ export function tokenView() {
     clear() {
       coming = [];
       text.replaceChildren();
+      explain(null);
       told = new WeakMap();
-      tip.hidden = true;
     },
   };
 }

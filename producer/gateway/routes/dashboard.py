@@ -144,8 +144,8 @@ def _sampler_of(request: Request, gateway: Gateway) -> Sampler:
     if not hasattr(state, "sampler"):
 
         async def read(topic: str) -> str:
-            _, _, worker_id = topic.partition(" ")
-            if not worker_id:
+            kind, _, worker_id = topic.partition(" ")
+            if kind == "overview":
                 return await _as_of_now(gateway, await gateway.client.overview())
             try:
                 return await _as_of_now(gateway, await gateway.client.worker(worker_id))

@@ -114,6 +114,8 @@ def test_drain_ends_real_workers_after_what_they_run(
         (alive,) = client.stats().workers
         assert json.loads(run("drain", "--worker", "another", "--json").stdout) == {"workers": []}
         assert worker.poll() is None
+        nobody = "no such worker is alive"  # and no slip of the shell's drains all
+        assert nobody in run("drain", "--worker", "").stdout
         assert json.loads(run("drain", "--json").stdout) == {"workers": [alive.worker_id]}
         assert worker.wait() == 0
         assert client.result(request_id).text == text_of(3, 3000)

@@ -32,7 +32,8 @@ def busy_queue(redis_url: str) -> Iterator[Client]:
             client.enqueue("Once", priority=priority)
         client.enqueue("Once", delay_ms=60_000)
         worker = WorkerStats(
-            worker_id="[b]w1[/b]", max_num_seqs=8, num_running=5, kv_blocks=100, kv_used_blocks=40,
+            worker_id="[b]w1[/b]", model="[/no]", max_num_seqs=8, num_running=5,
+            kv_blocks=100, kv_used_blocks=40,
             recent_tokens_per_second=321.0, step_ms=12.0, num_preemptions=7,
         )  # fmt: skip
         RequestQueue(connection).run(heartbeat(worker, 60_000))
@@ -57,23 +58,44 @@ def test_in_a_pipe_it_prints_one_frame(run: Run, busy_queue: Client) -> None:
     assert "\x1b" not in shown
 
 
+def test_what_looks_like_markup_is_shown_as_it_is(run: Run, busy_queue: Client) -> None:
+    shown = run("stats").stdout
+    assert "[b]w1[/b]" in shown
+    assert "[/no]" in shown
+
+
 def test_an_empty_queue(run: Run) -> None:
     shown = run("top", "--once").stdout
     assert "No worker is alive" in shown
     assert "–" in shown
 
 
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_narrow_terminal_shows_less_and_breaks_no_word(
+    run: Run, busy_queue: Client, columns: int
+) -> None:
+    shown = run("top", COLUMNS=str(columns)).stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    for whole in ("tokens/s", "first token", "queue time", "dead", "5 of 8", "[b]w1[/b]", "44 ms"):
+        assert whole in shown
+    assert ("step" in shown) == (columns == 80)
+    assert "preempted" not in shown
+    assert re.search(r"running +5 of 8" if columns == 40 else r"3 +1 +5 of 8", shown)
+    assert re.search(r"queue time +.* +up to 9 ms", shown)
+    assert re.search(r"running +–\n|running .* up to 0", shown)
+
+
 class Terminal:
     """The command in a terminal of its own."""
 
-    def __init__(self, environment: dict[str, str], redis_url: str) -> None:
+    def __init__(self, environment: dict[str, str], redis_url: str, kind: str = "xterm") -> None:
         self._fd, theirs = pty.openpty()
         self.process = subprocess.Popen(
             [*PROMPTQ, "top"],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm", "LINES": "50"},
+            env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": kind, "LINES": "50"},
             start_new_session=True,
         )
         os.close(theirs)
@@ -117,3 +139,13 @@ def test_in_a_terminal_it_is_live_until_somebody_leaves(
     leave(terminal)
     assert terminal.process.wait() == 0
     terminal.read_until(re.escape("\x1b[?1049l"))  # the screen from before is back
+
+
+def test_a_terminal_that_cannot_draw_gets_one_frame(
+    environment: dict[str, str], redis_url: str, busy_queue: Client
+) -> None:
+    terminal = Terminal(environment, redis_url, "dumb")
+    terminal.read_until(r"3 +1 +5 of 8")
+    assert terminal.process.wait() == 0
+    terminal.close()
+    assert "\x1b" not in terminal.shown

@@ -9,8 +9,8 @@ import pytest
 
 from producer import Client
 from shared import scripts
+from shared.observations import WorkerStats
 from shared.request_queue import RequestQueue
-from shared.schemas import WorkerStats
 from tests.helpers import served_model_free
 from tests.producer.gateway.living import LiveGateway, live_worker
 from tests.producer.playing import HandWorker

@@ -16,7 +16,8 @@ from producer import AsyncClient
 from producer.gateway import http_protocol
 from producer.gateway.http_protocol import MAX_HEAD_BYTES
 from producer.gateway.merging import events_of
-from shared.schemas import RequestState, TokenEvent
+from shared.events import TokenEvent
+from shared.schemas import RequestState
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import HandWorker
 

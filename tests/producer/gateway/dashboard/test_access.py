@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from producer import AsyncClient
 from producer.api_keys import ApiKey
 from producer.gateway.routes import dashboard, dashboard_actions
-from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
+from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -108,7 +108,14 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
     assert await page.evaluate("JSON.stringify([localStorage, document.cookie])") == '[{},""]'
     await page.reload()
     await expect(page.get_by_role("heading", name="Overview")).to_be_visible()
-    await page.get_by_role("button", name="Forget key").click()
+    await page.set_viewport_size(PHONE)
+    forget = page.get_by_role("button", name="Forget key")
+    await keep_screenshot(page, "key-phone-light")
+    box, first_row = await forget.bounding_box(), await page.locator(".brand").bounding_box()
+    assert box is not None
+    assert first_row is not None
+    assert box["y"] < first_row["y"] + first_row["height"], "beside the name, not below it"
+    await forget.click()
     await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
 
 

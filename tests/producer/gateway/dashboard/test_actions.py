@@ -116,6 +116,22 @@ async def test_drain_a_worker(redis_url: str, connection: Any, open_page: Open) 
         assert [it["worker_id"] for it in logs if it.get("action") == "drain"] == [worker.worker_id]
 
 
+async def test_drain_of_a_worker_without_a_name_drains_nobody(
+    client: AsyncClient, connection: Any, gateway: LiveGateway
+) -> None:
+    async with connection.pubsub() as channel:
+        await channel.subscribe(KEYS.control)
+        async with httpx2.AsyncClient(base_url=gateway.url) as http:
+            answer = await http.post("/dashboard/api/drain", json={"id": ""})
+            assert answer.status_code == 404
+        assert await client.drain("") == []
+        await client.drain("last")
+        async for message in channel.listen():
+            assert message["data"] != b"drain", "which is for all"
+            if message["data"] == b"drain:last":
+                break
+
+
 async def test_requeue_and_purge_dead_letters(
     redis_url: str, client: AsyncClient, connection: Any, open_page: Open
 ) -> None:

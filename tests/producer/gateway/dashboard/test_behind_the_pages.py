@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -158,3 +159,22 @@ async def test_without_the_right_to_scan_an_id_is_found_all_the_same(
         await admin.execute_command("ACL", "DELUSER", "narrow")
     assert [it.request_id for it in found.requests] == ["a"]
     assert "may not SCAN" in found.searched
+
+
+async def test_a_search_that_is_cut_says_so_and_goes_on(
+    redis_url: str, client: AsyncClient
+) -> None:
+    names = [f"r{n}" for n in range(1200)]
+    await client.enqueue_many({"prompt": "x", "request_id": it} for it in names)
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        page = await search(connection, KEYS)
+        assert re.fullmatch(r"about 500 of 1,2\d\d keys of the server, in no order", page.searched)
+        found = page.requests
+        while page.cursor is not None:
+            page = await search(connection, KEYS, cursor=page.cursor)
+            assert ("about 500 more of" if page.cursor else "the rest of") in page.searched
+            found += page.requests
+        assert sorted({it.request_id for it in found}) == sorted(names)
+        for wrong in ("x", "-1", str(2**64)):
+            with pytest.raises(InvalidRequestError, match="cursor: "):
+                await search(connection, KEYS, cursor=wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from producer import AsyncClient
 from shared.embedded import EmbeddedServer
 from shared.events import TokenEvent
 from shared.keys import Keys
+from shared.observations import WorkerStats
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import FinishReason
 from shared.script_values import Held, Room, Row
+from shared.scripts import heartbeat
 from tests.helpers import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import Open
 from tests.producer.gateway.dashboard.test_looks import write_an_hour
@@ -60,6 +63,50 @@ async def test_overview(
         await expect(page.get_by_text("and 1 delayed")).to_be_visible()
         for request_id in ids:
             await client.cancel(request_id)
+
+
+async def test_long_times_and_lone_points_are_drawn_whole(connection: Any, open_page: Open) -> None:
+    for minutes, ttft in ((50, 200), (20, 594_400)):
+        at = int(time.time() * 1000) - minutes * 60_000
+        await connection.xadd(KEYS.statistics, {"ttft_p50_ms": ttft}, id=f"{at}-0")
+    page = await open_page()
+    chart = page.locator(".chart", has_text="Time to first token")
+    labels = chart.locator(".grid text")
+    await expect(labels).to_have_text(["0 ms", "5 min", "10 min"])
+    lefts = "its => its.map(it => it.getBBox().x)"
+    assert min(await labels.evaluate_all(lefts)) >= 0, "cut off at the left"
+    drawn = await chart.locator("path").first.get_attribute("d")
+    assert drawn is not None
+    assert (drawn.count("M"), drawn.count("Z")) == (2, 2), "two circles, and no line between"
+
+
+async def test_a_worker_that_says_nothing_stands_out(connection: Any, open_page: Open) -> None:
+    queue = AsyncRequestQueue(connection)
+    for name, late_ms in (("alive", -60_000), ("silent", 7000)):
+        await queue.run(heartbeat(WorkerStats(worker_id=name), 60_000))
+        at = int(await connection.hget(KEYS.worker(name), "heartbeat_at"))
+        await connection.hset(KEYS.worker(name), "heartbeat_at", at - late_ms)
+    page = await open_page()
+    row = page.get_by_role("row", name="silent")
+    await expect(row.locator(".late")).to_have_text(re.compile(r"\d+ s ago"))
+    await expect(page.get_by_role("row", name="alive").locator(".late")).to_have_count(0)
+    await page.evaluate("location.hash = '#/worker/silent'")
+    await expect(page.locator(".title .late")).to_have_text(re.compile(r"\d+ s ago"))
+
+
+async def test_each_page_tells_its_name(open_page: Open) -> None:
+    page = await open_page("#/playground")
+    here = page.locator("nav [aria-current=page]")
+    await expect(here).to_have_text("Playground")
+    assert await page.title() == "Playground – promptq"
+    await page.get_by_role("link", name="Dead letters").click()
+    await expect(here).to_have_text("Dead letters")
+    assert await page.title() == "Dead letters – promptq"
+    for nobody in ("", "100%"):  # no name at all, and what is no percent encoding
+        await page.evaluate("it => location.hash = it", f"#/worker/{nobody}")
+        await expect(page.get_by_text("This worker is not alive")).to_be_visible()
+        await page.evaluate("location.hash = '#/dead'")
+        await expect(page.get_by_text("No request was given up")).to_be_visible()
 
 
 async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> None:
@@ -186,7 +233,7 @@ async def test_texts_are_never_taken_for_html(
     await queue.publish([Row.of(claim.request_id, claim.fence, end)])
     await expect(page.locator(".timeline")).to_contain_text("Finished")
     assert await page.locator("main script, main img, main b > i").count() == 0
-    assert await page.title() == "promptq"
+    assert await page.title() == "<b>evil</b> – promptq"
 
 
 async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
@@ -209,6 +256,18 @@ async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
     assert await num_commands() == before
     await page.evaluate(hide, False)
     await expect(tile(page, "Waiting")).to_have_text("1")
+
+
+async def test_what_no_gateway_wrote_is_shown_as_far_as_it_goes(
+    connection: Any, open_page: Open
+) -> None:
+    record = {"payload": "{", "state": "?", "priority": "high", "enqueued_at": "9" * 18}
+    await connection.hset(KEYS.request("odd"), mapping=record)
+    page = await open_page("#/requests?prefix=odd")
+    await page.get_by_role("link", name="odd").click()
+    await expect(page.locator(".timeline")).to_contain_text("Enqueued")
+    await expect(page.locator(".payload")).to_have_text("{")
+    await expect(page.locator("#banner")).to_be_hidden()
 
 
 async def test_an_unknown_request_is_said_to_be_so(open_page: Open) -> None:

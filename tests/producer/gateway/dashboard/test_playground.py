@@ -45,6 +45,15 @@ async def test_tokens_come_with_their_probabilities(
         await expect(rows.first).to_contain_text(chosen.top[0].token.strip() or "␣")
         await expect(rows.first).to_contain_text("%")
         await keep_screenshot(page, "playground-answer-desktop-light")
+        await text.focus()
+        await page.keyboard.press("Escape")
+        await expect(tip).to_be_hidden()
+        for _ in range(4):
+            await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("ArrowLeft")
+        await expect(tip).to_contain_text(f"id {chosen.token_id}, rank {chosen.rank}")
+        await page.keyboard.press("Tab")
+        await expect(tip).to_be_hidden()
 
 
 async def test_an_answer_is_stopped(redis_url: str, open_page: Open) -> None:
