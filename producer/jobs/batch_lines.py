@@ -72,6 +72,17 @@ class BrokenLineError(PromptqError):
         self.custom_id = custom_id
 
 
+class RefusedLineError(PromptqError):
+    """A request that gets an HTTP error; `body` is what the gateway would have answered."""
+
+    def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
+        super().__init__(f"line {line.number} is refused with {status}")
+        self.line = line
+        self.request_id = request_id
+        self.status = status
+        self.body = body
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, line) of all lines that are not blank.
 

@@ -23,7 +23,7 @@ _FORM_BYTES = 1 << 16
 """What a form may have beside the file."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
-_EXPIRY_SECONDS = (3600, BATCH_FILE_SECONDS)
+LEAST_EXPIRY_SECONDS = 3600
 
 
 def file_store(gateway: ThisGateway) -> FileStore:
@@ -147,7 +147,7 @@ async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
 def _expiry(seconds: object, anchor: object) -> int | None:
     if seconds is None and anchor is None:
         return None
-    least, most = _EXPIRY_SECONDS
+    least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS
     text = str(seconds)
     if anchor != "created_at" or not text.isdecimal() or not least <= int(text) <= most:
         raise ApiError(

@@ -15,8 +15,8 @@ import redis
 
 from producer.jobs.batch_journal import BatchIsRunningError
 from producer.jobs.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
-from producer.jobs.batch_run import Progress
 from producer.jobs.local_batch import BatchOutcome, errors_beside, run_batch
+from producer.jobs.run_options import Progress
 from shared.embedded import EmbeddedServer
 from shared.errors import ConfigurationError
 from tests.helpers import running_worker, text_of

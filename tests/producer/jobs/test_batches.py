@@ -20,6 +20,7 @@ import redis.asyncio
 import uvicorn
 
 from producer import Client
+from producer.api_keys import ApiKey
 from producer.gateway.app import create_app
 from producer.gateway.settings import GatewaySettings
 from producer.jobs.batch_lines import MAX_FILE_BYTES
@@ -142,7 +143,7 @@ async def test_batches_from_upload_to_answers(
         assert (waiting.status, waiting.output_file_id) == ("cancelled", None)
         assert server.zcard(KEYS.pending) == 0
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        late = new_batch("/v1/completions", await upload(client, good), "")
+        late = new_batch("/v1/completions", await upload(client, good), ApiKey(name="k"))
         late.expires_at = late.created_at + 1
         await Batches(connection, KEYS).add(late)
     expired = await ended(client, late.id)
@@ -182,7 +183,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
     bring_in_roles(server.url)
     try:
         url, port = server.url, server.port
-        batch = new_batch("/v1/completions", stored.id, "")
+        batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
         async with redis.asyncio.Redis.from_url(url) as connection:
             await Batches(connection, KEYS).add(batch)
         first = start("jobs", url=url, **settings)
