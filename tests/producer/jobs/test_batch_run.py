@@ -155,6 +155,21 @@ async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start:
         assert attempts(server) == [1] * 9
 
 
+async def test_an_interrupt_while_the_server_is_away(tmp_path: Path, start: Start) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(9)])
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        url = as_role("producer", server.url)
+        process = start("batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), url=url)
+        with redis.Redis.from_url(server.url) as connection:
+            await until(lambda: connection.zcard(KEYS.pending) == 9)
+    await asyncio.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    told, _ = await asyncio.to_thread(process.communicate)
+    assert process.returncode == 130
+    assert "stopped after 0 of 9 lines" in told
+
+
 async def test_the_server_restarts(tmp_path: Path) -> None:
     """With its data kept, no line is lost and none runs twice; without, what it lost runs again."""
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(20)])
@@ -234,6 +249,15 @@ def test_files_that_cannot_be_run(tmp_path: Path, redis_url: str) -> None:
     with pytest.raises(BatchFileError, match="more than the 209715200 allowed"):
         run_batch(source, output, server=redis_url)
     write_lines(source, [line(0)])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for wrong, errors in (
+        (folder, None), (source, None), (source / "out.jsonl", None), (output, output),
+        (output, source), (output, folder), (output, tmp_path / "out.jsonl.batch"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError):
+            run_batch(source, wrong, error_file=errors, server=redis_url)
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["folder", "in.jsonl"]
     output.write_text("mine\n")
     with pytest.raises(ConfigurationError, match="exists already"):
         run_batch(source, output, server=redis_url)
