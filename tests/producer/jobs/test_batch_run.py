@@ -111,6 +111,28 @@ async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str)
     assert refused["id-5"]["body"]["error"]["type"] == "invalid_request_error"
 
 
+async def test_lines_as_people_save_them(tmp_path: Path, redis_url: str) -> None:
+    """With a byte order mark, CRLF, blank lines, no newline at the end; and in other encodings,
+    of which only UTF-8 is read."""
+    sound = [json.dumps(line(n)).encode() for n in range(3)]
+    lines = [
+        b"\xef\xbb\xbf" + sound[0], b" \t\r", sound[1] + b"\r", b"",
+        json.dumps(line(3, custom_id="\xe4")).replace("\\u00e4", "\xe4").encode("latin-1"),
+        json.dumps(line(4)).encode("utf-16"), b"\0" * 50, b"[" * 100_000,
+        json.dumps(line(5, custom_id="\ud800")).encode(), sound[2],
+    ]  # fmt: skip
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    async with running_worker(redis_url):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome.progress == Progress(8, 3, 5, 0)
+    assert texts_in(output) == expected_texts(range(3))
+    errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
+    codes = [item["error"]["code"] for item in errors]
+    assert codes == ["invalid_json_line"] * 4 + ["missing_custom_id"]
+    assert [item["id"].rpartition("_")[2] for item in errors] == ["5", "6", "7", "8", "9"]
+
+
 async def test_a_killed_run_goes_on_without_running_a_line_twice(
     tmp_path: Path, redis_url: str, start: Start
 ) -> None:
