@@ -21,10 +21,10 @@ from producer.jobs.batch_lines import BatchFileError, count_lines, read_lines
 from producer.jobs.batch_records import Batches, BatchMissingError, BatchRecord, Status
 from producer.jobs.batch_run import BatchRun
 from producer.jobs.files import FileMissingError, FileStore
-from producer.jobs.local_batch import stop_signals
 from producer.jobs.run_options import Ending, Progress, RunOptions
 from producer.jobs.runner_lease import LEASE_MS, RunnerLease
 from producer.jobs.settings import JobsSettings, read_jobs_settings
+from producer.jobs.stop_signals import stop_signals
 from shared.connection import open_async_redis
 from shared.keys import Keys
 from shared.logs import get_logger

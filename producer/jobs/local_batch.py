@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from producer.jobs.batch_journal import Journal
 from producer.jobs.batch_lines import BatchFileError, count_lines, new_batch_id, read_lines
 from producer.jobs.batch_run import BatchRun
 from producer.jobs.run_options import Ending, Progress, RunOptions
+from producer.jobs.stop_signals import stop_signals
 from shared.connection import open_async_redis
 from shared.errors import ConfigurationError, RedisUnavailableError
 from shared.settings import read_settings
@@ -106,16 +105,6 @@ def run_batch(
 
 async def _never() -> Ending | None:
     """Nobody but a signal ends a local batch."""
-
-
-def stop_signals() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM while the running event loop lives, in the main thread."""
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(RuntimeError, ValueError):  # another thread's loop hears no signals
-            loop.add_signal_handler(number, stopped.set)
-    return stopped
 
 
 def _check_apart(source: Path, *others: Path) -> None:

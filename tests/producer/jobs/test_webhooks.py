@@ -26,7 +26,8 @@ from producer.jobs.rq_queues import (
     webhook_queue,
 )
 from producer.jobs.settings import JobsSettings, read_jobs_settings
-from producer.jobs.webhooks import BACKOFF_SECONDS, load_secret, secret_file
+from producer.jobs.webhook_signature import load_secret, secret_file
+from producer.jobs.webhooks import BACKOFF_SECONDS
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
