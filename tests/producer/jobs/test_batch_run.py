@@ -118,8 +118,8 @@ async def test_lines_as_people_save_them(tmp_path: Path, redis_url: str) -> None
     lines = [
         b"\xef\xbb\xbf" + sound[0], b" \t\r", sound[1] + b"\r", b"",
         json.dumps(line(3, custom_id="\xe4")).replace("\\u00e4", "\xe4").encode("latin-1"),
-        json.dumps(line(4)).encode("utf-16"), b"\0" * 50, b"[" * 100_000,
-        json.dumps(line(5, custom_id="\ud800")).encode(), sound[2],
+        b"\0" * 50, b"[" * 100_000, json.dumps(line(4, custom_id="\ud800")).encode(), sound[2],
+        json.dumps(line(5)).encode("utf-16"),
     ]  # fmt: skip
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join(lines))
@@ -129,8 +129,8 @@ async def test_lines_as_people_save_them(tmp_path: Path, redis_url: str) -> None
     assert texts_in(output) == expected_texts(range(3))
     errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
     codes = [item["error"]["code"] for item in errors]
-    assert codes == ["invalid_json_line"] * 4 + ["missing_custom_id"]
-    assert [item["id"].rpartition("_")[2] for item in errors] == ["5", "6", "7", "8", "9"]
+    assert codes == [*["invalid_json_line"] * 3, "missing_custom_id", "invalid_json_line"]
+    assert [item["id"].rpartition("_")[2] for item in errors] == ["5", "6", "7", "8", "10"]
 
 
 async def test_a_killed_run_goes_on_without_running_a_line_twice(
