@@ -169,6 +169,8 @@ class BatchRun:
                 self._hold_back(item, seconds)
             elif await self._enqueue(item, item.requests):
                 self._in_flight[item.line.number] = item
+            else:
+                await self._refuse_if_too_large(item)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
         """Whether they are in the queue now, or were before; the item is held back otherwise."""
@@ -184,6 +186,23 @@ class BatchRun:
     def _hold_back(self, item: LineRequest, seconds: float) -> None:
         self._held_back[item.line.number] = item
         self._full_until = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
+
+    async def _refuse_if_too_large(self, item: LineRequest) -> None:
+        """What a limit keeps out even while nothing waits would keep the rest waiting for ever."""
+        if await self._persist(self._num_waiting):
+            return
+        try:
+            await self._persist(partial(self._queue.enqueue, item.requests))
+        except RequestExistsError:
+            pass
+        except QueueFullError as error:
+            del self._held_back[item.line.number]
+            self._full_until = 0.0
+            self._journal.add_refusal(self._gateway.too_large(item, error.limit))
+
+    async def _num_waiting(self) -> int:
+        num_delayed: int = await self._redis.zcard(self._keys.delayed)
+        return num_delayed + await self._queue.count()
 
     async def _collect(self) -> int:
         """Write down what has ended; gives how many lines."""

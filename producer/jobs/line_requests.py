@@ -100,6 +100,12 @@ class LineGateway:
         with _refusing(item.line, item.request_id):
             return answer(completion, results, style)
 
+    def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
+        """The error of a line that a limit of the queue would never let in."""
+        message = f"this line alone is more than the queue's limit {limit} lets in"
+        refusal = ApiError(429, message, code="queue_full")
+        return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
+
     def _in_the_window(self, new: NewRequest) -> NewRequest:
         """The request, which ends with the batch's window at the latest."""
         if self._options.expires_at is None:

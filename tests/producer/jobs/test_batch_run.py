@@ -226,7 +226,10 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(12)])
+    """But not by a line that no room would ever be enough for."""
+    lines = [line(n) for n in range(12)]
+    lines[5]["body"]["n"] = 3
+    source = write_lines(tmp_path / "in.jsonl", lines)
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         server.hset(KEYS.config, "max_pending", 2)
         running = asyncio.create_task(
@@ -235,7 +238,11 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> Non
         await until(lambda: server.zcard(KEYS.pending) == 2)
         async with running_worker(redis_url):
             outcome = await running
-    assert outcome.progress == Progress(12, 12, 0, 0)
+    assert outcome.progress == Progress(12, 11, 1, 0)
+    [refused] = read_lines(errors_beside(tmp_path / "out.jsonl")).values()
+    assert refused["custom_id"] == "id-5"
+    assert refused["response"]["status_code"] == 429
+    assert "max_pending" in refused["response"]["body"]["error"]["message"]
 
 
 async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
