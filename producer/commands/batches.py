@@ -62,8 +62,8 @@ def run(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from producer.jobs.batch_run import Progress
     from producer.jobs.local_batch import errors_beside, run_batch
+    from producer.jobs.run_options import Progress
 
     fields: dict[str, Any] = {"priority": priority}
     if tenant is not None:

@@ -75,12 +75,7 @@ async def admit(
     `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
     OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
     """
-    rates = []
-    if caller.requests_per_minute:
-        rates.append(Rate("requests", len(requests), caller.requests_per_minute))
-    if caller.tokens_per_minute:
-        tokens = sum(_estimated_tokens(request) for request in requests)
-        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
+    rates = rates_of(caller, requests)
     if not rates:
         return {}
     answer = await gateway.queue.run(take_of_rates(caller.name, rates))
@@ -91,15 +86,42 @@ async def admit(
         headers[f"x-ratelimit-reset-{rate.name}"] = f"{answer.reset_ms[rate.name]}ms"
     if answer.wait_ms == 0:
         return headers
-    limits = " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
     if answer.wait_ms is None:
-        needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
-        message = f"this needs {needed}, and the key {caller.name!r} never has more than {limits}"
-    else:
-        headers["retry-after"] = str(math.ceil(answer.wait_ms / 1000))
-        headers["retry-after-ms"] = str(answer.wait_ms)
-        message = f"the key {caller.name!r} has used its {limits}; try again in {answer.wait_ms} ms"
+        raise beyond_rates(caller, rates, headers)
+    headers["retry-after"] = str(math.ceil(answer.wait_ms / 1000))
+    headers["retry-after-ms"] = str(answer.wait_ms)
+    message = (
+        f"the key {caller.name!r} has used its {_limits(rates)}; try again in {answer.wait_ms} ms"
+    )
     raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
+    """What requests take of their caller's rates; as `admit`."""
+    rates = []
+    if caller.requests_per_minute:
+        rates.append(Rate("requests", len(requests), caller.requests_per_minute))
+    if caller.tokens_per_minute:
+        tokens = sum(_estimated_tokens(request) for request in requests)
+        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
+    return rates
+
+
+def beyond_rates(
+    caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
+) -> ApiError:
+    """The answer to what takes more than a minute's."""
+    needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
+    return ApiError(
+        429,
+        f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
+        code="rate_limit_exceeded",
+        headers=headers,
+    )
+
+
+def _limits(rates: Sequence[Rate]) -> str:
+    return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
 
 
 def _estimated_tokens(request: Mapping[str, Any]) -> int:

@@ -78,7 +78,7 @@ async def enqueue(
 
     Raises ApiError 403 and 429, and what the client raises.
     """
-    requests = _granted(call, caller).with_key_of(caller.name).requests(completion_id)
+    requests = granted(call, caller).with_key_of(caller.name).requests(completion_id)
     rates = await admit(gateway, caller, requests)
     async with gateway.calling:
         return await gateway.client.enqueue_many(requests), rates
@@ -93,7 +93,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
     )
 
 
-def _granted(call: Call, caller: Caller) -> Call:
+def granted(call: Call, caller: Caller) -> Call:
     """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     is_free = caller.tenant is None and caller.is_admin

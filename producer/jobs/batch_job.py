@@ -18,19 +18,13 @@ import redis.asyncio
 from producer.connecting import server_url
 from producer.jobs.batch_journal import BatchIsRunningError, Journal
 from producer.jobs.batch_lines import BatchFileError, count_lines, read_lines
-from producer.jobs.batch_records import (
-    LEASE_MS,
-    Batches,
-    BatchMissingError,
-    BatchRecord,
-    RunnerLease,
-    Status,
-)
-from producer.jobs.batch_run import BatchRun, Ending, Progress, RunOptions
-from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
-from producer.jobs.line_requests import line_form
-from producer.jobs.local_batch import stop_signals
+from producer.jobs.batch_records import Batches, BatchMissingError, BatchRecord, Status
+from producer.jobs.batch_run import BatchRun
+from producer.jobs.files import FileMissingError, FileStore
+from producer.jobs.run_options import Ending, Progress, RunOptions
+from producer.jobs.runner_lease import LEASE_MS, RunnerLease
 from producer.jobs.settings import JobsSettings, read_jobs_settings
+from producer.jobs.stop_signals import stop_signals
 from shared.connection import open_async_redis
 from shared.keys import Keys
 from shared.logs import get_logger
@@ -120,13 +114,12 @@ class _BatchJob:
             total=total,
         )
         with Journal(record.id, self._running("output"), self._running("errors")) as journal:
-            settings = self._settings
+            settings, caller = self._settings, record.caller
             options = RunOptions(
                 endpoint=record.endpoint,
                 max_in_flight=settings.batch_in_flight,
-                defaults={"priority": settings.batch_priority},
-                overrides={} if record.any_tenant else {"tenant": record.tenant or None},
-                highest_priority=record.highest_priority,
+                defaults={"priority": max(settings.batch_priority, caller.highest_priority)},
+                caller=caller,
                 expires_at=record.expires_at,
                 retry_seconds=settings.redis_retry_seconds,
             )
@@ -137,11 +130,11 @@ class _BatchJob:
                 read_lines(source),
                 total,
                 journal,
-                line_form(self._redis, Keys(settings.queue), server_url(settings.redis_url)),
                 options,
+                self._stopped,
             )
-            ending = await run.run(lambda: self._look(record, run))
-            progress = run.progress()
+            ending = await run.run(lambda: self._look(record, run, journal))
+            progress, usage = run.progress(), journal.usage
         self._log.info("batch ends", ending=ending.value, failed=progress.failed)
         if ending is Ending.STOPPED:
             return False
@@ -152,12 +145,11 @@ class _BatchJob:
             finalizing_at=int(time.time()),
             completed=progress.completed,
             failed=progress.failed,
+            usage=usage.model_dump(),
         )
         return True
 
-    async def _look(self, record: BatchRecord, run: BatchRun) -> Ending | None:
-        if self._stopped.is_set():
-            return Ending.STOPPED
+    async def _look(self, record: BatchRecord, run: BatchRun, journal: Journal) -> Ending | None:
         now = time.monotonic()
         if self._told is not None and now - self._looked < _LOOK_SECONDS:
             return None
@@ -168,7 +160,10 @@ class _BatchJob:
             self._renewed = now
         if (progress := run.progress()) != self._told:
             await self._batches.update(
-                record.id, completed=progress.completed, failed=progress.failed
+                record.id,
+                completed=progress.completed,
+                failed=progress.failed,
+                usage=journal.usage.model_dump(),
             )
             self._told = progress
         if await self._batches.is_cancelling(record.id):
@@ -187,7 +182,7 @@ class _BatchJob:
                     filename=f"{record.id}_{name}.jsonl",
                     purpose="batch_output",
                     tenant=record.tenant,
-                    ttl_seconds=BATCH_FILE_SECONDS,
+                    ttl_seconds=record.output_ttl_seconds,
                     file_id=f"file-{record.id.removeprefix('batch_')}{digit}",
                 )
                 changes["output_file_id" if name == "output" else "error_file_id"] = stored.id

@@ -11,10 +11,13 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from producer.jobs.batch_lines import RefusedLineError
 from shared.errors import PromptqError
+from shared.events import Usage
 
 _LINE_ID = re.compile(rb'\{"id":"batch_req_[^"]*?_(\d+)"')
 
@@ -38,7 +41,10 @@ class Journal:
         except BaseException:
             self._output.close()
             raise
-        completed, failed = _numbers_in(self._output), _numbers_in(self._errors)
+        self.usage = Usage()
+        """The tokens of all answers."""
+        completed = _numbers_in(self._output, self._count_usage)
+        failed = _numbers_in(self._errors)
         self.done = completed | failed
         """Numbers of the input lines that are written."""
         self.num_completed = len(completed)
@@ -51,13 +57,17 @@ class Journal:
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._write(self._output, number, custom_id, response, None)
         self.num_completed += 1
+        self._count_usage(body)
 
-    def add_refusal(
-        self, number: int, custom_id: str, request_id: str, status: int, body: dict[str, Any]
-    ) -> None:
+    def add_refusal(self, refused: RefusedLineError) -> None:
         """A request that would have got an HTTP error."""
-        response = {"status_code": status, "request_id": request_id, "body": body}
-        self._write(self._errors, number, custom_id, response, None)
+        response = {
+            "status_code": refused.status,
+            "request_id": refused.request_id,
+            "body": refused.body,
+        }
+        line = refused.line
+        self._write(self._errors, line.number, line.custom_id, response, None)
         self.num_failed += 1
 
     def add_error(self, number: int, custom_id: str | None, code: str, message: str) -> None:
@@ -83,6 +93,14 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _count_usage(self, body: dict[str, Any]) -> None:
+        own, total = body["usage"], self.usage
+        self.usage = Usage(
+            prompt_tokens=total.prompt_tokens + own["prompt_tokens"],
+            completion_tokens=total.completion_tokens + own["completion_tokens"],
+            cached_tokens=total.cached_tokens + own["prompt_tokens_details"]["cached_tokens"],
+        )
 
     def _write(
         self,
@@ -115,13 +133,20 @@ def _open_locked(path: Path) -> BinaryIO:
     return file
 
 
-def _numbers_in(file: BinaryIO) -> set[int]:
-    """Numbers of the whole lines of a file; what is behind the last of them is cut off."""
+def _numbers_in(
+    file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
+) -> set[int]:
+    """Numbers of the whole lines of a file; what is behind the last of them is cut off.
+
+    `on_body` is told the body of each answer.
+    """
     numbers, whole = set(), 0
     for line in file:
         found = _LINE_ID.match(line)
         if not line.endswith(b"\n") or found is None:
             break
+        if on_body is not None:
+            on_body(json.loads(line)["response"]["body"])
         numbers.add(int(found[1]))
         whole += len(line)
     file.seek(whole)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ MAX_FILE_BYTES = 200 * 1024 * 1024
 MAX_LINE_BYTES = MAX_PAYLOAD_BYTES
 URLS = ("/v1/chat/completions", "/v1/completions")
 _MAX_CUSTOM_ID = 512
+_CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
+"""Without halves of characters, which could not be written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,17 @@ class BrokenLineError(PromptqError):
         super().__init__(message)
         self.code = code
         self.custom_id = custom_id
+
+
+class RefusedLineError(PromptqError):
+    """A request that gets an HTTP error; `body` is what the gateway would have answered."""
+
+    def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
+        super().__init__(f"line {line.number} is refused with {status}")
+        self.line = line
+        self.request_id = request_id
+        self.status = status
+        self.body = body
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -131,11 +145,16 @@ class LineReader:
                 "line_too_long", f"line {number} has more than the {MAX_LINE_BYTES} bytes allowed"
             )
         try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise BrokenLineError(
-                "invalid_json_line", f"line {number} is not JSON: {error}"
-            ) from None
+            line = json.loads(raw.decode("utf-8-sig").strip())
+        except UnicodeDecodeError as error:
+            reason = f"is not UTF-8 from byte {error.start} on"
+            raise BrokenLineError("invalid_json_line", f"line {number} {reason}") from None
+        except json.JSONDecodeError as error:
+            reason = f"is not JSON: {error.msg} at character {error.pos}"
+            raise BrokenLineError("invalid_json_line", f"line {number} {reason}") from None
+        except (ValueError, RecursionError):
+            reason = "is JSON that is nested too deeply, or has too large a number"
+            raise BrokenLineError("invalid_json_line", f"line {number} {reason}") from None
         if not isinstance(line, dict):
             raise BrokenLineError("invalid_json_line", f"line {number} is not a JSON object")
         custom_id = self._custom_id(number, line.get("custom_id"))
@@ -150,7 +169,7 @@ class LineReader:
         return BatchLine(number, custom_id, url, body)
 
     def _custom_id(self, number: int, custom_id: object) -> str:
-        if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID:
+        if not isinstance(custom_id, str) or not _CUSTOM_ID.fullmatch(custom_id):
             raise BrokenLineError(
                 "missing_custom_id",
                 f"line {number} has no custom_id, a text of 1 to {_MAX_CUSTOM_ID} characters",

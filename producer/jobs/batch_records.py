@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from typing import Any, Literal
 
 import redis.asyncio
 from pydantic import BaseModel
 
+from producer.api_keys import ApiKey
 from producer.jobs.batch_lines import new_batch_id
 from producer.jobs.files import BATCH_FILE_SECONDS
 from shared.errors import PromptqError
+from shared.events import Usage
 from shared.keys import Keys
 
 WINDOW_SECONDS = 86_400
-LEASE_MS = 15_000
-"""A batch whose runner said nothing for so long is given to another one."""
 
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"
@@ -40,9 +39,8 @@ class BatchRecord(BaseModel):
     endpoint: str
     input_file_id: str
     tenant: str = ""
-    any_tenant: bool = False
-    """Lines may name any tenant, as nobody's API key limits them to one."""
-    highest_priority: int | None = None
+    caller: ApiKey = ApiKey(name="unknown")
+    """What the key allowed that made it, and so what its lines may ask for."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
@@ -59,6 +57,8 @@ class BatchRecord(BaseModel):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    usage: Usage = Usage()
+    output_ttl_seconds: int = BATCH_FILE_SECONDS
     output_file_id: str | None = None
     error_file_id: str | None = None
     errors: list[dict[str, Any]] | None = None
@@ -69,8 +69,8 @@ class BatchRecord(BaseModel):
 
     def to_api(self) -> dict[str, object]:
         """OpenAI's batch object."""
-        hidden = {"tenant", "any_tenant", "highest_priority", "ending"}
-        hidden |= {"total", "completed", "failed", "errors"}
+        hidden = {"tenant", "caller", "ending", "output_ttl_seconds"}
+        hidden |= {"total", "completed", "failed", "errors", "usage"}
         is_cancelling = self.cancelling_at is not None and not self.is_final
         return {
             **self.model_dump(exclude=hidden),
@@ -83,16 +83,22 @@ class BatchRecord(BaseModel):
                 "completed": self.completed,
                 "failed": self.failed,
             },
+            "usage": {
+                "input_tokens": self.usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+                "output_tokens": self.usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.usage.total_tokens,
+            },
         }
 
 
 def new_batch(
     endpoint: str,
     input_file_id: str,
-    tenant: str,
+    caller: ApiKey,
     metadata: dict[str, str] | None = None,
-    highest_priority: int | None = None,
-    any_tenant: bool = False,
+    output_ttl_seconds: int = BATCH_FILE_SECONDS,
 ) -> BatchRecord:
     """A batch that nobody knows of yet."""
     now = int(time.time())
@@ -100,10 +106,10 @@ def new_batch(
         id=new_batch_id(),
         endpoint=endpoint,
         input_file_id=input_file_id,
-        tenant=tenant,
-        highest_priority=highest_priority,
-        any_tenant=any_tenant,
+        tenant=caller.tenant or "",
+        caller=caller,
         metadata=metadata,
+        output_ttl_seconds=output_ttl_seconds,
         created_at=now,
         expires_at=now + WINDOW_SECONDS,
     )
@@ -182,30 +188,6 @@ class Batches:
     async def forget(self, batch_id: str) -> None:
         """One whose record is gone need not be run."""
         await self._redis.srem(self._keys.unfinished_batches, batch_id)
-
-
-class RunnerLease:
-    """The right to run a batch, for LEASE_MS at a time."""
-
-    def __init__(self, connection: redis.asyncio.Redis, keys: Keys, batch_id: str) -> None:
-        self._redis: Any = connection
-        self._key = keys.batch_runner(batch_id)
-        self._token = secrets.token_hex(8).encode()
-
-    async def acquire(self) -> bool:
-        """Whether nobody else has it."""
-        return bool(await self._redis.set(self._key, self._token, nx=True, px=LEASE_MS))
-
-    async def renew(self) -> bool:
-        """Whether it is still ours; one that ran out while the server was away is taken again."""
-        held = await self._redis.get(self._key)
-        if held is None:
-            return await self.acquire()
-        return held == self._token and bool(await self._redis.pexpire(self._key, LEASE_MS))
-
-    async def release(self) -> None:
-        if await self._redis.get(self._key) == self._token:
-            await self._redis.delete(self._key)
 
 
 def _fields(values: dict[str, Any]) -> dict[str, str]:

@@ -11,29 +11,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 import redis.asyncio
 
 from producer.jobs.batch_journal import Journal
-from producer.jobs.batch_lines import BatchLine, BrokenLineError, LineReader, request_id_of
-from producer.jobs.line_requests import LineForm
-from shared.errors import (
-    InvalidRequestError,
-    QueueFullError,
-    RedisSideError,
-    RequestExistsError,
-)
+from producer.jobs.batch_lines import BrokenLineError, LineReader, RefusedLineError
+from producer.jobs.run_options import Ending, Progress, RunOptions
+from shared.errors import QueueFullError, RedisSideError, RequestExistsError
 from shared.events import Result
 from shared.keys import Keys
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import FinishReason, RequestState
 from shared.script_values import NewRequest
+
+if TYPE_CHECKING:
+    from producer.jobs.line_requests import LineRequest
 
 T = TypeVar("T")
 
@@ -45,61 +41,21 @@ _KEPT_MS = 120_000
 batch would fill the server."""
 _END_SECONDS = 30.0
 """How long what was cancelled may take to end: a worker that died holds it for a lease."""
+_UNFINISHED = {
+    Ending.CANCELLED: (
+        "batch_cancelled",
+        "the batch was cancelled before the request was finished",
+    ),
+    Ending.EXPIRED: (
+        "batch_expired",
+        "the request was not finished before the batch's window ended",
+    ),
+}
+"""What becomes of a line that was not done: OpenAI's code, and a sentence."""
 
 
-class Ending(StrEnum):
-    """Why a run is over."""
-
-    COMPLETED = "completed"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-    STOPPED = "stopped"
-    """The process is to end; another one may go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a batch is. `total` lines, `completed` in the output, `failed` in the error file."""
-
-    total: int
-    completed: int
-    failed: int
-    in_flight: int
-
-
-@dataclass(slots=True)
-class _InFlight:
-    line: BatchLine
-    request_id: str
-    requests: list[NewRequest]
-    results: dict[str, Result] = field(default_factory=dict)
-
-    @property
-    def open_requests(self) -> list[NewRequest]:
-        return [new for new in self.requests if new.request_id not in self.results]
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a batch is run."""
-
-    endpoint: str | None = None
-    """Only lines for this URL are taken; None: any."""
-    max_in_flight: int = 128
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """Fields of each request that its line may override."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields that no line may override, such as the tenant."""
-    highest_priority: int | None = None
-    """The lowest number, so the soonest place, that a line may ask for."""
-    expires_at: float | None = None
-    """Unix seconds at which the batch's window ends; what is in the queue then ends there."""
-    retry_seconds: float = 60.0
-    """How long a server that is away is waited for, before its error is raised."""
-
-
-def _is_final(state: bytes) -> bool:
-    return RequestState(state.decode()).is_final
+class _StoppedError(Exception):
+    """The process is to end, and the server is away."""
 
 
 class BatchRun:
@@ -113,23 +69,28 @@ class BatchRun:
         lines: Iterable[tuple[int, bytes]],
         total: int,
         journal: Journal,
-        form: LineForm,
         options: RunOptions,
+        stopped: asyncio.Event,
         on_progress: Callable[[Progress], object] = lambda _: None,
     ) -> None:
-        self._batch_id = batch_id
+        # Here and not above, for it brings the whole of FastAPI along.
+        from producer.jobs.line_requests import LineGateway
+
         self._redis: Any = connection
         self._queue = AsyncRequestQueue(connection, queue)
         self._keys = Keys(queue)
+        self._gateway = LineGateway(batch_id, connection, self._queue, options)
         self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
-        self._held_back: list[_InFlight] = []
         self._total = total
         self._journal = journal
-        self._form = form
         self._options = options
+        self._stopped = stopped
         self._on_progress = on_progress
-        self._in_flight: dict[int, _InFlight] = {}
+        self._ending: Ending | None = None
+        self._in_flight: dict[int, LineRequest] = {}
+        self._held_back: dict[int, LineRequest] = {}
         self._full_until = 0.0
+        self._wait_seconds = _FIRST_WAIT_SECONDS
         self._written: list[NewRequest] = []
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
@@ -138,21 +99,16 @@ class BatchRun:
         Raises redis.RedisError or RedisSideError if the server stays away; a later run goes on
         from there.
         """
-        wait = _FIRST_WAIT_SECONDS
-        while True:
-            ending = await self._persist(look)
-            if ending is not None:
-                await self._end(ending)
-                return ending
-            await self._fill()
-            if not self._in_flight and not self._held_back:
-                self._tell()
-                return Ending.COMPLETED
-            ended = await self._collect()
-            self._tell()
-            await self._let_go()
-            wait = _FIRST_WAIT_SECONDS if ended else min(wait * 1.5, _LONGEST_WAIT_SECONDS)
-            await asyncio.sleep(wait)
+        try:
+            while self._ending is None:
+                await self._round(look)
+            if self._ending in _UNFINISHED:
+                await self._give_up(*_UNFINISHED[self._ending])
+        except _StoppedError:
+            self._ending = Ending.STOPPED
+        self._in_flight.clear()
+        self._tell()
+        return self._ending
 
     def progress(self) -> Progress:
         journal = self._journal
@@ -160,67 +116,94 @@ class BatchRun:
             self._total, journal.num_completed, journal.num_failed, len(self._in_flight)
         )
 
+    async def _round(self, look: Callable[[], Awaitable[Ending | None]]) -> None:
+        self._ending = Ending.STOPPED if self._stopped.is_set() else await self._persist(look)
+        if self._ending is not None:
+            return
+        await self._fill()
+        if not self._in_flight and not self._held_back:
+            self._ending = Ending.COMPLETED
+            return
+        ended = await self._collect()
+        self._tell()
+        await self._let_go()
+        longer = min(self._wait_seconds * 1.5, _LONGEST_WAIT_SECONDS)
+        self._wait_seconds = _FIRST_WAIT_SECONDS if ended else longer
+        await asyncio.sleep(self._wait_seconds)
+
     def _tell(self) -> None:
         self._journal.flush()
         self._on_progress(self.progress())
 
     def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
-    ) -> Iterator[_InFlight]:
+    ) -> Iterator[LineRequest]:
         """Lines that are not done; those that are no requests are written down as errors."""
         for number, raw in lines:
             is_done = number in self._journal.done
             try:
                 line = reader.parse(number, raw)
+                if not is_done:
+                    yield self._gateway.of(line)
             except BrokenLineError as error:
                 if not is_done:
                     self._journal.add_error(number, error.custom_id, error.code, str(error))
-                continue
-            if is_done:
-                continue
-            request_id = request_id_of(self._batch_id, line)
-            try:
-                requests = self._form.requests(line, request_id, dict(self._options.defaults))
-                requests = [self._restrict(new) for new in requests]
-            except InvalidRequestError as error:
-                self._refuse(line, request_id, 400, "invalid_request_error", error)
-                continue
-            yield _InFlight(line, request_id, requests)
-
-    def _restrict(self, new: NewRequest) -> NewRequest:
-        """The request without what a line may not ask for."""
-        options, changes = self._options, dict(self._options.overrides)
-        changes["idempotency_key"] = None  # the id says it already
-        if options.highest_priority is not None:
-            changes["priority"] = max(new.request.priority, options.highest_priority)
-        if options.expires_at is not None:
-            left = max(1, int((options.expires_at - time.time()) * 1000))
-            changes["deadline_ms"] = min(new.request.deadline_ms or left, left)
-        request = new.request.model_copy(update=changes)
-        return NewRequest(new.request_id, request, new.delay_ms)
+            except RefusedLineError as error:
+                self._journal.add_refusal(error)
 
     async def _fill(self) -> None:
         while len(self._in_flight) < self._options.max_in_flight:
             if time.monotonic() < self._full_until:
                 return
-            item = self._held_back.pop() if self._held_back else next(self._lines, None)
-            if item is None:
+            if self._held_back:
+                item = self._held_back.pop(next(iter(self._held_back)))
+            elif (found := next(self._lines, None)) is not None:
+                item = found
+            else:
                 return
-            if await self._enqueue(item, item.requests):
+            try:
+                seconds = await self._persist(partial(self._gateway.wait_for_rates, item))
+            except RefusedLineError as error:
+                self._journal.add_refusal(error)
+                continue
+            if seconds:
+                self._hold_back(item, seconds)
+            elif await self._enqueue(item, item.requests):
                 self._in_flight[item.line.number] = item
+            else:
+                await self._refuse_if_too_large(item)
 
-    async def _enqueue(self, item: _InFlight, requests: list[NewRequest]) -> bool:
+    async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
         """Whether they are in the queue now, or were before; the item is held back otherwise."""
         try:
             await self._persist(partial(self._queue.enqueue, requests))
         except RequestExistsError:
             pass  # an earlier process enqueued it
         except QueueFullError as error:
-            seconds = min(error.retry_after_ms / 1000, _LONGEST_FULL_SECONDS)
-            self._full_until = time.monotonic() + seconds
-            self._held_back.append(item)
+            self._hold_back(item, error.retry_after_ms / 1000)
             return False
         return True
+
+    def _hold_back(self, item: LineRequest, seconds: float) -> None:
+        self._held_back[item.line.number] = item
+        self._full_until = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
+
+    async def _refuse_if_too_large(self, item: LineRequest) -> None:
+        """What a limit keeps out even while nothing waits would keep the rest waiting for ever."""
+        if await self._persist(self._num_waiting):
+            return
+        try:
+            await self._persist(partial(self._queue.enqueue, item.requests))
+        except RequestExistsError:
+            pass
+        except QueueFullError as error:
+            del self._held_back[item.line.number]
+            self._full_until = 0.0
+            self._journal.add_refusal(self._gateway.too_large(item, error.limit))
+
+    async def _num_waiting(self) -> int:
+        num_delayed: int = await self._redis.zcard(self._keys.delayed)
+        return num_delayed + await self._queue.count()
 
     async def _collect(self) -> int:
         """Write down what has ended; gives how many lines."""
@@ -228,11 +211,12 @@ class BatchRun:
         states = await self._ask("state", [new for _, new in asked])
         final = []
         for (item, new), state in zip(asked, states, strict=True):
-            if state is None:  # the server lost it, or kept it no longer
-                if not await self._enqueue(item, [new]):
-                    self._in_flight.pop(item.line.number, None)
-            elif _is_final(state):
+            if state is not None and RequestState(state.decode()).is_final:
                 final.append((item, new))
+            # The server lost it, or kept it no longer.
+            is_lost = state is None and self._ending is None
+            if is_lost and not await self._enqueue(item, [new]):
+                self._in_flight.pop(item.line.number, None)
         results = await self._ask("result", [new for _, new in final])
         for (item, new), result in zip(final, results, strict=True):
             if result is not None:
@@ -270,73 +254,53 @@ class BatchRun:
         if done:
             await self._persist(shorten)
 
-    async def _write(self, item: _InFlight) -> None:
+    async def _write(self, item: LineRequest) -> None:
         line = item.line
-        results = [item.results[new.request_id] for new in item.requests]
-        for result in results:
-            match result.finish_reason:
-                case FinishReason.ERROR:
-                    error = result.error
-                    kind = error.type if error else "internal_error"
-                    status = 400 if kind in ("invalid_request", "unsupported") else 500
-                    kind = "invalid_request_error" if status == 400 else "server_error"
-                    message = error.message if error else "the request failed without a reason"
-                    body = {"message": message, "type": kind, "param": None, "code": None}
-                    return self._journal.add_refusal(
-                        line.number, line.custom_id, item.request_id, status, {"error": body}
-                    )
-                case FinishReason.EXPIRED if self._is_over:
-                    return self._expire(line)
-                case FinishReason.CANCELLED | FinishReason.EXPIRED as reason:
-                    return self._journal.add_error(
-                        line.number,
-                        line.custom_id,
-                        f"request_{reason}",
-                        f"the request was {reason}",
-                    )
-        answer = await self._persist(partial(self._form.answer, line, item.request_id, results))
+        reasons = [result.finish_reason for result in item.results.values()]
+        for reason in (FinishReason.CANCELLED, FinishReason.EXPIRED):
+            if reason in reasons and FinishReason.ERROR not in reasons:
+                code, message = self._cut_short(reason)
+                return self._journal.add_error(line.number, line.custom_id, code, message)
+        try:
+            answer = await self._persist(partial(self._gateway.answer, item))
+        except RefusedLineError as error:
+            return self._journal.add_refusal(error)
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
-    def _refuse(
-        self, line: BatchLine, request_id: str, status: int, kind: str, error: InvalidRequestError
-    ) -> None:
-        body = {"message": str(error), "type": kind, "param": error.field or None, "code": None}
-        self._journal.add_refusal(line.number, line.custom_id, request_id, status, {"error": body})
+    def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
+        """Why a request was: for the batch's sake, or on its own."""
+        if self._ending in _UNFINISHED:
+            return _UNFINISHED[self._ending]
+        until = self._options.expires_at
+        if reason is FinishReason.EXPIRED and until is not None and time.time() >= until:
+            return _UNFINISHED[Ending.EXPIRED]
+        return f"request_{reason}", f"the request was {reason}"
 
-    @property
-    def _is_over(self) -> bool:
-        return self._options.expires_at is not None and time.time() >= self._options.expires_at
-
-    def _expire(self, line: BatchLine) -> None:
-        self._journal.add_error(
-            line.number,
-            line.custom_id,
-            "batch_expired",
-            "the request was not finished before the batch's window ended",
-        )
-
-    async def _end(self, ending: Ending) -> None:
-        """End what is in flight, unless another process is to go on with it."""
-        if ending is not Ending.STOPPED:
-            await self._cancel_all()
-        if ending is Ending.EXPIRED:
-            for item in chain(self._in_flight.values(), self._held_back, self._lines):
-                self._expire(item.line)
-        self._in_flight.clear()
-        self._tell()
-
-    async def _cancel_all(self) -> None:
+    async def _give_up(self, code: str, message: str) -> None:
         """Cancel what is in flight, but keep what ends by itself before that takes effect."""
+        # An earlier process may have enqueued these, and told nobody.
+        for item in islice(self._lines, max(0, self._options.max_in_flight - len(self._in_flight))):
+            self._in_flight[item.line.number] = item
         await self._collect()
-        left = [new for item in self._in_flight.values() for new in item.open_requests]
+        await self._cancel([new for it in self._in_flight.values() for new in it.open_requests])
+        await self._collect()
+        for item in chain(self._in_flight.values(), self._held_back.values(), self._lines):
+            self._journal.add_error(item.line.number, item.line.custom_id, code, message)
+
+    async def _cancel(self, requests: list[NewRequest]) -> None:
+        """Cancel those that are in the queue, and see them end."""
+        left = await self._unfinished(requests)
         for new in left:
             await self._persist(partial(self._queue.cancel, new.request_id))
         until = time.monotonic() + _END_SECONDS
         while left and time.monotonic() < until:
-            states = await self._ask("state", left)
-            pairs = zip(left, states, strict=True)
-            left = [new for new, state in pairs if state is not None and not _is_final(state)]
+            left = await self._unfinished(left)
             await asyncio.sleep(_FIRST_WAIT_SECONDS * 5)
+
+    async def _unfinished(self, requests: list[NewRequest]) -> list[NewRequest]:
+        states = await self._ask("state", requests)
+        pairs = zip(requests, states, strict=True)
+        return [new for new, it in pairs if it and not RequestState(it.decode()).is_final]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Try again while the server is away or refuses; all calls here may be repeated."""
@@ -344,8 +308,10 @@ class BatchRun:
         while True:
             try:
                 return await call()
-            except (redis.RedisError, RedisSideError):
+            except (redis.RedisError, RedisSideError) as error:
                 until = until or time.monotonic() + self._options.retry_seconds
+                if self._stopped.is_set():
+                    raise _StoppedError from error
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(_LONGEST_WAIT_SECONDS)

@@ -1,68 +1,138 @@
-"""From a line's body to requests and back to an answer, as the gateway does it."""
+"""From a batch's line to requests and back to an answer, as the gateway does it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import redis.asyncio
 
 from producer.composing import compose
-from producer.jobs.batch_lines import BatchLine
+from producer.connecting import address_of
+from producer.gateway.access import beyond_rates, rates_of
+from producer.gateway.answering import granted
+from producer.gateway.errors import ApiError, as_api_error
+from producer.gateway.openai.answers import answer
+from producer.gateway.openai.calls import Call, read_chat, read_completion
+from producer.gateway.openai.completion import completion_of
+from producer.gateway.queue_view import QueueWatch
+from producer.jobs.batch_lines import BatchLine, RefusedLineError, request_id_of
+from producer.jobs.run_options import RunOptions
 from shared.errors import InvalidRequestError
 from shared.events import Result
-from shared.keys import Keys
+from shared.rates import Rate, take_of_rates
+from shared.request_queue import AsyncRequestQueue
 from shared.script_values import NewRequest
 
 
-class LineForm(Protocol):
-    """How lines become requests."""
+@dataclass(slots=True)
+class LineRequest:
+    """A line on its way: what is enqueued for it, and what has come of that."""
 
-    def requests(
-        self, line: BatchLine, request_id: str, defaults: dict[str, Any]
-    ) -> list[NewRequest]:
-        """What is to be enqueued for a line; `defaults` are fields that its body may override.
+    line: BatchLine
+    request_id: str
+    requests: list[NewRequest]
+    rates: list[Rate]
+    """What it still has to take of its caller's rates."""
+    results: dict[str, Result] = field(default_factory=dict)
 
-        Raises InvalidRequestError.
+    @property
+    def open_requests(self) -> list[NewRequest]:
+        return [new for new in self.requests if new.request_id not in self.results]
+
+
+class LineGateway:
+    """Reads lines and answers them, each as if it had been a call to the gateway."""
+
+    def __init__(
+        self,
+        batch_id: str,
+        connection: redis.asyncio.Redis,
+        queue: AsyncRequestQueue,
+        options: RunOptions,
+    ) -> None:
+        self._batch_id = batch_id
+        self._queue = queue
+        self._options = options
+        url = address_of(connection.connection_pool)
+        self._watch = QueueWatch(connection, queue.keys, url)
+
+    def of(self, line: BatchLine) -> LineRequest:
+        """Raises RefusedLineError for what the gateway would refuse."""
+        options, request_id = self._options, request_id_of(self._batch_id, line)
+        with _refusing(line, request_id):
+            call = _call_of(line)
+            call = call.with_fields(**{**options.defaults, **call.fields})
+            rates = []
+            if options.caller is not None:
+                call = granted(call, options.caller)
+                rates = rates_of(options.caller, call.requests(request_id))
+            # The id says already that it is the same again.
+            new = compose(call.with_fields(idempotency_key=None).requests(request_id))
+        return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates)
+
+    async def wait_for_rates(self, item: LineRequest) -> float:
+        """Take what it needs of its caller's rates; seconds after which to ask again, or 0.
+
+        Batches have the rates of a key once more, beside its other calls, as at OpenAI. Raises
+        RefusedLineError for what is more than a minute's.
         """
+        caller = self._options.caller
+        if caller is None or not item.rates:
+            return 0.0
+        taken = await self._queue.run(take_of_rates(f"{caller.name}:batches", item.rates))
+        if taken.wait_ms is None:
+            with _refusing(item.line, item.request_id):
+                raise beyond_rates(caller, item.rates)
+        if taken.wait_ms == 0:
+            item.rates = []
+        return taken.wait_ms / 1000
 
-    async def answer(
-        self, line: BatchLine, request_id: str, results: Sequence[Result]
-    ) -> dict[str, Any]:
-        """The body of the HTTP answer, as if the line had been a request to the gateway."""
-
-
-def line_form(connection: redis.asyncio.Redis, keys: Keys, url: str) -> LineForm:
-    """How lines of batches for this queue become requests; `url` names the server in errors."""
-    # Here and not above, for it brings the whole of FastAPI along.
-    from producer.gateway.openai.answers import answer
-    from producer.gateway.openai.calls import Call, read_chat, read_completion
-    from producer.gateway.openai.completion import completion_of
-    from producer.gateway.queue_view import QueueWatch
-
-    watch = QueueWatch(connection, keys, url)
-
-    def call_of(line: BatchLine) -> Call:
-        body = json.dumps(line.body).encode()
-        call = read_chat(body, {}) if line.is_chat else read_completion(body, {})
-        if call.stream:
-            raise InvalidRequestError("stream: a batch does not stream", field="stream")
-        return call
-
-    class _GatewayForm:
-        def requests(
-            self, line: BatchLine, request_id: str, defaults: dict[str, Any]
-        ) -> list[NewRequest]:
-            call = call_of(line)
-            return compose(call.with_fields(**{**defaults, **call.fields}).requests(request_id))
-
-        async def answer(
-            self, line: BatchLine, request_id: str, results: Sequence[Result]
-        ) -> dict[str, Any]:
-            view = await watch.look()
-            completion = completion_of(call_of(line), request_id, view.model)
-            style = view.tool_call_style if completion.with_tools else None
+    async def answer(self, item: LineRequest) -> dict[str, Any]:
+        """The body of the answer. Raises RefusedLineError where the results are none."""
+        view = await self._watch.look()
+        completion = completion_of(_call_of(item.line), item.request_id, view.model)
+        style = view.tool_call_style if completion.with_tools else None
+        results = [item.results[new.request_id] for new in item.requests]
+        with _refusing(item.line, item.request_id):
             return answer(completion, results, style)
 
-    return _GatewayForm()
+    def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
+        """The error of a line that a limit of the queue would never let in."""
+        message = f"this line alone is more than the queue's limit {limit} lets in"
+        refusal = ApiError(429, message, code="queue_full")
+        return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
+
+    def _in_the_window(self, new: NewRequest) -> NewRequest:
+        """The request, which ends with the batch's window at the latest."""
+        if self._options.expires_at is None:
+            return new
+        left = max(1, int((self._options.expires_at - time.time()) * 1000))
+        deadline_ms = min(new.request.deadline_ms or left, left)
+        request = new.request.model_copy(update={"deadline_ms": deadline_ms})
+        return NewRequest(new.request_id, request, new.delay_ms)
+
+
+def _call_of(line: BatchLine) -> Call:
+    body = json.dumps(line.body).encode()
+    call = read_chat(body, {}) if line.is_chat else read_completion(body, {})
+    if call.stream:
+        raise InvalidRequestError("stream: a batch does not stream", field="stream")
+    return call
+
+
+@contextmanager
+def _refusing(line: BatchLine, request_id: str) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequestError as error:
+        refusal = as_api_error(error)
+    except ApiError as error:
+        refusal = error
+    else:
+        return
+    raise RefusedLineError(line, request_id, refusal.status, refusal.body)

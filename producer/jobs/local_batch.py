@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import signal
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from typing import Any
 from producer.connecting import explained, server_url, without_server
 from producer.jobs.batch_journal import Journal
 from producer.jobs.batch_lines import BatchFileError, count_lines, new_batch_id, read_lines
-from producer.jobs.batch_run import BatchRun, Ending, Progress, RunOptions
-from producer.jobs.line_requests import line_form
+from producer.jobs.batch_run import BatchRun
+from producer.jobs.run_options import Ending, Progress, RunOptions
+from producer.jobs.stop_signals import stop_signals
 from shared.connection import open_async_redis
 from shared.errors import ConfigurationError, RedisUnavailableError
-from shared.keys import Keys
 from shared.settings import read_settings
 
 
@@ -56,15 +54,11 @@ def run_batch(
     already, call it through `asyncio.to_thread`.
 
     Raises BatchFileError for an input that cannot be run, ConfigurationError where the output
-    belongs to something else, BatchIsRunningError, RedisUnavailableError.
+    belongs to something else or a file cannot be read or written, BatchIsRunningError,
+    RedisUnavailableError.
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
-    if not source.is_file():
-        raise BatchFileError("no_file", f"there is no file {source}")
-    total = count_lines(source)
-    mark = output.with_name(output.name + ".batch")
-    batch_id = _run_id(source, output, errors, mark)
     settings = read_settings()
     options = RunOptions(
         max_in_flight=max_in_flight,
@@ -73,12 +67,13 @@ def run_batch(
     )
     url = server_url(server)
 
-    async def run() -> BatchOutcome:
+    async def run(total: int) -> BatchOutcome:
         try:
             connection = await open_async_redis(url)
         except RedisUnavailableError as error:
             raise without_server(error) from error
         async with connection:
+            batch_id = _run_id(source, output, errors, mark)
             with Journal(batch_id, output, errors) as journal:
                 run = BatchRun(
                     batch_id,
@@ -87,39 +82,48 @@ def run_batch(
                     read_lines(source),
                     total,
                     journal,
-                    line_form(connection, Keys(queue or settings.queue), url),
                     options,
+                    stop_signals(),
                     on_progress,
                 )
-                stopped = stop_signals()
-
-                async def look() -> Ending | None:
-                    return Ending.STOPPED if stopped.is_set() else None
-
                 with explained(url):
-                    ending = await run.run(look)
+                    ending = await run.run(_never)
                 return BatchOutcome(ending is Ending.COMPLETED, run.progress())
 
-    outcome = asyncio.run(run())
-    if outcome.is_complete:
-        mark.unlink(missing_ok=True)
+    try:
+        if not source.is_file():
+            raise BatchFileError("no_file", f"there is no file {source}")
+        mark = output.with_name(output.name + ".batch")
+        _check_apart(source, output, errors, mark)
+        outcome = asyncio.run(run(count_lines(source)))
+        if outcome.is_complete:
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the batch's files cannot be used: {error}") from error
     return outcome
 
 
-def stop_signals() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM while the running event loop lives, in the main thread."""
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(RuntimeError, ValueError):  # another thread's loop hears no signals
-            loop.add_signal_handler(number, stopped.set)
-    return stopped
+async def _never() -> Ending | None:
+    """Nobody but a signal ends a local batch."""
+
+
+def _check_apart(source: Path, *others: Path) -> None:
+    """Raises ConfigurationError where one file is to be two, or is none."""
+    seen = {source.resolve()}
+    for file in others:
+        if file.exists() and not file.is_file():
+            raise ConfigurationError(f"{file} is no plain file; name another one")
+        if file.resolve() in seen:
+            raise ConfigurationError(
+                f"{file} cannot be two of the batch's input, output, errors and mark at once"
+            )
+        seen.add(file.resolve())
 
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
     """The id of the run that the files belong to, or of a new one."""
     digest = _digest(source)
-    if mark.exists():
+    if mark.exists() and output.exists():  # the output is there before anything is enqueued
         try:
             begun = json.loads(mark.read_text())
             begun_id, begun_digest = str(begun["id"]), begun["input_sha256"]

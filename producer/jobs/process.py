@@ -29,7 +29,7 @@ from producer.jobs.rq_queues import (
     webhook_queue,
 )
 from producer.jobs.settings import JobsSettings
-from producer.jobs.webhooks import load_secret, secret_file
+from producer.jobs.webhook_signature import load_secret, secret_file
 from shared.connection import open_redis, without_password
 from shared.errors import RedisUnavailableError
 from shared.logs import get_logger

@@ -17,6 +17,7 @@ from rq.cron import CronJob, CronScheduler
 from rq.job import Job
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
+from rq.timeouts import JobTimeoutException
 
 from producer.connecting import server_url
 from producer.jobs.batch_job import run_batch_job
@@ -95,9 +96,12 @@ def enqueue_webhook(
     )
 
 
-def _make_worker(queue: Queue) -> Worker:
-    """A worker of one queue alone: of several it would take jobs in a way that may lose one."""
-    return _Worker(
+def run_worker(queue: Queue, burst: bool = False) -> None:
+    """Work until told to stop, or with `burst` until there is nothing to do.
+
+    On one queue alone: of several RQ would take jobs in a way that may lose one.
+    """
+    worker = _Worker(
         [queue],
         connection=queue.connection,
         serializer=JSONSerializer,
@@ -107,16 +111,12 @@ def _make_worker(queue: Queue) -> Worker:
         log_job_description=False,
         exception_handlers=[_log_failure],
     )
-
-
-def run_worker(queue: Queue, burst: bool = False) -> None:
-    """Work until told to stop, or with `burst` until there is nothing to do."""
-    _make_worker(queue).work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
+    worker.work(burst=burst, logging_level="CRITICAL")  # what matters we log ourselves
 
 
 def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
     log = get_logger(job_id=job.id)
-    if isinstance(error, PromptqError):
+    if isinstance(error, PromptqError | JobTimeoutException):
         log.warning("job failed", reason=str(error), retries_left=job.retries_left)
     else:
         log.error("job failed", exc_info=error)

@@ -18,6 +18,10 @@ from urllib.parse import urlsplit
 from shared.errors import PromptqError
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All IPv6 addresses that the internet routes; https://www.iana.org/assignments/ipv6-address-space"""
+_SPECIAL = [ipaddress.ip_network(it) for it in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")]
+"""Of special use too, which some releases of Python 3.11 take for global."""
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -29,12 +33,14 @@ def is_public(address: str) -> bool:
     """Whether an IP address is one of the internet's, also where IPv6 only wraps an IPv4 one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
         if ip in _NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-    return ip.is_global and not ip.is_multicast
+        if ip not in _GLOBAL_UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast and not any(ip in it for it in _SPECIAL)
 
 
 def post(
@@ -51,10 +57,12 @@ def post(
     """
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or _PORTS.get(parts.scheme)
-        if not host or port is None:
+        host = parts.hostname
+        if not host or parts.scheme not in _PORTS:
             raise ValueError("it has no http or https host")
+        port = parts.port or _PORTS[parts.scheme]
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        connection.default_port = _PORTS[parts.scheme]  # which the Host header leaves out
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.sock = _connect(host, port, timeout, allow_private)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from shared.errors import (
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
 from shared.script_values import CancelStatus
+from tests.certificates import make_certificates
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, free_port, started
 from tests.roles import ACL_FILE, as_role
@@ -119,19 +119,6 @@ def test_no_role_may_do_more(roles: Roles) -> None:
         for command in (("DEL", "promptq:{default}:pending"), ("PUBLISH", "promptq:x", "y")):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)
-
-
-def make_certificates(folder: Path) -> None:
-    """An authority of its own, and a server that it vouches for."""
-    commands = [
-        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=authority",
-        "req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=localhost",
-        "x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out server.crt -days 2"
-        " -extfile names",
-    ]
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    for command in commands:
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")

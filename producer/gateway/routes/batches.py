@@ -6,25 +6,35 @@ import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from producer.connecting import explained
 from producer.gateway.access import ThisCaller
 from producer.gateway.context import Gateway, ThisGateway
 from producer.gateway.errors import ApiError
-from producer.gateway.routes.files import ThisStore, not_found, page_of
+from producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, not_found, page_of
 from producer.jobs.batch_records import Batches, BatchMissingError, BatchOverError, new_batch
-from producer.jobs.files import FileMissingError
+from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError
 
 router = APIRouter(tags=["batches"])
+
+
+class Expiry(BaseModel):
+    """When answers are deleted, counted from when they are there."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
 class NewBatch(BaseModel):
     """What a client asks for."""
 
+    model_config = ConfigDict(extra="forbid")
+
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
+    output_expires_after: Expiry | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | (
         None
     ) = Field(None, max_length=16)
@@ -39,9 +49,8 @@ async def create(
     asked: NewBatch, gateway: ThisGateway, caller: ThisCaller, store: ThisStore
 ) -> dict[str, object]:
     """Have the lines of an uploaded file run within a day."""
-    tenant = caller.tenant or ""
     try:
-        stored = await asyncio.to_thread(store.get, asked.input_file_id, tenant)
+        stored = await asyncio.to_thread(store.get, asked.input_file_id, caller.tenant or "")
     except FileMissingError as error:
         raise ApiError(400, f"input_file_id: {error}", param="input_file_id") from None
     if stored.purpose != "batch":
@@ -53,10 +62,9 @@ async def create(
     record = new_batch(
         asked.endpoint,
         stored.id,
-        tenant,
+        caller,
         asked.metadata,
-        highest_priority=caller.highest_priority,
-        any_tenant=caller.tenant is None and caller.is_admin,
+        asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
     )
     with explained(gateway.client.url):
         await _batches(gateway).add(record)

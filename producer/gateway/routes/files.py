@@ -23,7 +23,7 @@ _FORM_BYTES = 1 << 16
 """What a form may have beside the file."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
-_EXPIRY_SECONDS = (3600, BATCH_FILE_SECONDS)
+LEAST_EXPIRY_SECONDS = 3600
 
 
 def file_store(gateway: ThisGateway) -> FileStore:
@@ -130,24 +130,32 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
     """The body, up to as much as a file may have. It goes to the disk as it comes."""
+    declared = request.headers.get("content-length", "")
     size = 0
+    if declared.isdecimal() and int(declared) > MAX_FILE_BYTES + _FORM_BYTES:
+        raise _too_large()
     async for piece in request.stream():
         size += len(piece)
         if size > MAX_FILE_BYTES + _FORM_BYTES:
-            raise ApiError(
-                413,
-                f"the file is larger than the {MAX_FILE_BYTES} bytes that are allowed",
-                param="file",
-                code="file_too_large",
-                headers={"Connection": "close"},
-            )
+            raise _too_large()
         yield piece
+
+
+def _too_large() -> ApiError:
+    # The rest of the body is not read, so nothing can follow on this connection.
+    return ApiError(
+        413,
+        f"the file is larger than the {MAX_FILE_BYTES} bytes that are allowed",
+        param="file",
+        code="file_too_large",
+        headers={"Connection": "close"},
+    )
 
 
 def _expiry(seconds: object, anchor: object) -> int | None:
     if seconds is None and anchor is None:
         return None
-    least, most = _EXPIRY_SECONDS
+    least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS
     text = str(seconds)
     if anchor != "created_at" or not text.isdecimal() or not least <= int(text) <= most:
         raise ApiError(

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +19,18 @@ SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode
 
 @dataclass
 class Receiver:
-    """What came, by path. `/status/NNN` answers so; `/never` takes the request and says nothing."""
+    """What came, by path. `/status/NNN` answers so; `/never` takes the request and says nothing;
+    `/huge` answers 200 and more than anybody wants to read."""
 
     port: int
+    scheme: str = "http"
+    hung_up: threading.Event = field(default_factory=threading.Event)
+    """Whoever called `/huge` did not read all of it."""
     calls: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"{self.scheme}://127.0.0.1:{self.port}{path}"
 
     def headers_at(self, path: str) -> list[dict[str, str]]:
         return [headers for at, headers, _ in list(self.calls) if at == path]
@@ -43,7 +48,9 @@ def is_signed(headers: dict[str, str], body: bytes, secret: str = SECRET) -> boo
 
 
 @contextmanager
-def receiver() -> Iterator[Receiver]:
+def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    """With `tls`, over it."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -55,15 +62,22 @@ def receiver() -> Iterator[Receiver]:
             _, kind, *rest = self.path.split("/")
             self.send_response(int(rest[0]) if kind == "status" else 200)
             self.send_header("location", found.url("/redirected"))
-            self.send_header("content-length", "0")
+            self.send_header("content-length", "0" if kind != "huge" else str(2**40))
             self.end_headers()
+            try:
+                while kind == "huge":
+                    self.wfile.write(bytes(2**20))
+            except OSError:
+                found.hung_up.set()
 
         def log_message(self, *_: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    found = Receiver(server.server_address[1])
+    found = Receiver(server.server_address[1], "https" if tls else "http")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

@@ -10,6 +10,7 @@ import redis
 import redis.asyncio
 
 from producer import Client
+from producer.api_keys import ApiKey
 from producer.jobs.batch_records import Batches, new_batch
 from producer.jobs.files import FileStore
 from tests.helpers import running_worker
@@ -38,7 +39,7 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
 
         settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_WEBHOOK_ALLOW_PRIVATE": "1"}
         process = start("jobs", url=url("jobs"), **settings)
-        batch = new_batch("/v1/completions", stored.id, "")
+        batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
         with Client(url("producer")) as client:
             client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/status/500"))
         async with (

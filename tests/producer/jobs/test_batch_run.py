@@ -15,8 +15,8 @@ import redis
 
 from producer.jobs.batch_journal import BatchIsRunningError
 from producer.jobs.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
-from producer.jobs.batch_run import Progress
 from producer.jobs.local_batch import BatchOutcome, errors_beside, run_batch
+from producer.jobs.run_options import Progress
 from shared.embedded import EmbeddedServer
 from shared.errors import ConfigurationError
 from tests.helpers import running_worker, text_of
@@ -111,6 +111,28 @@ async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str)
     assert refused["id-5"]["body"]["error"]["type"] == "invalid_request_error"
 
 
+async def test_lines_as_people_save_them(tmp_path: Path, redis_url: str) -> None:
+    """With a byte order mark, CRLF, blank lines, no newline at the end; and in other encodings,
+    of which only UTF-8 is read."""
+    sound = [json.dumps(line(n)).encode() for n in range(3)]
+    lines = [
+        b"\xef\xbb\xbf" + sound[0], b" \t\r", sound[1] + b"\r", b"",
+        json.dumps(line(3, custom_id="\xe4")).replace("\\u00e4", "\xe4").encode("latin-1"),
+        b"\0" * 50, b"[" * 100_000, json.dumps(line(4, custom_id="\ud800")).encode(), sound[2],
+        json.dumps(line(5)).encode("utf-16"),
+    ]  # fmt: skip
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    async with running_worker(redis_url):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome.progress == Progress(8, 3, 5, 0)
+    assert texts_in(output) == expected_texts(range(3))
+    errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
+    codes = [item["error"]["code"] for item in errors]
+    assert codes == [*["invalid_json_line"] * 3, "missing_custom_id", "invalid_json_line"]
+    assert [item["id"].rpartition("_")[2] for item in errors] == ["5", "6", "7", "8", "10"]
+
+
 async def test_a_killed_run_goes_on_without_running_a_line_twice(
     tmp_path: Path, redis_url: str, start: Start
 ) -> None:
@@ -155,6 +177,21 @@ async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start:
         assert attempts(server) == [1] * 9
 
 
+async def test_an_interrupt_while_the_server_is_away(tmp_path: Path, start: Start) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(9)])
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        url = as_role("producer", server.url)
+        process = start("batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), url=url)
+        with redis.Redis.from_url(server.url) as connection:
+            await until(lambda: connection.zcard(KEYS.pending) == 9)
+    await asyncio.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    told, _ = await asyncio.to_thread(process.communicate)
+    assert process.returncode == 130
+    assert "stopped after 0 of 9 lines" in told
+
+
 async def test_the_server_restarts(tmp_path: Path) -> None:
     """With its data kept, no line is lost and none runs twice; without, what it lost runs again."""
     source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(20)])
@@ -189,7 +226,10 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
 
 
 async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(12)])
+    """But not by a line that no room would ever be enough for."""
+    lines = [line(n) for n in range(12)]
+    lines[5]["body"]["n"] = 3
+    source = write_lines(tmp_path / "in.jsonl", lines)
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         server.hset(KEYS.config, "max_pending", 2)
         running = asyncio.create_task(
@@ -198,7 +238,11 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> Non
         await until(lambda: server.zcard(KEYS.pending) == 2)
         async with running_worker(redis_url):
             outcome = await running
-    assert outcome.progress == Progress(12, 12, 0, 0)
+    assert outcome.progress == Progress(12, 11, 1, 0)
+    [refused] = read_lines(errors_beside(tmp_path / "out.jsonl")).values()
+    assert refused["custom_id"] == "id-5"
+    assert refused["response"]["status_code"] == 429
+    assert "max_pending" in refused["response"]["body"]["error"]["message"]
 
 
 async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
@@ -234,6 +278,15 @@ def test_files_that_cannot_be_run(tmp_path: Path, redis_url: str) -> None:
     with pytest.raises(BatchFileError, match="more than the 209715200 allowed"):
         run_batch(source, output, server=redis_url)
     write_lines(source, [line(0)])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for wrong, errors in (
+        (folder, None), (source, None), (source / "out.jsonl", None), (output, output),
+        (output, source), (output, folder), (output, tmp_path / "out.jsonl.batch"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError):
+            run_batch(source, wrong, error_file=errors, server=redis_url)
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["folder", "in.jsonl"]
     output.write_text("mine\n")
     with pytest.raises(ConfigurationError, match="exists already"):
         run_batch(source, output, server=redis_url)

@@ -6,10 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,18 @@ import openai
 import pytest
 import redis
 import redis.asyncio
-import uvicorn
 
 from producer import Client
-from producer.gateway.app import create_app
-from producer.gateway.settings import GatewaySettings
+from producer.api_keys import ApiKey
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.batch_records import Batches, new_batch
 from producer.jobs.files import FileStore
 from shared.embedded import EmbeddedServer
 from tests.helpers import running_worker
+from tests.producer.gateway.living import live_gateway
 from tests.producer.jobs.batches import (
     KEYS,
+    NUM_TOKENS,
     attempts,
     expected_texts,
     line,
@@ -41,27 +38,11 @@ from tests.producer.playing import Start
 from tests.roles import as_role, bring_in_roles
 
 
-@contextmanager
-def live_gateway(url: str, folder: Path) -> Iterator[str]:
-    """The base URL of a gateway on a real socket."""
-    app = create_app(GatewaySettings(redis_url=url, files_dir=folder))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture
 async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    with live_gateway(redis_url, tmp_path / "files") as base:
-        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
+    with live_gateway(redis_url, files_dir=tmp_path / "files") as gateway:
+        base_url = gateway.base_url
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
             yield client
 
 
@@ -95,6 +76,7 @@ async def create(client: openai.AsyncOpenAI, lines: list[Any]) -> openai.types.B
         endpoint="/v1/completions",
         completion_window="24h",
         metadata={"my": "batch"},
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
     )
 
 
@@ -115,8 +97,14 @@ async def test_batches_from_upload_to_answers(
     assert batch.status == "completed"
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"total": 14, "completed": 12, "failed": 2}
+    assert batch.usage is not None
+    assert batch.usage.output_tokens == 12 * NUM_TOKENS
+    assert batch.usage.input_tokens > 0
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
     assert batch.output_file_id is not None
     assert batch.error_file_id is not None
+    answers = await client.files.retrieve(batch.output_file_id)
+    assert answers.expires_at == answers.created_at + 7200
     assert batch.completed_at is not None
     output = tmp_path / "output.jsonl"
     output.write_text((await client.files.content(batch.output_file_id)).text)
@@ -141,8 +129,11 @@ async def test_batches_from_upload_to_answers(
         waiting = await ended(client, waiting.id)
         assert (waiting.status, waiting.output_file_id) == ("cancelled", None)
         assert server.zcard(KEYS.pending) == 0
+        assert waiting.error_file_id is not None
+        errors = (await client.files.content(waiting.error_file_id)).text.splitlines()
+        assert [json.loads(it)["error"]["code"] for it in errors] == ["batch_cancelled"] * 12
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        late = new_batch("/v1/completions", await upload(client, good), "")
+        late = new_batch("/v1/completions", await upload(client, good), ApiKey(name="k"))
         late.expires_at = late.created_at + 1
         await Batches(connection, KEYS).add(late)
     expired = await ended(client, late.id)
@@ -182,7 +173,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
     bring_in_roles(server.url)
     try:
         url, port = server.url, server.port
-        batch = new_batch("/v1/completions", stored.id, "")
+        batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
         async with redis.asyncio.Redis.from_url(url) as connection:
             await Batches(connection, KEYS).add(batch)
         first = start("jobs", url=url, **settings)
@@ -210,6 +201,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
                 await until(lambda: len(receiving.calls) == 1)
             assert attempts(connection) == [1] * 61
         assert (record.status, record.completed, record.failed) == ("completed", 60, 0)
+        assert record.usage.completion_tokens == 60 * NUM_TOKENS
         answers = FileStore(files).get(record.output_file_id or "", "")
         output.write_bytes(FileStore(files).path(answers).read_bytes())
         assert texts_in(output) == expected_texts(range(60))
@@ -260,6 +252,14 @@ async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
         await client.batches.create(
             endpoint="/v1/embeddings", completion_window="24h", input_file_id=ids[1]
         )
+    for seconds in (60, 10**9):
+        with pytest.raises(openai.BadRequestError, match=r"output_expires_after\.seconds"):
+            await client.batches.create(
+                endpoint="/v1/completions",
+                completion_window="24h",
+                input_file_id=ids[1],
+                output_expires_after={"anchor": "created_at", "seconds": seconds},
+            )
     with pytest.raises(openai.NotFoundError):
         await client.batches.retrieve("batch_no")
     big = tmp_path / "big"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +17,6 @@ from rq.job import Job
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
-from producer.jobs import safe_http
 from producer.jobs.dispatching import Dispatcher
 from producer.jobs.rq_queues import (
     Scheduler,
@@ -24,14 +25,15 @@ from producer.jobs.rq_queues import (
     run_worker,
     webhook_queue,
 )
-from producer.jobs.safe_http import AddressRefusedError, is_public, post
 from producer.jobs.settings import JobsSettings, read_jobs_settings
-from producer.jobs.webhooks import BACKOFF_SECONDS, load_secret, secret_file
+from producer.jobs.webhook_signature import load_secret, secret_file
+from producer.jobs.webhooks import BACKOFF_SECONDS
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, Request
 from shared.script_values import NewRequest
+from tests.certificates import make_certificates
 from tests.helpers import Server
 from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
 from tests.producer.playing import HandWorker
@@ -214,6 +216,29 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
     assert again == ["/never", "/status/302"], "gone is gone; a redirect is followed nowhere"
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_a_webhook_over_tls(
+    jobs: Jobs, own_worker: HandWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a receiver whose certificate holds, and to no other; nobody reads a huge answer."""
+    make_certificates(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    with receiver(tls) as receiving:
+        ask(own_worker.queue, "r", receiving.url("/huge"))
+        own_worker.finish(own_worker.take(), "hi")
+        jobs.work()
+        assert receiving.calls == [], "nobody vouches for it"
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
+        jobs.pass_time()
+        jobs.work()
+        [(_, headers, body)] = receiving.calls
+        assert is_signed(headers, body)
+        assert headers["host"] == f"127.0.0.1:{receiving.port}"
+        receiving.hung_up.wait()
+        assert jobs.redis.zcard(jobs.queue.scheduled_job_registry.key) == 0, "it was taken"
+
+
 def test_private_addresses_are_refused(
     jobs: Jobs,
     own_worker: HandWorker,
@@ -233,60 +258,6 @@ def test_private_addresses_are_refused(
         for it in jobs.queue.finished_job_registry.get_job_ids()
     ]
     assert "private network" in result
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
-        "0.0.0.0", "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0",
-        "fc00::1", "ff02::1", "::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::",
-    ],
-)  # fmt: skip
-def test_what_is_private(address: str) -> None:
-    assert not is_public(address)
-
-
-def test_what_is_public() -> None:
-    assert is_public("93.184.216.34")
-    assert is_public("2606:2800:220:1:248:1893:25c8:1946")
-    assert is_public("::ffff:93.184.216.34")
-
-
-def test_a_name_is_resolved_once_and_checked_whole(
-    receiving: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A name with a public and a private address is refused; one that changes its mind between
-    two questions is asked once, and the connection goes to what was checked."""
-    answers: list[list[str]] = []
-
-    def resolve(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
-        assert host == "name.example"
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, port)) for it in answers.pop(0)]
-
-    connected: list[tuple[str, int]] = []
-
-    def connect(address: tuple[str, int], *_: Any) -> socket.socket:
-        connected.append(address)
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(safe_http.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(safe_http.socket, "create_connection", connect)
-    answers[:] = [["93.184.216.34", "127.0.0.1"]]
-    with pytest.raises(AddressRefusedError, match="private network"):
-        post("http://name.example/", b"", {}, timeout=1)
-    assert connected == []
-    answers[:] = [["93.184.216.34"], ["127.0.0.1"]]
-    with pytest.raises(ConnectionRefusedError):
-        post("http://name.example:8080/", b"", {}, timeout=1)
-    assert connected == [("93.184.216.34", 8080)]
-    assert answers == [["127.0.0.1"]], "nobody asked a second time"
-
-
-@pytest.mark.parametrize("url", ["http://", "http://a:x/", "http://a b/", "http://[::1/", "x://a"])
-def test_what_is_no_url(url: str) -> None:
-    with pytest.raises((AddressRefusedError, OSError)):
-        post(url, b"", {}, timeout=1)
 
 
 def test_the_secret(settings: JobsSettings, tmp_path: Path) -> None:
