@@ -439,6 +439,13 @@ def test_up_on_a_port_that_is_taken(run: Run, redis_url: str) -> None:
     assert f"port {port} on 127.0.0.1 is taken" in done.stderr
 
 
+def test_a_port_that_there_is_not(run: Run) -> None:
+    done = run("server", "--port", "70000", url="")
+    assert done.returncode == 2
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_up_keeps_data(run: Run, start: Start, tmp_path: Path) -> None:
     """What waited in a server with a folder is there after a restart."""
     data = tmp_path / "data"
