@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import SecretStr
 
 from producer.batch_commands import batch, jobs
 from producer.gateway.command import gateway
@@ -89,7 +90,7 @@ def up(
         typer.Option(
             min=0,
             max=65535,
-            help="Serve HTTP on this port too, as `promptq gateway` does.",
+            help="Serve HTTP on this port too, with gateway and jobs.",
             show_default=False,
         ),
     ] = None,
@@ -332,8 +333,8 @@ def demo(context: typer.Context) -> None:
 def settings(as_json: AsJson = False) -> None:
     """List the settings, each an environment variable.
 
-    Those of workers are options of `promptq worker` too; those that begin with
-    PROMPTQ_HTTP_ are the gateway's.
+    Those of workers are options of `promptq worker` too. Those that begin with
+    PROMPTQ_HTTP_ are the gateway's, those of batches and webhooks the jobs'.
 
     Examples:
 
@@ -341,8 +342,9 @@ def settings(as_json: AsJson = False) -> None:
       PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
     from producer.gateway.settings import read_gateway_settings
+    from producer.jobs.settings import read_jobs_settings
 
-    rows = _settings_rows(read_gateway_settings())
+    rows = _settings_rows(read_gateway_settings(), read_jobs_settings())
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -360,26 +362,27 @@ app.add_typer(keys, name="keys")
 app.add_typer(batch, name="batch")
 
 
-def _settings_rows(current: Settings) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name, field in type(current).model_fields.items():
-        value = getattr(current, name)
-        if name == "redis_url" and value is not None:
-            value = without_password(value)
-        rows.append(
-            {
+def _settings_rows(*current: Settings) -> list[dict[str, Any]]:
+    """A row for each setting; those that several have are listed once."""
+    rows: dict[str, dict[str, Any]] = {}
+    for settings in current:
+        for name, field in type(settings).model_fields.items():
+            value = getattr(settings, name)
+            if name.endswith("redis_url") and value is not None:
+                value = without_password(value)
+            rows[name] = {
                 "variable": ENV_PREFIX + name.upper(),
                 "option": flag_of(name) if name in Settings.model_fields else None,
                 "default": _shown(field.get_default(call_default_factory=True)),
                 "value": _shown(value),
                 "description": field.description,
             }
-        )
-    return rows
+    return list(rows.values())
 
 
 def _shown(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    """JSON has neither paths nor secrets; of a secret there are only asterisks."""
+    return str(value) if isinstance(value, (Path, SecretStr)) else value
 
 
 def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[str, Any]:

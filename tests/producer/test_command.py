@@ -235,15 +235,23 @@ def test_stats(run: Run) -> None:
 
 def test_settings(run: Run) -> None:
     """Every setting with what it is now, and no password."""
-    env = {"PROMPTQ_MAX_NUM_SEQS": "7", "PROMPTQ_REDIS_URL": "redis://me:secret@host:1/0"}
+    secret = "whsec_" + "secret12" * 4
+    env = {
+        "PROMPTQ_MAX_NUM_SEQS": "7",
+        "PROMPTQ_REDIS_URL": "redis://me:secret@host:1/0",
+        "PROMPTQ_JOBS_REDIS_URL": "redis://me:secret@host:2/0",
+        "PROMPTQ_WEBHOOK_SECRET": secret,
+    }
     listed = run("settings", "--json", **env).stdout
     rows = {row["variable"]: row for row in json.loads(listed)}
     slots = rows["PROMPTQ_MAX_NUM_SEQS"]
     assert (slots["value"], slots["default"], slots["option"]) == (7, 64, "--max-num-seqs")
     assert rows["PROMPTQ_REDIS_URL"]["value"] == "redis://me:***@host:1/0"
+    assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
+    assert rows["PROMPTQ_BATCH_WORKERS"]["value"] == 2
     table = run("settings", **env).stdout
     assert set(re.findall(r"PROMPTQ_\w+", table)) == set(rows)
-    assert "secret" not in listed + table
+    assert not {"me:secret", secret} & set(re.findall(r"me:\w+|whsec_\w+", listed + table))
 
 
 @pytest.mark.parametrize(
