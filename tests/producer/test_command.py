@@ -27,6 +27,7 @@ from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from shared.schemas import ErrorInfo, FinishReason
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, free_port, old_server
+from tests.roles import as_role
 
 KEYS = Keys("default")
 
@@ -168,6 +169,37 @@ def test_ctrl_c_while_waiting(start: Start, own_worker: HandWorker) -> None:
     assert process.communicate() == ("", "promptq: cancelled after 0 tokens\n")
     assert process.returncode == 130
     assert own_worker.queue.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "said"), [(False, "no worker is alive"), (True, "the queue is paused")]
+)
+def test_says_at_a_terminal_why_nothing_comes(
+    own_worker: HandWorker,
+    environment: dict[str, str],
+    redis_url: str,
+    is_paused: bool,
+    said: str,
+) -> None:
+    """With what to do about it, and once."""
+    own_worker.redis.hset(KEYS.config, "paused", int(is_paused))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*PROMPTQ, "submit", "Hi", "--redis", as_role("producer", redis_url)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    seen = b""
+    while b"\n" not in seen:
+        seen += _read_terminal(ours)
+    process.send_signal(signal.SIGINT)
+    while chunk := _read_terminal(ours):
+        seen += chunk
+    os.close(ours)
+    assert process.wait() == 130
+    assert re.fullmatch(f"promptq: the request waits: {said}.*\r\n.*cancelled.*\r\n", seen.decode())
 
 
 def test_ctrl_c_in_watch_leaves_the_request_alone(
