@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import json.encoder
 from collections.abc import Sequence
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -19,6 +20,9 @@ from shared.output_format import Output, wanted_output
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
+_LONGEST_NAME = 64
+"""What no field's name exceeds, and no more of an unknown one is told."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -227,7 +231,10 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     # A union reports its members as further locations ("prompt", "str"); the field comes first.
     field = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"{field}: is not a field of a request", field=field)
+        field = field[:_LONGEST_NAME]
+        meant = get_close_matches(field, Request.model_fields, n=1)
+        hint = f"; do you mean {meant[0]}?" if meant else ""
+        return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
     value = json.dumps(first.get("input"), default=str)
     shown = value if len(value) <= 80 else value[:77] + "..."
     return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)
