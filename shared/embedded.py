@@ -7,11 +7,14 @@ died. (The package's own classes stop the server only if the owner gets to say s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -39,7 +42,7 @@ class EmbeddedServer:
     """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
 
     Use it as a context manager, or call `stop`. Raises RedisUnavailableError if it does not start,
-    ConfigurationError if `port` is taken.
+    ConfigurationError if `port` is taken, or `data_dir` cannot be used or is by another server.
     """
 
     def __init__(self, port: int | None = None, data_dir: Path | None = None) -> None:
@@ -47,10 +50,11 @@ class EmbeddedServer:
             raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
         for candidate in _ports(port):
             self.port = candidate
-            self._dir = data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))
-            self._dir.mkdir(parents=True, exist_ok=True)
+            # Absolute, as the server reads the path of its log from within its folder.
+            self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
             self._log = self._dir / "server.log"
-            self._shell = self._spawn(is_temporary=data_dir is None)
+            with _locked(self._dir) as lock:
+                self._shell = self._spawn(lock, is_temporary=data_dir is None)
             if self._wait_until_ready():
                 return
             log = self._log_text()[-2000:]
@@ -77,7 +81,7 @@ class EmbeddedServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _spawn(self, is_temporary: bool) -> subprocess.Popen[bytes]:
+    def _spawn(self, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
         command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
         command += ["--appendonly", "no" if is_temporary else "yes"]
@@ -87,6 +91,7 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            pass_fds=[lock],
             start_new_session=True,  # Ctrl-C is for the owner, which then stops the server
         )
 
@@ -105,6 +110,28 @@ class EmbeddedServer:
 
     def _log_text(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """A file that is locked as long as anybody has it open: the server that it is passed to does.
+
+    Two servers that append to the same files would leave a mixture of both.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise ConfigurationError(f"--data: cannot write to {folder}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"--data: another server keeps its data in {folder}; stop it, or name another"
+                " folder"
+            ) from None
+        yield file.fileno()
 
 
 def _is_free(port: int) -> bool:
@@ -129,34 +156,61 @@ def _ports(asked: int | None) -> list[int]:
     return free
 
 
-def _address_file() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"promptq-{os.getuid()}" / "server"
+def _addresses() -> Path:
+    """The folder with a file for each server of this user, by its port."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.access(base, os.W_OK):  # `su` may leave that of another user
+        base = tempfile.gettempdir()
+    return Path(base) / f"promptq-{os.getuid()}"
+
+
+def _address_file(url: str) -> Path:
+    return _addresses() / f"server-{urlsplit(url).port}"
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def advertise(url: str) -> None:
     """Let later commands of this user find the server without being told its address."""
-    file = _address_file()
+    file = _address_file(url)
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    if file.parent.stat().st_uid == os.getuid():
+    if _is_ours(file.parent):
         file.write_text(url)
 
 
 def withdraw(url: str) -> None:
-    """Undo `advertise`, unless another server has taken the place."""
-    file = _address_file()
-    if file.exists() and file.read_text() == url:
-        file.unlink(missing_ok=True)
+    """Undo `advertise`: commands find the server before it again, if that still runs."""
+    if _is_ours(_addresses()):
+        _address_file(url).unlink(missing_ok=True)
 
 
 def advertised() -> str | None:
-    """The address of this user's running embedded server, if one was advertised and lives."""
-    file = _address_file()
+    """The address of this user's embedded server, of several the latest; None if none lives."""
+    if not _is_ours(_addresses()):
+        return None
+    files = sorted(_addresses().glob("server-*"), key=_written_at, reverse=True)
+    return next((url for file in files if (url := _living(file)) is not None), None)
+
+
+def _written_at(file: Path) -> int:
     try:
-        if file.parent.stat().st_uid != os.getuid():
-            return None
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0  # its server has just ended
+
+
+def _living(file: Path) -> str | None:
+    try:
         url = file.read_text()
     except OSError:
         return None
     port = urlsplit(url).port
-    return url if port is not None and not _is_free(port) else None
+    if port is None or _is_free(port):
+        file.unlink(missing_ok=True)  # its server was killed
+        return None
+    return url

@@ -53,6 +53,14 @@ def configure_logs(level: str, form: str) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
+def take_over_logs(*libraries: str) -> None:
+    """Have these libraries, once imported, log as all others do, and not on their own too."""
+    for name in libraries:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
 class _StandardError(logging.StreamHandler[TextIO]):
     """Writes to standard error as it is at each line: it may be replaced, and the old one closed.
 

@@ -1,4 +1,4 @@
-"""What crosses the queue: requests in, events out. The JSON form of each is public.
+"""What crosses the queue inwards: a request, and how it may end. Its JSON form is public.
 
 Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
 """
@@ -6,7 +6,7 @@ Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
 from __future__ import annotations
 
 import json
-import json.encoder
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -20,6 +20,9 @@ MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
 """Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
+
+_LONGEST_NAME = 64
+"""What no field's name exceeds, and no more of an unknown one is told."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -228,7 +231,10 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     # A union reports its members as further locations ("prompt", "str"); the field comes first.
     field = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"{field}: is not a field of a request", field=field)
+        field = field[:_LONGEST_NAME]
+        meant = get_close_matches(field, Request.model_fields, n=1)
+        hint = f"; do you mean {meant[0]}?" if meant else ""
+        return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
     value = json.dumps(first.get("input"), default=str)
     shown = value if len(value) <= 80 else value[:77] + "..."
     return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)

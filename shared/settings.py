@@ -23,8 +23,8 @@ class Settings(BaseSettings):
 
     redis_url: str | None = Field(
         None,
-        description="redis://, rediss://, unix:// or redis+sentinel:// address; without it, an"
-        " embedded server",
+        description="redis://, rediss://, unix:// or redis+sentinel:// address; without it,"
+        " the server of the running `promptq up`, for a worker otherwise one of its own",
     )
     redis_wait: float = Field(
         0.0, ge=0, description="seconds a starting worker waits for the server to answer"

@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import click
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from shared.connection import explain, open_async_redis, without_password
-from shared.embedded import EmbeddedServer, advertised
+from shared.embedded import EmbeddedServer, advertise, advertised, withdraw
 from shared.errors import PromptqError, RedisUnavailableError
 from shared.keys import Keys
 from shared.logs import configure_logs
@@ -150,7 +150,11 @@ def run(settings: Settings) -> None:
         return
     with EmbeddedServer() as server:
         print(f"no Redis given: started an embedded server at {server.url}", flush=True)
-        _serve(settings, server.url)
+        advertise(server.url)
+        try:
+            _serve(settings, server.url)
+        finally:
+            withdraw(server.url)
 
 
 def _serve(settings: Settings, redis_url: str) -> None:
@@ -169,7 +173,8 @@ def command() -> click.Command:
     options: list[click.Parameter] = []
     for key, field in Settings.model_fields.items():
         is_flag = field.annotation is bool
-        default = "" if field.default in (None, False) else f" [default: {field.default}]"
+        without_default = field.default is None or field.default is False
+        default = "" if without_default else f" [default: {field.default}]"
         flag = flag_of(key)
         if field.default is True:
             flag, default = f"{flag}/--no-{flag.removeprefix('--')}", ""
@@ -179,10 +184,24 @@ def command() -> click.Command:
                 help=f"{field.description}{default}",
                 is_flag=is_flag,
                 default=None,
-                metavar=None if is_flag else "VALUE",
+                metavar=None if is_flag else _metavar(field.annotation),
             )
         )
-    return click.Command("worker", params=options, callback=callback, help=HELP)
+    return click.Command(
+        "worker",
+        params=options,
+        callback=callback,
+        help=HELP,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _metavar(annotation: Any) -> str:
+    """What a setting takes: its words where they are few, otherwise a value."""
+    if annotation == bool | None:
+        return "true|false"
+    words = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return "|".join(words) or "VALUE"
 
 
 def main() -> None:

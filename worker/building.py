@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import ConfigurationError
+from shared.logs import take_over_logs
 from shared.script_values import ModelIdentity
 from shared.settings import Settings
 from shared.tool_call_style import ToolCallStyle
@@ -89,6 +90,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
 
     from worker.engine.model_runner import ModelRunner
 
+    take_over_logs("transformers", "huggingface_hub")
     cast("Any", transformers_logging).disable_progress_bar()  # there is one for the whole start
     name = settings.model or str(MODEL_DIR)
     runner = ModelRunner.load(

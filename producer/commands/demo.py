@@ -135,7 +135,7 @@ def _let_sigterm_interrupt() -> None:
 
 async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
     started = time.monotonic()
-    with console.status("worker   starts, loads the model and checks it ..."):
+    with console.status("worker   loads the model; at first it also compiles native code ..."):
         while not worker.is_ready:
             _check_alive(worker)
             await asyncio.sleep(_LOOK_SECONDS)

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -22,6 +22,7 @@ from shared.schemas import FinishReason
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _CANCEL_SECONDS = 5.0
+_SILENT_SECONDS = 3.0
 
 
 class StreamPrinter:
@@ -66,9 +67,11 @@ class StreamPrinter:
 
     def _follow(self) -> TokenEvent:
         last = None
-        for event in self._client.stream(self._id):
-            self._print(event)
-            last = event
+        with self._explaining_silence() as heard:
+            for event in self._client.stream(self._id):
+                heard()
+                self._print(event)
+                last = event
         assert last is not None, "a stream ends with its last event"
         self._end_line()
         return last
@@ -86,6 +89,26 @@ class StreamPrinter:
         if not self._ends_in_newline:
             print(flush=True)
             self._ends_in_newline = True
+
+    @contextmanager
+    def _explaining_silence(self) -> Iterator[Callable[[], None]]:
+        """At a terminal, say once why nothing comes, unless what this gives was called before."""
+        silence = threading.Timer(_SILENT_SECONDS, self._explain_silence)
+        silence.daemon = True
+        if self._console.is_terminal:
+            silence.start()
+        try:
+            yield silence.cancel
+        finally:
+            silence.cancel()
+
+    def _explain_silence(self) -> None:
+        with suppress(PromptqError):  # the stream itself says what is wrong with the server
+            stats = self._client.stats()
+            if stats.paused:
+                self._say("the request waits: the queue is paused; `promptq resume` ends that")
+            elif not stats.workers:
+                self._say("the request waits: no worker is alive; start one with `promptq worker`")
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:

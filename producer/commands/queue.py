@@ -17,9 +17,7 @@ dead = typer.Typer(
     no_args_is_help=True,
     help="Dead letters: requests that were given up because they crash their workers.",
 )
-DeadIds = Annotated[
-    list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of dead letters.")
-]
+DeadIds = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of dead letters.")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters of the queue.")]
 _ALL = 2**31
 

@@ -24,7 +24,10 @@ def up(
     redis_port: Annotated[
         int | None,
         typer.Option(
-            help="Port of the embedded server; default: 6399, or a free one.", show_default=False
+            min=1,
+            max=65535,
+            help="Port of the embedded server; default: 6399, or a free one if that is taken.",
+            show_default=False,
         ),
     ] = None,
     data: DataDir = None,
@@ -35,7 +38,7 @@ def up(
         typer.Option(
             min=0,
             max=65535,
-            help="Serve HTTP on this port too, as `promptq gateway` does.",
+            help="Serve HTTP on this port too, with gateway and jobs.",
             show_default=False,
         ),
     ] = None,
@@ -88,7 +91,12 @@ def worker(context: typer.Context) -> None:
 def server(
     port: Annotated[
         int | None,
-        typer.Option(help="Port to listen on; default: 6399, or a free one.", show_default=False),
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Port to listen on; default: 6399, or a free one if that is taken.",
+            show_default=False,
+        ),
     ] = None,
     data: DataDir = None,
 ) -> None:

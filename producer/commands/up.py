@@ -141,6 +141,8 @@ def _environment(url: str) -> dict[str, str]:
 def _welcome(options: UpOptions, url: str, console: Console) -> None:
     own = options.redis_url is None
     kept = f"kept in {options.data_dir}" if options.data_dir else "nothing is kept"
+    if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
+        kept += f"; port {PREFERRED_PORT} is taken"
     kind = f"embedded, {kept}" if own else "yours"
     workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
     lines = [

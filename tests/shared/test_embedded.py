@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,6 +91,28 @@ def test_keeps_its_data_where_a_folder_is_given(tmp_path: Path) -> None:
         assert client.get("kept") == b"yes"
 
 
+def test_takes_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with EmbeddedServer(data_dir=Path("./deep/data")) as server:
+        assert answers(server.url)
+    assert "Ready to accept" in (tmp_path / "deep" / "data" / "server.log").read_text()
+
+
+def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer(data_dir=tmp_path),
+        pytest.raises(ConfigurationError, match=r"another server keeps its data in"),
+    ):
+        EmbeddedServer(data_dir=tmp_path)
+    EmbeddedServer(data_dir=tmp_path).stop()
+
+
+def test_says_that_a_folder_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"--data: cannot write to .*file"):
+        EmbeddedServer(data_dir=tmp_path / "file")
+
+
 def test_later_commands_of_the_same_user_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,4 +126,29 @@ def test_later_commands_of_the_same_user_find_it(
         assert embedded.advertised() == server.url
     assert embedded.advertised() is None, "it is gone, though nobody withdrew it"
     embedded.withdraw(server.url)
-    assert not (tmp_path / f"promptq-{os.getuid()}" / "server").exists()
+    assert not list((tmp_path / f"promptq-{os.getuid()}").iterdir())
+
+
+def test_of_several_servers_the_latest_that_runs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with EmbeddedServer() as first:
+        embedded.advertise(first.url)
+        with EmbeddedServer() as second:
+            embedded.advertise(second.url)
+            assert embedded.advertised() == second.url
+            embedded.withdraw(second.url)
+            assert embedded.advertised() == first.url
+            embedded.advertise(second.url)
+        assert embedded.advertised() == first.url, "the second was killed"
+
+
+def test_a_runtime_folder_that_is_not_there_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with EmbeddedServer() as server:
+        embedded.advertise(server.url)
+        assert embedded.advertised() == server.url

@@ -56,6 +56,14 @@ def test_a_wrong_payload_is_refused_by_the_name_of_its_field(payload: str, field
     assert "\n" not in str(caught.value)
 
 
+def test_a_misspelt_field_is_told_which_one_may_be_meant() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^max_token: .*; do you mean max_tokens\?$"):
+        Request.parse('{"prompt": "a", "max_token": 1}')
+    with pytest.raises(InvalidRequestError, match=r"^x+: is not a field of a request$") as caught:
+        Request.build({"prompt": "a", "x" * 1_000_000: 1})
+    assert len(str(caught.value)) < 300
+
+
 def test_a_payload_keeps_what_was_set_and_leaves_out_defaults() -> None:
     fields = {"prompt": [1, 2], "temperature": 0, "stop": ["a"], "metadata": {"n": [1, None]}}
     payload = Request.build(fields).to_payload()

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from shared import lookups
-from shared.embedded import EmbeddedServer
+from shared.embedded import EmbeddedServer, advertised
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
 from shared.script_values import NewRequest
@@ -178,19 +178,32 @@ def test_a_killed_workers_stream_is_carried_on(redis_url: str, worker_url: str) 
         assert "".join(event["text"] for event in events) == text_of(8, 6000)
 
 
-def test_starts_an_own_server_where_none_is_given(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    environment.pop("PROMPTQ_REDIS_URL", None)
+def test_starts_an_own_server_where_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later commands find it, as they find that of `promptq up`."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PROMPTQ_REDIS_URL", raising=False)
     process = subprocess.Popen(
-        [*COMMAND, "--model", "model-free"], stdout=subprocess.PIPE, text=True, env=environment
+        [*COMMAND, "--model", "model-free"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     with process.stdout:
         first = process.stdout.readline()
         assert first.startswith("no Redis given: started an embedded server at redis://127.0.0.1:")
         assert process.stdout.readline().startswith("ready after ")
+        assert advertised() == first.split()[-1]
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
+    assert advertised() is None
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_names_what_options_take(option: str) -> None:
+    shown = " ".join(run(option).stdout.split())
+    assert "--log-level debug|info|warning|error" in shown
+    assert "--async-scheduling true|false" in shown
+    assert "waits for the server to answer [default: 0.0]" in shown
 
 
 def test_starts_without_torch() -> None:

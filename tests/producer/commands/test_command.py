@@ -28,6 +28,7 @@ from shared.events import ErrorInfo
 from shared.keys import Keys
 from shared.schemas import FinishReason
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, free_port, old_server
+from tests.roles import as_role
 
 KEYS = Keys("default")
 
@@ -169,6 +170,37 @@ def test_ctrl_c_while_waiting(start: Start, own_worker: HandWorker) -> None:
     assert process.communicate() == ("", "promptq: cancelled after 0 tokens\n")
     assert process.returncode == 130
     assert own_worker.queue.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "said"), [(False, "no worker is alive"), (True, "the queue is paused")]
+)
+def test_says_at_a_terminal_why_nothing_comes(
+    own_worker: HandWorker,
+    environment: dict[str, str],
+    redis_url: str,
+    is_paused: bool,
+    said: str,
+) -> None:
+    """With what to do about it, and once."""
+    own_worker.redis.hset(KEYS.config, "paused", int(is_paused))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*PROMPTQ, "submit", "Hi", "--redis", as_role("producer", redis_url)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    seen = b""
+    while b"\n" not in seen:
+        seen += _read_terminal(ours)
+    process.send_signal(signal.SIGINT)
+    while chunk := _read_terminal(ours):
+        seen += chunk
+    os.close(ours)
+    assert process.wait() == 130
+    assert re.fullmatch(f"promptq: the request waits: {said}.*\r\n.*cancelled.*\r\n", seen.decode())
 
 
 def test_ctrl_c_in_watch_leaves_the_request_alone(
@@ -449,6 +481,13 @@ def test_up_on_a_port_that_is_taken(run: Run, redis_url: str) -> None:
     done = run("up", "--redis-port", port, url="")
     assert done.returncode == 1
     assert f"port {port} on 127.0.0.1 is taken" in done.stderr
+
+
+def test_a_port_that_there_is_not(run: Run) -> None:
+    done = run("server", "--port", "70000", url="")
+    assert done.returncode == 2
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_up_keeps_data(run: Run, start: Start, tmp_path: Path) -> None:

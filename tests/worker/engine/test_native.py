@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
+from shared.logs import configure_logs
 from shared.schemas import SamplingParams
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
 from worker.engine.engine import LLMEngine
@@ -178,7 +179,11 @@ def test_without_a_compiler_the_reason_is_told(
         load_native.__wrapped__()
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that it compiles, which takes a minute or two, is said before."""
+    configure_logs("info", "json")
     compiler = tmp_path / "cc"
     compiler.write_text(
         "#!/bin/sh\necho 'decoder.cpp:1: fatal error: no such header' >&2\nexit 1\n"
@@ -189,3 +194,4 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(NativeCodeError, match="fatal error: no such header"):
         load_native.__wrapped__()
     assert not list((tmp_path / "promptq").glob("*.so"))
+    assert "compiling native code" in capsys.readouterr().err

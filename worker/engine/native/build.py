@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from shared.logs import get_logger
+
 _SOURCES = Path(__file__).parent / "src"
 _FLAGS = [
     "-fPIC",
@@ -80,6 +82,7 @@ def _compile(library: Path) -> None:
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler ({_compiler()}); install g++ or set CXX")
+    get_logger().info("compiling native code, once for this machine", library=str(library))
     home = Path(torch.__file__).parent
     include, lib = home / "include", home / "lib"
     try:
