@@ -16,11 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shared import lookups
 from shared.calling import Call, text_map
 from shared.errors import ConfigurationError, RequestNotFoundError
-from shared.keys import Keys
+from shared.keys import NAME, Keys
 from shared.schemas import MAX_PRIORITY, invalid_request
 
 _PREFIX = "pq-"
-_NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 
 
 class ApiKey(BaseModel):
@@ -28,9 +27,9 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=NAME)
     """Unique; what people call the key, and what stands in logs."""
-    tenant: str | None = Field(None, pattern=_NAME)
+    tenant: str | None = Field(None, pattern=NAME)
     """Whose share its requests use; None: the tenant without a name."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """The lowest number that its requests may ask for; lower runs sooner."""
@@ -86,12 +85,16 @@ def list_all(keys: Keys) -> Generator[Call[Any], Any, list[ApiKey]]:
 def revoke(keys: Keys, name: str) -> Generator[Call[Any], Any, ApiKey]:
     """Nobody gets in with the key from now on. Raises RequestNotFoundError; yields as `create`."""
     found = yield Call("", ["HGETALL", keys.api_keys], text_map)
-    for hashed, value in found.items():
-        key = ApiKey.model_validate_json(value)
-        if key.name == name:
-            yield Call("", ["HDEL", keys.api_keys, hashed], int)
-            return key
-    raise RequestNotFoundError(f"name: there is no key {name!r}")
+    named = {
+        hashed: key
+        for hashed, value in found.items()
+        if (key := ApiKey.model_validate_json(value)).name == name
+    }
+    if not named:
+        raise RequestNotFoundError(f"name: there is no key {name!r}")
+    # Two, where two were made at the same moment.
+    yield Call("", ["HDEL", keys.api_keys, *named], int)
+    return next(iter(named.values()))
 
 
 def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from shared.errors import ConfigurationError, InvalidRequestError
 
-_QUEUE_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
+"""What queues, tenants and API keys may be called ..."""
+NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
+"""... as people are told."""
+
+_QUEUE_NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
@@ -38,9 +43,7 @@ class Keys:
 
     def __post_init__(self) -> None:
         if not _QUEUE_NAME.fullmatch(self.queue):
-            raise ConfigurationError(
-                f"queue: {self.queue!r} is not 1 to 64 letters, digits, '_', '.' or '-'"
-            )
+            raise ConfigurationError(f"queue: {self.queue[:80]!r} is not {NAME_IN_WORDS}")
 
     @property
     def prefix(self) -> str:

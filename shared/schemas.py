@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shared.errors import InvalidRequestError
+from shared.keys import NAME, NAME_IN_WORDS
 from shared.output_format import Output, wanted_output
 
 PROTOCOL_VERSION = 1
@@ -162,7 +163,7 @@ class Request(SamplingParams):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
     deadline_ms: int | None = Field(None, ge=1, le=MAX_MS)
-    tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
+    tenant: str | None = Field(None, pattern=NAME)
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
     metadata: dict[str, Any] | None = None
@@ -235,6 +236,8 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
         meant = get_close_matches(field, Request.model_fields, n=1)
         hint = f"; do you mean {meant[0]}?" if meant else ""
         return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
+    if first.get("ctx", {}).get("pattern") == NAME:
+        message = f"is not {NAME_IN_WORDS}"
     value = json.dumps(first.get("input"), default=str)
     shown = value if len(value) <= 80 else value[:77] + "..."
     return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)

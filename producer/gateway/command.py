@@ -107,7 +107,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror}; see --host and --port (0: any)"
+        ) from error
     return listener
 
 

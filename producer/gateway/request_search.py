@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
 from shared.errors import InvalidRequestError
-from shared.keys import Keys
+from shared.keys import NAME, Keys
 from shared.schemas import RequestState
 
 PAGE = 50
@@ -212,4 +212,4 @@ def _is_whole(text: str) -> bool:
 
 
 def _is_name(name: bytes) -> bool:
-    return re.fullmatch(rb"[A-Za-z0-9_.\-]{1,64}", name) is not None
+    return re.fullmatch(NAME.encode(), name) is not None

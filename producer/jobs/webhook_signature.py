@@ -14,6 +14,7 @@ from pathlib import Path
 
 from producer.jobs.settings import JobsSettings
 from shared.errors import ConfigurationError
+from shared.settings import ENV_PREFIX
 
 _PREFIX = "whsec_"
 
@@ -26,18 +27,15 @@ def load_secret(settings: JobsSettings) -> bytes:
     if settings.webhook_secret is not None:
         return _decode(settings.webhook_secret.get_secret_value())
     path = secret_file(settings)
-    if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own = path.with_name(f"{path.name}.{os.getpid()}")
-        own.touch(0o600)
-        own.write_text(_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
-        try:
-            os.link(own, path)  # which fails where another process was first
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
-    return _decode(path.read_text().strip())
+    try:
+        if not path.exists():
+            _make(path)
+        return _decode(path.read_text().strip())
+    except OSError as error:
+        raise ConfigurationError(
+            f"files_dir ({ENV_PREFIX}FILES_DIR): the secret of webhooks cannot be kept in"
+            f" {path.parent}: {error.strerror}"
+        ) from error
 
 
 def secret_file(settings: JobsSettings) -> Path:
@@ -49,6 +47,19 @@ def sign(key: bytes, webhook_id: str, timestamp: int, body: str) -> str:
     """The `webhook-signature` header: HMAC-SHA256 of `id.timestamp.body`."""
     digest = hmac.digest(key, f"{webhook_id}.{timestamp}.{body}".encode(), hashlib.sha256)
     return "v1," + base64.b64encode(digest).decode()
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = path.with_name(f"{path.name}.{os.getpid()}")
+    own.touch(0o600)
+    own.write_text(_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
+    try:
+        os.link(own, path)  # which fails where another process was first
+    except FileExistsError:
+        pass
+    finally:
+        own.unlink()
 
 
 def _decode(secret: str) -> bytes:
