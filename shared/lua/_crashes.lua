@@ -18,6 +18,19 @@ local function bury(id, crashes)
   redis.call('ZADD', prefix .. 'dead', now_text, id)
 end
 
+-- Whether to wait with a lost lease that would bury the request: its worker ran it alone and told of itself
+-- so lately that it may be slow, not dead. Then the lease goes on until the worker counts as gone. Once an
+-- attempt only, for a worker may also live and have lost the request.
+local function may_live(id, max_crashes)
+  local fields = read_request(id, 'crashes', 'alone', 'worker') or {}
+  if fields.alone ~= '1' or whole(fields.crashes, 0) + 1 < max_crashes then return false end
+  local gone_at = tonumber(redis.call('ZSCORE', prefix .. 'workers', fields.worker or '') or 0)
+  if gone_at <= now then return false end
+  redis.call('ZADD', leases, exact(gone_at), id)
+  redis.call('HSET', request_key(id), 'alone', 2)
+  return true
+end
+
 -- The worker that held the request crashed. Who was aboard twice is a suspect, to be run alone; only
 -- one that was alone with its worker at a crash is known to have caused it. Returns the new state.
 local function count_crash(id, score, max_crashes)

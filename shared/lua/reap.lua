@@ -18,10 +18,9 @@ for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE', 'L
   elseif fields.cancelled == '1' then
     finish_bare(id, 'cancelled')
     ended = ended + 1
-  elseif count_crash(id, fields.score, max_crashes) == 'dead' then
-    dead = dead + 1
-  else
-    returned = returned + 1
+  elseif not may_live(id, max_crashes) then
+    if count_crash(id, fields.score, max_crashes) == 'dead' then dead = dead + 1
+    else returned = returned + 1 end
   end
 end
 carry_out() -- what has just ended has no deadline any more

@@ -12,9 +12,10 @@ import pytest
 from shared import lookups, scripts
 from shared.calling import script_text
 from shared.errors import RequestNotFoundError
+from shared.observations import WorkerStats
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
-from shared.script_values import Claim, ClaimContext, ModelIdentity, Room
+from shared.script_values import Claim, ClaimContext, ModelIdentity, Room, RowStatus
 from tests.helpers import Server
 from tests.shared.test_request_queue import ROOM, held, ids, last_event, put, row
 
@@ -160,6 +161,29 @@ def test_a_worker_of_before_that_says_not_what_it_holds_gets_no_suspect(
     put(queue, "b")
     reply = script(keys=[queue.keys.pending], args=args)
     assert [item[0] for item in reply[3:]] == [b"b"]
+
+
+def test_a_slow_worker_is_not_taken_for_a_dead_one(client: Any, queue: RequestQueue) -> None:
+    """What would bury a request waits, once, until nothing is heard of its worker any more."""
+    make_suspects(client, queue, ["a"])
+    queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000))
+    (a,) = queue.take_batch(ROOM)
+    crash(client, queue, [a])
+    assert queue.state("a") is RequestState.ACTIVE
+    published = queue.publish([row(a, 0)], [held(a)])
+    assert [*published.rows, *published.held] == [RowStatus.OK, RowStatus.OK]
+    assert client.zscore(queue.keys.leases, "a") > time.time() * 1000
+    crash(client, queue, [a])
+    assert queue.state("a") is RequestState.DEAD
+
+
+def test_a_worker_of_which_nothing_is_heard_is_dead(client: Any, queue: RequestQueue) -> None:
+    make_suspects(client, queue, ["a"])
+    queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000))
+    claims = queue.take_batch(ROOM)
+    client.zadd(queue.keys.workers, {"w1": 1})
+    crash(client, queue, claims)
+    assert queue.state("a") is RequestState.DEAD
 
 
 # --- dead letters
