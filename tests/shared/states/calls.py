@@ -56,6 +56,26 @@ def enqueue(spec: Spec, kind: str) -> Move:
     return Move(kind, f"enqueue {spec.request_id}", (call,), (spec.request_id,))
 
 
+def enqueue_together(specs: list[Spec]) -> Move:
+    new = [NewRequest(spec.request_id, request_of(spec), spec.delay_ms) for spec in specs]
+    call = scripts.enqueue(new, LEASE_MS, nonce="call-of-all")
+    ids = tuple(spec.request_id for spec in specs)
+    return Move("together", "one call: enqueue " + ", ".join(ids), (call,), ids)
+
+
+def cancel_together(request_ids: list[str]) -> Move:
+    text = "one call: cancel " + ", ".join(request_ids)
+    return Move("together", text, (scripts.cancel(request_ids),), tuple(request_ids))
+
+
+def release_together(held: list[tuple[Held, int]]) -> Move:
+    parts = [f"attempt {attempt} of {it.request_id}" for it, attempt in held]
+    call = scripts.release([it for it, _ in held])
+    holders = tuple((it.request_id, attempt) for it, attempt in held)
+    ids = tuple(request_id for request_id, _ in holders)
+    return Move("together", "one call: release " + ", ".join(parts), (call,), ids, holders=holders)
+
+
 @cache
 def enqueue_plainly(spec: Spec, kind: str) -> Move:
     request_id, payload = spec.request_id, request_of(spec).to_payload()

@@ -32,6 +32,7 @@ purge       a dead letter is deleted, and the id may be used again, as with `for
 pause       the queue hands out nothing; or goes on
 again       a plain client puts an id into `pending` that is there already, or has ended
 both        the script enqueues an id that plain commands may put in
+together    enqueue, cancel and release of all in one call
 overtaken   a claim of a session, which the server executes only behind a later one
 priority    what waits gets another, from somebody who read the payload as it is or as it was
 half        a plain client puts a hash in, and no id into `pending`
@@ -78,7 +79,7 @@ ALL = REQUIRED | {
 def moves(world: World, view: View) -> Iterator[Move]:
     """All that may happen in this state."""
     for spec in world.specs:
-        for group in (_produce, _cancel, _publish, _hold, _pass_time, _forget, _stray):
+        for group in _GROUPS:
             yield from (move for move in group(world, view, spec) if move.kind in world.moves)
     if "claim" in world.moves:
         for number, worker in enumerate(WORKERS[: world.num_workers]):
@@ -101,6 +102,8 @@ def moves(world: World, view: View) -> Iterator[Move]:
         yield from map(calls.lapse, view.kept_for_a_time)
     if "step" in world.moves:
         yield from _steps(world, view)
+    if "together" in world.moves:
+        yield from _together(world, view)
 
 
 def _produce(world: World, view: View, spec: Spec) -> Iterator[Move]:
@@ -116,6 +119,11 @@ def _produce(world: World, view: View, spec: Spec) -> Iterator[Move]:
         yield calls.enqueue_plainly(spec, "again")
     if spec.plain:
         yield calls.enqueue(spec, "both")
+
+
+def _reprioritise(world: World, view: View, spec: Spec) -> Iterator[Move]:
+    if spec.plain and "again" in world.moves:
+        return  # which would bring the old payload back
     for read in (None, *world.priorities):
         for priority in world.priorities:
             yield calls.reprioritise(spec, read, priority)
@@ -189,7 +197,8 @@ def _forget(world: World, view: View, spec: Spec) -> Iterator[Move]:
 
 def _stray(world: World, view: View, spec: Spec) -> Iterator[Move]:
     request_id = spec.request_id
-    if spec.plain:
+    goes_by_itself = KEYS.request(request_id) in view.expiring  # cancelled before it came
+    if spec.plain and not goes_by_itself:
         if not view.is_accepted(request_id) and not view.log(request_id):
             yield calls.put_by_half(spec)
         if request_id in view.pending:
@@ -239,3 +248,30 @@ def _steps(world: World, view: View) -> Iterator[Move]:
             rows.append((calls.row_of(spec, fence, index), attempt))
             holders.append((Held(spec.request_id, fence), attempt))
         yield calls.step(rows, holders)
+
+
+def _together(world: World, view: View) -> Iterator[Move]:
+    """Calls for all requests at once."""
+    yield calls.enqueue_together([it for it in world.specs if not (it.plain or it.requeue_of)])
+    yield calls.cancel_together(list(world.by_id))
+    attempts = [(it, view.attempt(it)) for it in world.by_id]
+    held = [
+        (Held(request_id, fence_of(view, request_id, attempt)), attempt)
+        for request_id, attempt in attempts
+        if 0 < attempt <= world.losses
+    ]
+    if len(held) > 1:
+        yield calls.release_together(held)
+
+
+_GROUPS = (
+    _produce,
+    _cancel,
+    _reprioritise,
+    _publish,
+    _hold,
+    _pass_time,
+    _forget,
+    _stray,
+)
+"""What may happen to each request."""

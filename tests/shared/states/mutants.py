@@ -6,7 +6,7 @@ from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
 from tests.shared.states.world import Spec, World
 from tests.shared.states.worlds import SMALL
 
-TWO, PLAIN, DEAD, ONCE, LOST, LATE, MOVED, STRAY = (
+TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, STRAY = (
     SMALL[name]
     for name in (
         "two requests, each losing its worker once",
@@ -15,6 +15,7 @@ TWO, PLAIN, DEAD, ONCE, LOST, LATE, MOVED, STRAY = (
         "two requests of one idempotency key, forgotten",
         "claims whose reply is lost",
         "claims that come late",
+        "two requests, each of one token, in one call",
         "two requests, one of a tenant, that get other priorities",
         "one request that plain commands leave behind",
     )
@@ -266,11 +267,32 @@ MUTANTS = (
         "payload, 'state', 'waiting', 'score', score",
         "payload, 'state', 'active', 'score', score",
     ),
+    Mutant(  # those in front of an id that is taken wait, though the call is refused
+        "an_answer_to_a_producer_is_true",
+        "enqueue",
+        "elseif not nonce or (fields or {}).nonce ~= nonce then",
+        "elseif not nonce or (fields or {}).nonce ~= nonce then"
+        " for _, it in ipairs(fresh) do put_waiting(it.id, now_text, it.tenant) end",
+        ALL,
+    ),
     Mutant(  # a cancel that does not end what waits
         "an_answer_to_a_producer_is_true",
         "cancel",
         "finish_bare(id, 'cancelled')",
         "",
+    ),
+    Mutant(  # only the first of several
+        "an_answer_to_who_gives_back_is_true",
+        "release",
+        "back_to_waiting(id, fields.score, 'given back')",
+        "if at == 1 then back_to_waiting(id, fields.score, 'given back') end",
+        ALL,
+    ),
+    Mutant(
+        "an_answer_to_who_gives_back_is_true",
+        "release",
+        "status = count_crash(id, fields.score, max_crashes)",
+        "count_crash(id, fields.score, max_crashes)",
     ),
     Mutant(  # what another one has changed meanwhile is overwritten
         "a_change_of_priority_is_whole",
@@ -311,6 +333,12 @@ MUTANTS = (
         "reap",
         "promote_delayed(), 0, 0",
         "0, 0, 0",
+    ),
+    Mutant(
+        "a_reaper_leaves_nothing_overdue",
+        "reap",
+        "dead = dead + 1",
+        "returned = returned + 1",
     ),
     Mutant(  # before the second of a plain client's commands
         "a_sweep_lets_go_of_orphans",

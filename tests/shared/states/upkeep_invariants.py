@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shared.scripts import PriorityStatus
+from collections import Counter
+
+from shared.scripts import PriorityStatus, Reaped
 from tests.shared.states.calls import GRACE_MS
 from tests.shared.states.state_invariants import Problems
 from tests.shared.states.step_invariants import Step, StepInvariant, all_of, sets_of
@@ -58,9 +60,21 @@ def a_change_of_priority_is_whole(step: Step) -> Problems:
 
 
 def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
-    """After a reap no lease has run out, no delay is over, nothing that waits is overdue."""
+    """After a reap no lease has run out, no delay is over, nothing that waits is overdue. It tells
+    how many it took from their workers, ended (of those, too, by their deadline), and buried.
+    """
     if step.move.kind != "reap":
         return
+    told, expected = step.outcome.answers[0], Counter[str]()
+    for request_id in step.world.by_id:
+        state = step.after.state(request_id)
+        was_held = step.before.leases.get(request_id, NOW_MS + 1) <= NOW_MS
+        if was_held and state in ("waiting", "expired"):
+            expected["returned"] += 1
+        if step.after.is_final(request_id) and not step.before.is_final(request_id):
+            expected["dead" if state == "dead" else "ended"] += 1
+    if told != Reaped(expected["returned"], expected["ended"], expected["dead"]):
+        yield f"the reaper tells {told} of {expected}"
     for request_id in step.world.by_id:
         if step.after.leases.get(request_id, NOW_MS + 1) <= NOW_MS:
             yield f"the lease of {request_id} has run out"

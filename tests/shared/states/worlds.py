@@ -61,6 +61,12 @@ SMALL = {
         losses=1,
         num_workers=1,
     ),
+    "two requests, each of one token, in one call": World(
+        (Spec("r1", 100, num_tokens=1), Spec("r2", 200, num_tokens=1)),
+        REQUIRED - {"cancel", "renew", "wait"} | {"together"},
+        losses=1,
+        num_workers=1,
+    ),
     "two requests, one of a tenant, that get other priorities": World(
         (
             Spec("r1", 100, num_tokens=1, priority=1, delay_ms=1000, tenant="t1"),
@@ -73,7 +79,7 @@ SMALL = {
     ),
     "one request that plain commands leave behind": World(
         (Spec("r1", 100, num_tokens=2, plain=True),),
-        STRAY | REQUIRED - {"cancel"} | {"sweep", "grace", "again", "flag"},
+        STRAY | REQUIRED | {"sweep", "grace", "again", "flag"},
         losses=1,
         num_workers=1,
     ),
@@ -116,7 +122,7 @@ WALKED = World(
         Spec("r5", 500, idempotency_key="once"),
         Spec("r6", 600, requeue_of="r1"),
     ),
-    ALL | {"priority", "overtaken", "half", "drop", "sweep", "grace"},
+    ALL | {"priority", "overtaken", "together", "half", "drop", "sweep", "grace"},
     losses=3,
     num_workers=3,
     all_positions=True,
