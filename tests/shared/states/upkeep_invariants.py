@@ -61,15 +61,17 @@ def a_change_of_priority_is_whole(step: Step) -> Problems:
 
 def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
     """After a reap no lease has run out, no delay is over, nothing that waits is overdue. It tells
-    how many it took from their workers, ended (of those, too, by their deadline), and buried.
+    how many it put back into the queue (of which a deadline may have ended some), ended, and
+    buried.
     """
     if step.move.kind != "reap":
         return
     told, expected = step.outcome.answers[0], Counter[str]()
     for request_id in step.world.by_id:
         state = step.after.state(request_id)
-        was_held = step.before.leases.get(request_id, NOW_MS + 1) <= NOW_MS
-        if was_held and state in ("waiting", "expired"):
+        holds = (step.before.leases, step.before.delayed)
+        was_due = any(it.get(request_id, NOW_MS + 1) <= NOW_MS for it in holds)
+        if was_due and state in ("waiting", "expired"):
             expected["returned"] += 1
         if step.after.is_final(request_id) and not step.before.is_final(request_id):
             expected["dead" if state == "dead" else "ended"] += 1
