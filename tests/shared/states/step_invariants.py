@@ -168,7 +168,7 @@ def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
         senders = {(row.request_id, attempt) for row, attempt in step.move.rows}
         for _, attempt in [it for it in senders | set(step.move.holders) if it[0] == request_id]:
             is_held = _holds(step.before, request_id, attempt)
-            is_given_back = step.move.kind in ("release", "break") and not is_cancelled
+            is_given_back = step.move.calls[0].script == "release" and not is_cancelled
             if is_held and not step.after.is_final(request_id) and not is_given_back:
                 yield f"{request_id} was to end and goes on"
 
