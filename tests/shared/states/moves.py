@@ -115,7 +115,7 @@ def _produce(world: World, view: View, spec: Spec) -> Iterator[Move]:
         yield calls.enqueue(spec, "produce")
     elif not view.is_accepted(spec.request_id):
         yield calls.enqueue_plainly(spec, "produce")
-    elif spec.request_id not in view.pending:
+    elif spec.request_id not in view.places:
         yield calls.enqueue_plainly(spec, "again")
     if spec.plain:
         yield calls.enqueue(spec, "both")
