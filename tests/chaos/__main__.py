@@ -26,16 +26,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults come")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and the requests")
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rate of requests")
-    parser.add_argument("--keep", type=Path, help="folder that keeps logs and records")
+    parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
     parser.add_argument(
         "--queues", nargs="+", type=Queue, default=list(Queue), help="which there are, of all"
     )
     parser.add_argument("--mutant", choices=[*MUTANTS, "all"], help="broken scripts, to be caught")
     options = parser.parse_args()
+    names = [""] if options.mutant is None else [options.mutant]
+    if options.mutant == "all":
+        names = list(MUTANTS)
+    for folder in [options.keep / name for name in names] if options.keep else []:
+        if folder.exists():
+            parser.error(f"--keep: {folder} is there already; each run takes a new folder")
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"chaos: seed {seed}", flush=True)
     if options.mutant:
-        names = list(MUTANTS) if options.mutant == "all" else [options.mutant]
         outcomes = {name: run(options, seed, name) for name in names}
         print(mutant_table(outcomes))
         return 0 if all(it.violations for it in outcomes.values()) else 1

@@ -48,6 +48,10 @@ _PATIENCE_SECONDS = 60.0
 """So long nothing may end while requests are open, once all faults are over."""
 _PATIENCE_WITH_MUTANTS_SECONDS = 10.0
 """Longer than a lease and a subscriber's silence, after which a lost event would have come."""
+_PATIENCE_WITH_CIRCLES = 5
+"""So many times as long may things move and none of them end: they go round and round."""
+_PATIENCE_UNDISTURBED_SECONDS = 600.0
+"""So long may the shipped model take for one answer, loading included, before any fault."""
 _CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
 _IDLE_SECONDS = 2.5  # two heartbeats
 _LOOK_SECONDS = 0.1
@@ -119,9 +123,10 @@ class Run:
             if Queue.REAL in self._queues:
                 self._say("asking the shipped model undisturbed")
                 references = await self._ask_references()
-            await self._start_clients()
-            self._say(f"faults come for {self.outcome.seconds:g} s")
-            if self._mutant and await self._catch(references):
+            if not self.outcome.violations:
+                await self._start_clients()
+                self._say(f"faults come for {self.outcome.seconds:g} s")
+            if self.outcome.violations or (self._mutant and await self._catch(references)):
                 await self._fleet.leave()
             else:
                 if not self._mutant:
@@ -150,15 +155,24 @@ class Run:
         print(f"{time.monotonic() - self._started:6.1f} s  {what}", flush=True)
 
     async def _ask_references(self) -> dict[str, Expected]:
-        """What the shipped model answers while nothing is disturbed; one request at a time."""
+        """What the shipped model answers while nothing is disturbed; one request at a time.
+
+        With some mutants it does not even then, which is a violation already.
+        """
         references = {}
         journal = Journal(self._folder / "references.jsonl")
         async with AsyncClient(as_role("producer", self._server.url), Queue.REAL) as client:
             for name, fields in TEMPLATES.items():
                 request_id = await client.enqueue(request_id=f"reference-{name}", **fields)
                 seen = Seen("reference", request_id, [])
-                async for event in client.stream(request_id):
-                    seen.events.append(SeenEvent.of(event))
+                try:
+                    async with asyncio.timeout(_PATIENCE_UNDISTURBED_SECONDS):
+                        async for event in client.stream(request_id):
+                            seen.events.append(SeenEvent.of(event))
+                except TimeoutError:
+                    told = f"no end of {name}, though nothing disturbs it"
+                    self.outcome.violations.append(Violation("unfinished", request_id, told))
+                    break
                 reason = seen.events[-1].finish_reason or ""
                 references[name] = Expected(seen.token_ids, seen.text, reason)
                 journal.write(
@@ -293,21 +307,29 @@ class Run:
         patience = _PATIENCE_WITH_MUTANTS_SECONDS if self._mutant else _PATIENCE_SECONDS
         waits: list[Coroutine[Any, Any, Any]] = [process.wait() for process in self._clients]
         ending = asyncio.gather(*waits)
+        most_looks = _PATIENCE_WITH_CIRCLES * patience / _LOOK_SECONDS
         async with redis.asyncio.Redis(port=self._server.port) as client:
             last: tuple[int, ...] = ()
-            changed = time.monotonic()
-            while not ending.done() and time.monotonic() - changed < patience:
+            changed, looks = time.monotonic(), 0
+            while (
+                not ending.done() and time.monotonic() - changed < patience and looks < most_looks
+            ):
                 await asyncio.sleep(_LOOK_SECONDS)
                 progress = await self._progress(client)
+                looks = looks + 1 if progress[:1] == last[:1] else 0
                 if progress != last:
                     last, changed = progress, time.monotonic()
         for process in self._clients:
             if process.returncode is None:  # it writes down what it has
                 process.terminate()
+        await asyncio.wait({ending}, timeout=patience)
+        for process in self._clients:
+            if process.returncode is None:  # not even that; its exit code tells
+                process.kill()
         await ending
 
     async def _progress(self, client: redis.asyncio.Redis) -> tuple[int, ...]:
-        """Changes while anything goes on."""
+        """Changes while anything goes on; the first number grows where something ends."""
         holds = [name for queue in Queue for name in hold_names(Keys(queue))]
         sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
         return (sizes, *[await client.zcard(name) for name in holds])

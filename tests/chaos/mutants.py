@@ -9,7 +9,7 @@ import os
 
 from shared import request_queue
 from tests.shared.states import mutants as states
-from tests.shared.states.mutants import ALL_SCRIPTS, Mutant
+from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
 
 VARIABLE = "PROMPTQ_CHAOS_MUTANT"
 """In the environment of a run's workers and clients: the mutant whose scripts they send."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +32,14 @@ async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:
     run = Run(268, 120, tmp_path, 2.0, queues=[Queue.VOLUME], means=often, mutant="lost-fence")
     outcome = await run.run()
     assert "zombie" in {violation.rule for violation in outcome.violations}
+
+
+def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.chaos", "--keep", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert f"--keep: {tmp_path} is there already" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_mutant_can_be_made() -> None:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from shared import scripts
 from shared.calling import Call
-from shared.events import ErrorInfo, TokenEvent, Usage
+from shared.events import ErrorInfo, Result, TokenEvent, Usage
 from shared.schemas import FinishReason, Request
-from shared.script_values import (
-    CancelMode,
-    ClaimContext,
-    Held,
-    ModelIdentity,
-    NewRequest,
-    Room,
-    Row,
-)
+from shared.script_values import ClaimContext, Held, ModelIdentity, NewRequest, Room, Row
 from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
 
 LEASE_MS = 3_600_000
 PAST = NOW_MS - 1
+GRACE_MS = 3_600_000
+"""So long is kept what a sweep has found, as it is by default."""
+LONG_PAST = PAST - GRACE_MS
 NONCE = "n"
 """What all claims of no session bring, so that fences of a request differ by the attempt alone."""
 SESSION, NO_SESSION = "s", ClaimContext()
+
+PROMPT_TOKENS = 1
+"""What a zombie, and a worker that gives back, tells of a prompt's length."""
 
 FORGOTTEN = 0
 """Stands for the attempts at an earlier request of the same id, of which nothing is kept."""
@@ -59,6 +58,26 @@ def enqueue(spec: Spec, kind: str) -> Move:
     return Move(kind, f"enqueue {spec.request_id}", (call,), (spec.request_id,))
 
 
+def enqueue_together(specs: list[Spec]) -> Move:
+    new = [NewRequest(spec.request_id, request_of(spec), spec.delay_ms) for spec in specs]
+    call = scripts.enqueue(new, LEASE_MS, nonce="call-of-all")
+    ids = tuple(spec.request_id for spec in specs)
+    return Move("together", "one call: enqueue " + ", ".join(ids), (call,), ids)
+
+
+def cancel_together(request_ids: list[str]) -> Move:
+    text = "one call: cancel " + ", ".join(request_ids)
+    return Move("together", text, (scripts.cancel(request_ids),), tuple(request_ids))
+
+
+def release_together(held: list[tuple[Held, int]]) -> Move:
+    parts = [f"attempt {attempt} of {it.request_id}" for it, attempt in held]
+    call = scripts.release([it for it, _ in held])
+    holders = tuple((it.request_id, attempt) for it, attempt in held)
+    ids = tuple(request_id for request_id, _ in holders)
+    return Move("together", "one call: release " + ", ".join(parts), (call,), ids, holders=holders)
+
+
 @cache
 def enqueue_plainly(spec: Spec, kind: str) -> Move:
     request_id, payload = spec.request_id, request_of(spec).to_payload()
@@ -69,6 +88,38 @@ def enqueue_plainly(spec: Spec, kind: str) -> Move:
         plain("PUBLISH", KEYS.control, "pending"),
     )
     return Move(kind, f"put {request_id} in by plain commands", calls, (request_id,))
+
+
+@cache
+def put_by_half(spec: Spec) -> Move:
+    payload = request_of(spec).to_payload()
+    call = plain("HSET", KEYS.request(spec.request_id), "payload", payload)
+    text = f"put only the hash of {spec.request_id} in"
+    return Move("half", text, (call,), (spec.request_id,))
+
+
+@cache
+def drop(request_id: str) -> Move:
+    call = plain("ZREM", KEYS.pending, request_id)
+    return Move("drop", f"take {request_id} out of `pending`", (call,), (request_id,))
+
+
+@cache
+def lose(request_id: str) -> Move:
+    call = plain("DEL", KEYS.request(request_id))
+    return Move("lose", f"delete the hash of {request_id}", (call,), (request_id,))
+
+
+@cache
+def sweep() -> Move:
+    return Move("sweep", "somebody sweeps", (scripts.sweep(limit=1000),), (), is_fair=True)
+
+
+@cache
+def be_orphaned_for_long(request_id: str) -> Move:
+    text = f"{request_id} was seen to stand nowhere an hour ago"
+    call = plain("ZADD", KEYS.prefix + "orphans", "XX", LONG_PAST, request_id)
+    return Move("grace", text, (call,), (request_id,), is_fair=True)
 
 
 def request_of(spec: Spec) -> Request:
@@ -91,7 +142,22 @@ def purge(request_id: str) -> Move:
 
 
 @cache
-def cancel_by_script(request_id: str, mode: CancelMode) -> Move:
+def reprioritise(spec: Spec, read: int | None, priority: int) -> Move:
+    """By one who read the payload when it had this priority; None: as it was enqueued."""
+    old = request_of(spec).to_payload() if read is None else _payload_with(spec, read)
+    new = _payload_with(spec, priority)
+    call = scripts.reprioritise(spec.request_id, priority, old.encode(), new)
+    who = "of its first" if read is None else f"of {read}"
+    text = f"{spec.request_id} gets priority {priority} instead {who}"
+    return Move("priority", text, (call,), (spec.request_id,))
+
+
+def _payload_with(spec: Spec, priority: int) -> str:
+    return json.dumps({**json.loads(request_of(spec).to_payload()), "priority": priority})
+
+
+@cache
+def cancel_by_script(request_id: str, mode: scripts.CancelMode) -> Move:
     kind = "cancel" if mode == "any" else "remove"
     call = scripts.cancel([request_id], mode)
     return Move(kind, f"cancel {request_id} ({mode})", (call,), (request_id,))
@@ -112,11 +178,13 @@ def claim(worker: str, max_count: int, budget: int, num_held: int = 0) -> Move:
 
 
 @cache
-def claim_in_session(max_count: int, nonce: str, answered: str, how: str) -> Move:
-    room, context = Room(max_count, AMPLE), ClaimContext(SESSION, answered)
+def claim_in_session(
+    max_count: int, nonce: str, answered: str, how: str, number: int, kind: str = "session"
+) -> Move:
+    room, context = Room(max_count, AMPLE), ClaimContext(SESSION, answered, number=number)
     call = scripts.claim("worker-s", LEASE_MS, room, nonce, "seeds", ModelIdentity(), context)
     text = f"worker-s claims up to {max_count} by {nonce}; {how}"
-    return Move("session", text, (call,), (), nonce=nonce, context=context)
+    return Move(kind, text, (call,), (), nonce=nonce, context=context)
 
 
 @cache
@@ -131,7 +199,15 @@ def row_of(spec: Spec, fence: str, index: int) -> Row:
         attempt=_attempt_in(fence),
         usage=usage,
     )
-    return Row.of(spec.request_id, fence, event)
+    return Row.of(spec.request_id, fence, event, _result_of(spec, event) if is_last else "")
+
+
+def _result_of(spec: Spec, last: TokenEvent) -> str:
+    """As workers give it with the last token."""
+    token_ids = [spec.token(index) for index in range(spec.num_tokens)]
+    text = "".join(f"{token_id} " for token_id in token_ids)
+    whole = last.model_copy(update={"index": 0, "token_ids": token_ids, "text": text})
+    return Result.fold([whole]).to_json()
 
 
 @cache
@@ -170,15 +246,16 @@ def step(rows: list[tuple[Row, int]], holders: list[tuple[Held, int]]) -> Move:
 
 
 @cache
-def renew(request_id: str, attempt: int, fence: str) -> Move:
-    call = scripts.publish(LEASE_MS, [], [Held(request_id, fence)])
+def renew(request_id: str, attempt: int, fence: str, is_stale: bool) -> Move:
+    prompt_tokens = PROMPT_TOKENS if is_stale else None  # which must not be written
+    call = scripts.publish(LEASE_MS, [], [Held(request_id, fence, prompt_tokens)])
     text = f"{_name(attempt)} renews {request_id}"
     return Move("renew", text, (call,), (request_id,), holders=((request_id, attempt),))
 
 
 @cache
 def release(request_id: str, attempt: int, fence: str, max_crashes: int | None = None) -> Move:
-    call = scripts.release([Held(request_id, fence)], max_crashes)
+    call = scripts.release([Held(request_id, fence, PROMPT_TOKENS)], max_crashes)
     how = "releases" if max_crashes is None else "gives back after its engine failed"
     text = f"{_name(attempt)} {how} {request_id}"
     return Move(

@@ -48,9 +48,14 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 def a_lost_claim_comes_back(step: Step) -> Problems:
     """What the last claim of a session gave comes back with the next one, if the session says that
     it never heard of it: it waits again or is handed out anew, and no crash is counted. What others
-    hold, or the session heard of, stays as it is. The server knows what the last claim gave.
+    hold, or the session heard of, stays as it is. The server knows what the last claim gave. A
+    claim that comes later than one behind it gives nothing and takes nothing back.
     """
-    if step.move.kind not in ("claim", "session"):
+    if step.move.kind not in ("claim", "session", "overtaken"):
+        return
+    if _is_overtaken(step):
+        if step.claims or step.before is not step.after:
+            yield f"a claim that was overtaken gives {step.claims} or changes something"
         return
     for request_id in step.world.by_id:
         old, new = step.before.fields(request_id), step.after.fields(request_id)
@@ -77,13 +82,19 @@ def a_lost_claim_comes_back(step: Step) -> Problems:
         yield f"the session was given {expected}, the server has {step.after.claimed.get(session)}"
 
 
+def _is_overtaken(step: Step) -> bool:
+    """Whether a later claim of the session gave something already."""
+    context = step.move.context
+    return 0 < context.number < step.before.claim_numbers.get(context.session, 0)
+
+
 def _was_never_heard_of(step: Step, request_id: str) -> bool:
     """Whether only the last claim of the session that claims now has the request, and the session
     does not know of it.
     """
     session, answered = step.move.context.session, step.move.context.answered
     last, _ = step.before.claimed.get(session, ("", ()))
-    is_known = last in (answered, step.move.nonce)
+    is_known = last in (answered, step.move.nonce) or _is_overtaken(step)
     return not is_known and request_id in step.before.held_by_last_claim(session)
 
 

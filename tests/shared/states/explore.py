@@ -20,13 +20,26 @@ from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import WORKERS, View, World
 
 
+def _numbered(trace: list[str]) -> str:
+    return "\n".join(f"  {number}. {text}" for number, text in enumerate(trace, 1))
+
+
 class ViolationError(AssertionError):
     """An invariant does not hold; the message tells how to get there."""
 
     def __init__(self, invariant: str, problem: str, trace: list[str]) -> None:
-        steps = [f"  {number}. {text}" for number, text in enumerate(trace, 1)]
-        super().__init__("\n".join([f"{invariant}: {problem}", "after", *steps]))
+        super().__init__(f"{invariant}: {problem}\nafter\n{_numbered(trace)}")
         self.invariant = invariant
+
+
+class TooManyStatesError(AssertionError):
+    """A world has more states than it may have, as scripts that never settle make it have.
+
+    The message tells how to get to the last one, in which one sees what goes round and round.
+    """
+
+
+MOST_STATES = 1_000_000
 
 
 @dataclass
@@ -58,19 +71,21 @@ def explore(
     port: int,
     texts: Mapping[str, str] | None = None,
     invariants: Invariants = ALL_INVARIANTS,
+    most_states: int = MOST_STATES,
 ) -> Explored:
-    """Visit every state and make every move in it. Raises ViolationError."""
+    """Visit every state and make every move in it. Raises ViolationError, TooManyStatesError."""
     server = StatesServer(port, texts)
     try:
-        return _Exploration(world, invariants).run(server)
+        return _Exploration(world, invariants, most_states).run(server)
     finally:
         server.close()
 
 
 class _Exploration:
-    def __init__(self, world: World, invariants: Invariants) -> None:
+    def __init__(self, world: World, invariants: Invariants, most_states: int) -> None:
         self._world = world
         self._invariants = invariants
+        self._most_states = most_states
         self._seen: list[_Seen] = []
         self._numbers: dict[bytes, int] = {}  # by digest, as states are long and many
         self._views: dict[int, View] = {}  # of the level that is explored and the next one
@@ -119,6 +134,11 @@ class _Exploration:
             for invariant in self._invariants.states:
                 for problem in invariant(self._world, view):
                     raise self._violation(invariant.__name__, problem, number)
+            if len(self._seen) > self._most_states:
+                raise TooManyStatesError(
+                    f"more than {self._most_states:,} states; one of the last comes after\n"
+                    + _numbered(self._trace_to(number))
+                )
         return number
 
     def _check_step(self, number: int, move: Move, outcome: Outcome, reached: int) -> None:
@@ -158,17 +178,27 @@ class _Exploration:
                 raise self._violation("progress", "nothing leads to the end", number)
 
     def _violation(self, name: str, problem: str, number: int, *then: str) -> ViolationError:
-        trace = list(then)
+        return ViolationError(name, problem, [*self._trace_to(number), *then])
+
+    def _trace_to(self, number: int) -> list[str]:
+        trace = []
         while number > 0:
             trace.append(self._seen[number].by)
             number = self._seen[number].came_from
-        return ViolationError(name, problem, trace[::-1])
+        return trace[::-1]
 
 
 def is_done(world: World, view: View) -> bool:
-    """Whether all requests that are there have ended, and no id waits for one that is gone."""
-    there = (it for it in world.by_id if view.is_accepted(it) or it in view.places)
-    return all(map(view.is_final, there))
+    """Whether all requests that are there have ended, and no id waits for one that is gone; where
+    somebody sweeps, also whether nothing else is left behind.
+    """
+    sweeps = "sweep" in world.moves
+    for request_id in world.by_id:
+        is_there = view.is_accepted(request_id) or request_id in view.places
+        is_there = is_there or (sweeps and view.is_orphan(request_id))
+        if is_there and not view.is_final(request_id):
+            return False
+    return True
 
 
 _A, _B = (name.encode() for name in WORKERS[:2])

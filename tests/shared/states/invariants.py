@@ -13,6 +13,9 @@ from tests.shared.states.step_invariants import (
     Step,
     StepInvariant,
 )
+from tests.shared.states.upkeep_invariants import UPKEEP_INVARIANTS
+
+_ANSWERS = ANSWER_INVARIANTS + CLAIM_INVARIANTS + UPKEEP_INVARIANTS
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Invariants:
 
     states: Collection[StateInvariant] = STATE_INVARIANTS
     changes: Collection[StepInvariant] = CHANGE_INVARIANTS
-    answers: Collection[StepInvariant] = ANSWER_INVARIANTS + CLAIM_INVARIANTS
+    answers: Collection[StepInvariant] = _ANSWERS
     progress: bool = True
 
     @classmethod
@@ -30,7 +33,7 @@ class Invariants:
         return cls(
             [it for it in STATE_INVARIANTS if it.__name__ == name],
             [it for it in CHANGE_INVARIANTS if it.__name__ == name],
-            [it for it in ANSWER_INVARIANTS + CLAIM_INVARIANTS if it.__name__ == name],
+            [it for it in _ANSWERS if it.__name__ == name],
             name == "progress",
         )
 

@@ -32,6 +32,14 @@ purge       a dead letter is deleted, and the id may be used again, as with `for
 pause       the queue hands out nothing; or goes on
 again       a plain client puts an id into `pending` that is there already, or has ended
 both        the script enqueues an id that plain commands may put in
+together    enqueue, cancel and release of all in one call
+overtaken   a claim of a session, which the server executes only behind a later one
+priority    what waits gets another, from somebody who read the payload as it is or as it was
+half        a plain client puts a hash in, and no id into `pending`
+drop        a plain client takes an id out of `pending`
+lose        the hash of what stands nowhere is deleted
+sweep       the upkeep that lets go of what nothing refers to
+grace       what a sweep has noticed has been so for an hour
 ==========  ======================================================================================
 """
 
@@ -41,7 +49,7 @@ from collections.abc import Iterator
 
 from shared.script_values import Held
 from tests.shared.states import calls
-from tests.shared.states.calls import FORGOTTEN, NONCE, PAST, SESSION, Move
+from tests.shared.states.calls import FORGOTTEN, LONG_PAST, NONCE, PAST, SESSION, Move
 from tests.shared.states.world import KEYS, WORKERS, Spec, View, World
 
 REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire", "wait", "reap"})
@@ -71,7 +79,7 @@ ALL = REQUIRED | {
 def moves(world: World, view: View) -> Iterator[Move]:
     """All that may happen in this state."""
     for spec in world.specs:
-        for group in (_produce, _cancel, _publish, _hold, _pass_time, _forget):
+        for group in _GROUPS:
             yield from (move for move in group(world, view, spec) if move.kind in world.moves)
     if "claim" in world.moves:
         for number, worker in enumerate(WORKERS[: world.num_workers]):
@@ -82,29 +90,43 @@ def moves(world: World, view: View) -> Iterator[Move]:
                 yield calls.claim(worker, len(world.specs), budget, num_held=1)
                 if len(world.specs) > 1:
                     yield calls.claim(worker, len(world.specs), budget)
-    if "session" in world.moves:
+    if world.moves & {"session", "overtaken"}:
         yield from _claims_in_session(world, view)
     if "reap" in world.moves:
         yield calls.reap(world.max_crashes)
+    if "sweep" in world.moves:
+        yield calls.sweep()
     if "pause" in world.moves:
         yield calls.pause("0" if view.is_paused else "1")
     if "lapse" in world.moves:
         yield from map(calls.lapse, view.kept_for_a_time)
     if "step" in world.moves:
         yield from _steps(world, view)
+    if "together" in world.moves:
+        yield from _together(world, view)
 
 
 def _produce(world: World, view: View, spec: Spec) -> Iterator[Move]:
+    if view.log(spec.request_id) and view.is_orphan(spec.request_id):
+        return  # its id is not to be used again until the log is gone
     if spec.requeue_of:
         yield calls.requeue(spec.requeue_of, spec.request_id)
     elif not spec.plain:
         yield calls.enqueue(spec, "produce")
     elif not view.is_accepted(spec.request_id):
         yield calls.enqueue_plainly(spec, "produce")
-    elif spec.request_id not in view.pending:
+    elif spec.request_id not in view.places:
         yield calls.enqueue_plainly(spec, "again")
     if spec.plain:
         yield calls.enqueue(spec, "both")
+
+
+def _reprioritise(world: World, view: View, spec: Spec) -> Iterator[Move]:
+    if spec.plain and "again" in world.moves:
+        return  # which would bring the old payload back
+    for read in (None, *world.priorities):
+        for priority in world.priorities:
+            yield calls.reprioritise(spec, read, priority)
 
 
 def _cancel(world: World, view: View, spec: Spec) -> Iterator[Move]:
@@ -132,7 +154,7 @@ def _hold(world: World, view: View, spec: Spec) -> Iterator[Move]:
     newest = view.attempt(spec.request_id)
     for attempt in _attempts(world, newest):
         fence = fence_of(view, spec.request_id, attempt)
-        yield calls.renew(spec.request_id, attempt, fence)
+        yield calls.renew(spec.request_id, attempt, fence, is_stale=attempt < newest)
         if attempt < newest or newest <= world.losses:
             yield calls.release(spec.request_id, attempt, fence)
             yield calls.release(spec.request_id, attempt, fence, world.max_crashes)
@@ -173,18 +195,36 @@ def _forget(world: World, view: View, spec: Spec) -> Iterator[Move]:
         yield calls.forget(request_id)
 
 
+def _stray(world: World, view: View, spec: Spec) -> Iterator[Move]:
+    request_id = spec.request_id
+    goes_by_itself = KEYS.request(request_id) in view.expiring  # cancelled before it came
+    if spec.plain and not goes_by_itself:
+        if not view.is_accepted(request_id) and not view.log(request_id):
+            yield calls.put_by_half(spec)
+        if request_id in view.pending:
+            yield calls.drop(request_id)
+        if view.is_accepted(request_id) and view.is_orphan(request_id):
+            yield calls.lose(request_id)
+    if view.orphans.get(request_id, LONG_PAST) > LONG_PAST:
+        yield calls.be_orphaned_for_long(request_id)
+
+
 def _claims_in_session(world: World, view: View) -> Iterator[Move]:
     last, _ = view.claimed.get(SESSION, ("", ()))
     new = "s1" if last == "s0" else "s0"
     rooms = range(1, len(world.specs) + 1)
+    if "overtaken" in world.moves:
+        how = "later than the claims behind it"
+        yield calls.claim_in_session(len(world.specs), "late", "", how, 1, "overtaken")
     for max_count in rooms:
-        yield calls.claim_in_session(max_count, new, last, "it heard of all before")
+        yield calls.claim_in_session(max_count, new, last, "it heard of all before", 2)
     held = view.held_by_last_claim(SESSION)
     if last and all(view.attempt(request_id) <= world.losses for request_id in held):
         for max_count in (0, *rooms):
-            yield calls.claim_in_session(max_count, new, "", f"it never heard of {last}")
+            yield calls.claim_in_session(max_count, new, "", f"it never heard of {last}", 2)
             if max_count:
-                yield calls.claim_in_session(max_count, last, "", "the same call once more")
+                number = view.claim_numbers[SESSION]
+                yield calls.claim_in_session(max_count, last, "", "the same call once more", number)
 
 
 def _steps(world: World, view: View) -> Iterator[Move]:
@@ -208,3 +248,30 @@ def _steps(world: World, view: View) -> Iterator[Move]:
             rows.append((calls.row_of(spec, fence, index), attempt))
             holders.append((Held(spec.request_id, fence), attempt))
         yield calls.step(rows, holders)
+
+
+def _together(world: World, view: View) -> Iterator[Move]:
+    """Calls for all requests at once."""
+    yield calls.enqueue_together([it for it in world.specs if not (it.plain or it.requeue_of)])
+    yield calls.cancel_together(list(world.by_id))
+    attempts = [(it, view.attempt(it)) for it in world.by_id]
+    held = [
+        (Held(request_id, fence_of(view, request_id, attempt)), attempt)
+        for request_id, attempt in attempts
+        if 0 < attempt <= world.losses
+    ]
+    if len(held) > 1:
+        yield calls.release_together(held)
+
+
+_GROUPS = (
+    _produce,
+    _cancel,
+    _reprioritise,
+    _publish,
+    _hold,
+    _pass_time,
+    _forget,
+    _stray,
+)
+"""What may happen to each request."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from shared.calling import SCRIPT_NAMES, script_text
+from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
 from tests.shared.states.world import Spec, World
 from tests.shared.states.worlds import SMALL
 
-ONE, TWO, PLAIN, DEAD, ONCE, LOST = (
+TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, STRAY = (
     SMALL[name]
     for name in (
-        "one request, everything but that it is forgotten",
         "two requests, each losing its worker once",
         "one request of one token by plain commands, everything",
         "a dead letter and what is made of it",
         "two requests of one idempotency key, forgotten",
         "claims whose reply is lost",
+        "claims that come late",
+        "two requests, each of one token, in one call",
+        "two requests, one of a tenant, that get other priorities",
+        "one request that plain commands leave behind",
     )
 )
 LEFT_OVER = World(
@@ -25,32 +26,6 @@ LEFT_OVER = World(
     losses=0,
     num_workers=1,
 )
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Each script whose name begins with `script` has `new` where `old` stood."""
-
-    breaks: str
-    script: str
-    old: str
-    new: str
-    world: World = ONE
-
-    def texts(self) -> dict[str, str]:
-        """All scripts by name, some of them broken. Raises ValueError where `old` is not there."""
-        texts = {name: script_text(name) for name in SCRIPT_NAMES}
-        broken = {
-            name: text.replace(self.old, self.new)
-            for name, text in texts.items()
-            if name.startswith(self.script) and text.count(self.old) == 1
-        }
-        if not broken:
-            raise ValueError(f"{self.old!r} does not stand once in any script {self.script}")
-        return texts | broken
-
-
-ALL_SCRIPTS = ""
 
 MUTANTS = (
     Mutant(
@@ -114,11 +89,36 @@ MUTANTS = (
         "local number = tonumber(score or nil)",
         "local number = nil",
     ),
+    Mutant(  # it is forgotten as soon as somebody has held it
+        "a_place_in_the_queue_is_kept",
+        "reprioritise",
+        ", 'score', text)",
+        ")",
+        MOVED,
+    ),
+    Mutant(
+        "the_backlog_is_what_waits",
+        ALL_SCRIPTS,
+        "count_later('tokens', tenant, -whole(fields.tokens, 0))",
+        "",
+    ),
+    Mutant(  # what was begun is not counted any more
+        "the_backlog_is_what_waits",
+        ALL_SCRIPTS,
+        "count_later('tokens', tenant_name(fields.tenant), whole(fields.tokens, 0))",
+        "",
+    ),
     Mutant(  # of another type
         "scripts_raise_no_errors",
         ALL_SCRIPTS,
         "redis.call('HDEL', request_key(id), 'fence'",
         "redis.call('HDEL', leases, 'fence'",
+    ),
+    Mutant(  # without an end
+        "scripts_raise_no_errors",
+        "reap",
+        "write_needs_no_memory()\nlocal returned",
+        "while true do write_needs_no_memory() end\nlocal returned",
     ),
     Mutant(
         "what_has_ended_never_changes",
@@ -152,6 +152,12 @@ MUTANTS = (
         "release",
         "elseif fields.fence ~= fence then",
         "elseif false then",
+    ),
+    Mutant(
+        "only_the_newest_attempt_writes",
+        "publish",
+        "not request.was_finished and request.fence == fence",
+        "not request.was_finished",
     ),
     Mutant(  # a zombie goes on, though nothing of it is written
         "who_lost_a_request_learns_it",
@@ -220,6 +226,13 @@ MUTANTS = (
         "if false then",
         LOST,
     ),
+    Mutant(  # it takes back what the claims behind it gave
+        "a_lost_claim_comes_back",
+        "claim",
+        "is_late = number > 0 and number < last_number",
+        "is_late = false",
+        LATE,
+    ),
     Mutant(
         "a_purge_deletes_dead_letters",
         "purge",
@@ -254,11 +267,53 @@ MUTANTS = (
         "payload, 'state', 'waiting', 'score', score",
         "payload, 'state', 'active', 'score', score",
     ),
+    Mutant(  # those in front of an id that is taken wait, though the call is refused
+        "an_answer_to_a_producer_is_true",
+        "enqueue",
+        "elseif not nonce or (fields or {}).nonce ~= nonce then",
+        "elseif not nonce or (fields or {}).nonce ~= nonce then"
+        " for _, it in ipairs(fresh) do put_waiting(it.id, now_text, it.tenant) end",
+        ALL,
+    ),
     Mutant(  # a cancel that does not end what waits
         "an_answer_to_a_producer_is_true",
         "cancel",
         "finish_bare(id, 'cancelled')",
         "",
+    ),
+    Mutant(  # only the first of several
+        "an_answer_to_who_gives_back_is_true",
+        "release",
+        "back_to_waiting(id, fields.score, 'given back')",
+        "if at == 1 then back_to_waiting(id, fields.score, 'given back') end",
+        ALL,
+    ),
+    Mutant(
+        "an_answer_to_who_gives_back_is_true",
+        "release",
+        "status = count_crash(id, fields.score, max_crashes)",
+        "count_crash(id, fields.score, max_crashes)",
+    ),
+    Mutant(  # what another one has changed meanwhile is overwritten
+        "a_change_of_priority_is_whole",
+        "reprioritise",
+        "if fields.payload ~= ARGV[3] then return 'stale' end",
+        "",
+        MOVED,
+    ),
+    Mutant(
+        "a_change_of_priority_is_whole",
+        "reprioritise",
+        "if redis.call('ZSCORE', leases, id) then return 'active' end",
+        "",
+        MOVED,
+    ),
+    Mutant(  # it jumps its delay
+        "a_change_of_priority_is_whole",
+        "reprioritise",
+        "if queue then redis.call('ZADD', queue, text, id) end",
+        "redis.call('ZADD', queue or pending, text, id)",
+        MOVED,
     ),
     Mutant(
         "others_are_left_alone",
@@ -278,6 +333,40 @@ MUTANTS = (
         "reap",
         "promote_delayed(), 0, 0",
         "0, 0, 0",
+    ),
+    Mutant(
+        "a_reaper_leaves_nothing_overdue",
+        "reap",
+        "dead = dead + 1",
+        "returned = returned + 1",
+    ),
+    Mutant(  # before the second of a plain client's commands
+        "a_sweep_lets_go_of_orphans",
+        "sweep",
+        "exact(now - grace_ms), 'BYSCORE'",
+        "now_text, 'BYSCORE'",
+        STRAY,
+    ),
+    Mutant(  # what was an orphan an hour ago, and is none
+        "a_sweep_lets_go_of_orphans",
+        "sweep",
+        "  if is_orphan(id) then\n    let_go(id)",
+        "  if true then\n    let_go(id)",
+        STRAY,
+    ),
+    Mutant(  # somebody waits for its last event
+        "a_sweep_lets_go_of_orphans",
+        "sweep",
+        "if not fields or not (fields.state or fields.payload) then",
+        "if true then",
+        STRAY,
+    ),
+    Mutant(  # noticed anew by each sweep
+        "progress",
+        "sweep",
+        "'NX', now_text",
+        "now_text",
+        STRAY,
     ),
     Mutant(  # what was begun is never begun again
         "progress",

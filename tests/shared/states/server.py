@@ -1,7 +1,8 @@
 """A real server that is put into any state, runs a real script there, and tells what came of it.
 
-The scripts' text is what workers send, behind a few lines that make their clock stand still and
-keep what they publish. All is pipelined: putting back, the calls, and reading take one turn.
+The scripts' text is what workers send, behind a few lines that make their clock stand still, keep
+what they publish, and stop one that does not end. All is pipelined: putting back, the calls, and
+reading take one turn.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ back or read; how many changes the server had counted by then."""
 
 _CHUNK = 100
 
+_MOST_COMMANDS = 10_000
+"""So many commands does no script send in a small world, unless it never ends."""
+
 _PINNED_CLOCK = f"""
-local unpinned = redis
+local unpinned, num_commands = redis, 0
 local function pinned(invoke)
   return function(command, ...)
+    num_commands = num_commands + 1
+    if num_commands > {_MOST_COMMANDS} then error('the script does not end') end
     if command == 'TIME' then return {{'{NOW_MS // 1000}', '0'}} end
     if string.find(command, 'PUBLISH$') then unpinned.call('RPUSH', '{_HEARD}', ...) end
     return invoke(command, ...)
@@ -176,7 +182,10 @@ class StatesServer:
 
     def _reply(self, raises: bool = True) -> Any:
         while (reply := self._reader.gets()) is False:
-            self._reader.feed(self._socket.recv(1 << 20))
+            received = self._socket.recv(1 << 20)
+            if not received:
+                raise ConnectionError("the server went away")
+            self._reader.feed(received)
         if raises and isinstance(reply, hiredis.ReplyError):
             raise reply
         return reply

@@ -5,10 +5,11 @@ Each invariant yields what is wrong, in a sentence; nothing if all is well.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from shared.events import Result, TokenEvent
-from tests.shared.states.world import KEYS, NOW_MS, View, World
+from tests.shared.states.world import KEYS, NOW_MS, STRAY, View, World
 
 Problems = Iterator[str]
 StateInvariant = Callable[[World, View], Problems]
@@ -24,9 +25,12 @@ def keys_bear_the_queues_name(world: World, view: View) -> Problems:
 def each_request_is_in_one_place(world: World, view: View) -> Problems:
     """A request that was accepted is waiting, delayed, active or final: exactly one of them, and
     its sets say the same as its `state`. (What a plain client put into `pending` once more stands
-    there, too, until a claim meets it.)
+    there, too, until a claim meets it, even if it is delayed after a crash; what it put in by half,
+    or took out, stands nowhere.)
     """
     for request_id, spec in world.by_id.items():
+        if spec.plain and world.moves & STRAY and view.is_orphan(request_id):
+            continue
         num_waiting = view.places.get(request_id, 0)
         is_leased, state = request_id in view.leases, view.state(request_id)
         is_final = view.is_final(request_id)
@@ -34,7 +38,8 @@ def each_request_is_in_one_place(world: World, view: View) -> Problems:
             yield f"{request_id} is {state or 'absent'}, leased: {is_leased}"
         if (num_waiting > 0) != (state == "waiting") and not (spec.plain and num_waiting == 1):
             yield f"{request_id} is {state or 'absent'} and waits in {num_waiting} sets"
-        if num_waiting > 1:
+        is_put_again = spec.plain and view.fields(request_id).get("suspect") is not None
+        if num_waiting > 1 and not is_put_again:
             yield f"{request_id} waits in {num_waiting} sets"
         if view.is_accepted(request_id) and not (is_final or is_leased or num_waiting):
             yield f"{request_id} is {state} and nowhere"
@@ -150,12 +155,33 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
 
 
 def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
-    """Whoever is given back or has waited for its time stands where it would have stood."""
-    for request_id, score in view.pending.items():
-        kept = view.fields(request_id).get("score")
-        expected = NOW_MS + world.by_id[request_id].priority * 60_000
+    """Whoever is given back or has waited for its time stands where it would have stood, had it
+    come with the priority that its payload says; so does who waits for its time.
+    """
+    for request_id in view.pending.keys() | view.delayed.keys():
+        kept, priority = view.fields(request_id).get("score"), view.priority(request_id)
+        expected = NOW_MS + priority * 60_000
+        score = view.pending.get(request_id, expected)
         if score != expected or (kept is not None and float(kept) != expected):
             yield f"{request_id} stands at {score}, its hash says {kept}, it came at {expected}"
+        if view.fields(request_id).get("priority", str(priority)) != str(priority):
+            yield f"{request_id}: its hash says another priority than its payload, {priority}"
+
+
+def the_backlog_is_what_waits(world: World, view: View) -> Problems:
+    """What limits go by, the tokens that wait and the requests that are delayed, is counted for
+    each tenant as it is. (Not where plain clients take away what was counted.)
+    """
+    if world.moves & STRAY:
+        return
+    expected: Counter[str] = Counter()
+    for request_id, spec in world.by_id.items():
+        fields, tenant = view.fields(request_id), spec.tenant or ""
+        if view.state(request_id) == "waiting":
+            expected[f"tokens:{tenant}"] += int(fields.get("tokens", "0"))
+            expected[f"delayed:{tenant}"] += request_id in view.delayed
+    if +expected != view.backlog:
+        yield f"{dict(+expected)} wait, and {view.backlog} are counted"
 
 
 STATE_INVARIANTS: tuple[StateInvariant, ...] = (
@@ -167,4 +193,5 @@ STATE_INVARIANTS: tuple[StateInvariant, ...] = (
     a_result_is_the_whole_stream,
     what_has_ended_goes_and_what_lives_stays,
     a_place_in_the_queue_is_kept,
+    the_backlog_is_what_waits,
 )

@@ -16,7 +16,7 @@ from shared.script_values import CancelStatus, Claims, Published, RowStatus
 from tests.shared.states.calls import Move
 from tests.shared.states.server import Outcome
 from tests.shared.states.state_invariants import Problems
-from tests.shared.states.world import KEYS, NOW_MS, View, World
+from tests.shared.states.world import KEYS, View, World
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,12 @@ def what_has_ended_never_changes(step: Step) -> Problems:
 
 
 def a_log_only_grows(step: Step) -> Problems:
-    """What a log has is never changed nor trimmed while the request lives."""
+    """What a log has is never changed nor trimmed while the request lives. (One whose hash was
+    deleted may be swept away.)
+    """
     for request_id in step.world.by_id:
+        if step.move.kind == "sweep" and not step.before.is_accepted(request_id):
+            continue
         old, new = step.before.log(request_id), step.after.log(request_id)
         if not step.before.is_final(request_id) and new[: len(old)] != old:
             yield f"{request_id}: its log was {old} and is {new}"
@@ -107,7 +111,7 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
     for request_id, attempt in senders.items():
         if _holds(step.before, request_id, attempt):
             continue
-        if _all_of(step.before, request_id) != _all_of(step.after, request_id):
+        if all_of(step.before, request_id) != all_of(step.after, request_id):
             yield f"attempt {attempt} changed {request_id}, which it does not hold"
 
 
@@ -164,64 +168,72 @@ def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
         senders = {(row.request_id, attempt) for row, attempt in step.move.rows}
         for _, attempt in [it for it in senders | set(step.move.holders) if it[0] == request_id]:
             is_held = _holds(step.before, request_id, attempt)
-            is_given_back = step.move.kind in ("release", "break") and not is_cancelled
+            is_given_back = step.move.calls[0].script == "release" and not is_cancelled
             if is_held and not step.after.is_final(request_id) and not is_given_back:
                 yield f"{request_id} was to end and goes on"
 
 
-def a_purge_deletes_dead_letters(step: Step) -> Problems:
-    """`purged`: it was a dead letter, and nothing is left of it. `unknown`: it was none, and
-    nothing has changed.
-    """
-    if step.move.kind != "purge":
-        return
-    (request_id,), (status,) = step.move.ids, step.outcome.answers[0]
-    was_dead = step.before.state(request_id) == "dead" and request_id in step.before.dead
-    if (status == "purged") != was_dead:
-        yield f"{request_id} was {step.before.state(request_id) or 'absent'}; the answer: {status}"
-    if status == "purged" and any(_all_of(step.after, request_id)):
-        yield f"{request_id} was purged; left is {_all_of(step.after, request_id)}"
-    if status != "purged" and step.after.snapshot != step.before.snapshot:
-        yield f"{request_id} is {status}, and something has changed"
-
-
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
     """`ok` to an enqueue or requeue: the request is in the queue, with nothing of an earlier one. A
-    refusal, or an id that was accepted before and is kept (this one, or one with the same
-    idempotency key): nothing has changed. A cancel: the request has ended, or its worker will hear
-    of it, or it was over before.
+    refusal: nothing has changed, of several requests neither. An id that was accepted before and is
+    kept (this one, or one with the same idempotency key): it has not changed. A cancel: the request
+    has ended, or its worker will hear of it, or it was over before.
     """
-    answer, before, after = step.outcome.answers[0], step.before, step.after
-    new_id = step.move.ids[-1] if step.move.ids else ""
-    has_changed = after.snapshot != before.snapshot
-    if step.move.kind in ("produce", "both", "requeue") and step.move.calls[0].script:
-        if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
-            if has_changed:
-                yield f"{new_id} was refused, and something has changed"
-        elif isinstance(answer, list) and before.is_accepted(answer[0]):
-            specs = step.world.by_id
-            is_known = answer == [new_id] or (
-                specs[new_id].idempotency_key is not None
-                and specs[new_id].idempotency_key == specs[answer[0]].idempotency_key
-            )
-            if has_changed or not is_known:
-                yield f"{new_id} is said to be {answer[0]}, which was there before"
-        elif answer not in ([new_id], "ok") or after.state(new_id) != "waiting":
-            yield f"{answer} for {new_id}, which is {after.state(new_id) or 'absent'}"
-        elif after.log(new_id) or after.fields(new_id).keys() & {"attempt", "last_event"}:
-            yield f"{new_id} is new, and has {after.fields(new_id)} with {after.log(new_id)}"
-    if step.move.kind in ("cancel", "remove") and isinstance(answer, list):
-        (status,), was = answer, before.state(new_id)
-        waited = was == "waiting" or new_id in before.places
-        expected = {
-            CancelStatus.CANCELLED: waited and after.state(new_id) == "cancelled",
-            CancelStatus.FLAGGED: was == "active" and after.fields(new_id).get("cancelled") == "1",
-            CancelStatus.ACTIVE: was in ("waiting", "active") and after.state(new_id) == was,
-            CancelStatus.FINISHED: before.is_final(new_id),
-            CancelStatus.UNKNOWN: not before.is_accepted(new_id) and not after.is_accepted(new_id),
-        }
-        if not expected.get(status, False) and (was or status is not CancelStatus.ACTIVE):
-            yield f"{new_id} was {was or 'absent'}, is {after.state(new_id)}; the answer: {status}"
+    answer, script = step.outcome.answers[0], step.move.calls[0].script
+    if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
+        if step.after.snapshot != step.before.snapshot:
+            yield f"{step.move.ids} were refused, and something has changed"
+    elif script == "requeue" and answer == "ok":
+        yield from _what_is_wrong_with_new(step, step.move.ids[-1], step.move.ids[-1])
+    elif script == "enqueue" and isinstance(answer, list):
+        for asked, told in zip(step.move.ids, answer, strict=True):
+            yield from _what_is_wrong_with_new(step, asked, told)
+    elif script == "cancel" and isinstance(answer, list):
+        for asked, status in zip(step.move.ids, answer, strict=True):
+            yield from _what_is_wrong_with_cancelled(step, asked, status)
+
+
+def _what_is_wrong_with_new(step: Step, asked: str, told: str) -> Problems:
+    before, after, specs = step.before, step.after, step.world.by_id
+    key = specs[asked].idempotency_key
+    if asked != told and (key is None or key != specs[told].idempotency_key):
+        yield f"{asked} is said to be {told}"
+    if before.is_accepted(told):
+        if all_of(before, told) != all_of(after, told):
+            yield f"{told} was there before, and has changed"
+    elif after.state(told) != "waiting":
+        yield f"{told} was taken in and is {after.state(told) or 'absent'}"
+    elif after.log(told) or after.fields(told).keys() & {"attempt", "last_event"}:
+        yield f"{told} is new, and has {after.fields(told)} with {after.log(told)}"
+
+
+def _what_is_wrong_with_cancelled(step: Step, asked: str, status: CancelStatus) -> Problems:
+    before, after, was = step.before, step.after, step.before.state(asked)
+    waited = was == "waiting" or asked in before.places
+    expected = {
+        CancelStatus.CANCELLED: waited and after.state(asked) == "cancelled",
+        CancelStatus.FLAGGED: was == "active" and after.fields(asked).get("cancelled") == "1",
+        CancelStatus.ACTIVE: was in ("waiting", "active") and after.state(asked) == was,
+        CancelStatus.FINISHED: before.is_final(asked),
+        CancelStatus.UNKNOWN: not before.is_accepted(asked) and not after.is_accepted(asked),
+    }
+    if not expected.get(status, False) and (was or status is not CancelStatus.ACTIVE):
+        yield f"{asked} was {was or 'absent'}, is {after.state(asked)}; the answer: {status}"
+
+
+def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
+    """`waiting`: it held the request, which waits again, now or after a while. `cancelled`, `dead`:
+    it held it, and so it has ended. `finished`: it had ended before. `fenced`: it held it no more.
+    """
+    answer = step.outcome.answers[0]
+    if step.move.calls[0].script != "release" or not isinstance(answer, list):
+        return
+    for (request_id, attempt), status in zip(step.move.holders, answer, strict=True):
+        held = _holds(step.before, request_id, attempt)
+        state, was_final = step.after.state(request_id), step.before.is_final(request_id)
+        expected = "finished" if was_final else state if held else "fenced"
+        if status != expected or (held and state == "active"):
+            yield f"attempt {attempt} held {request_id}: {held}; it is {state}, told {status}"
 
 
 def others_are_left_alone(step: Step) -> Problems:
@@ -231,33 +243,24 @@ def others_are_left_alone(step: Step) -> Problems:
     for request_id in step.world.by_id:
         if request_id in step.move.ids:
             continue
-        old, new = _all_of(step.before, request_id), _all_of(step.after, request_id)
+        old, new = all_of(step.before, request_id), all_of(step.after, request_id)
         if old != new:
             yield f"{request_id} was {old} and is {new}"
-
-
-def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
-    """After a reap no lease has run out, no delay is over, nothing that waits is overdue."""
-    if step.move.kind != "reap":
-        return
-    for request_id in step.world.by_id:
-        if step.after.leases.get(request_id, NOW_MS + 1) <= NOW_MS:
-            yield f"the lease of {request_id} has run out"
-        if step.after.delayed.get(request_id, NOW_MS + 1) <= NOW_MS:
-            yield f"{request_id} is delayed, though its time has come"
-        if step.after.is_past_deadline(request_id) and request_id not in step.after.leases:
-            yield f"{request_id} is past its deadline"
 
 
 def _holds(view: View, request_id: str, attempt: int) -> bool:
     return view.state(request_id) == "active" and view.attempt(request_id) == attempt
 
 
-def _all_of(view: View, request_id: str) -> tuple[object, ...]:
+def all_of(view: View, request_id: str) -> tuple[object, ...]:
     """All that the server keeps of a request."""
+    return (view.fields(request_id), view.log(request_id), *sets_of(view, request_id))
+
+
+def sets_of(view: View, request_id: str) -> tuple[float | None, ...]:
+    """Its score in each set, `pending` first."""
     sets = (view.pending, view.delayed, view.leases, view.deadlines, view.dead)
-    scores = tuple(members.get(request_id) for members in sets)
-    return (view.fields(request_id), view.log(request_id), *scores)
+    return tuple(members.get(request_id) for members in sets)
 
 
 CHANGE_INVARIANTS: tuple[StepInvariant, ...] = (
@@ -274,7 +277,6 @@ ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
     who_lost_a_request_learns_it,
     an_answer_to_a_row_is_true,
     nothing_follows_a_cancel_but_the_end,
-    a_purge_deletes_dead_letters,
     an_answer_to_a_producer_is_true,
-    a_reaper_leaves_nothing_overdue,
+    an_answer_to_who_gives_back_is_true,
 )

@@ -7,10 +7,14 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
+from shared.embedded import EmbeddedServer
 from shared.script_values import RowStatus
-from tests.shared.states.explore import ViolationError, explore
+from tests.shared.states import calls
+from tests.shared.states.explore import TooManyStatesError, ViolationError, explore
 from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
-from tests.shared.states.mutants import MUTANTS, Mutant
+from tests.shared.states.mutant import Mutant
+from tests.shared.states.mutants import MUTANTS
+from tests.shared.states.server import StatesServer
 from tests.shared.states.walks import walk
 from tests.shared.states.worlds import SMALL, WALKED
 
@@ -24,9 +28,13 @@ def emptied(url: str) -> int:
     return port
 
 
+MOST_STATES = 10_000
+"""Of a small world; with a broken script it may have no end."""
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> None:
-    seen = explore(SMALL[name], emptied(embedded_url))
+    seen = explore(SMALL[name], emptied(embedded_url), most_states=MOST_STATES)
     print(f"{name}: {seen.states} states, {seen.moves} moves, {seen.seconds:.1f} s")
     assert seen.states > 50
     never = SMALL[name].moves - {"wait"} - set(seen.kinds)
@@ -37,16 +45,33 @@ def test_every_invariant_holds_in_every_state(embedded_url: str, name: str) -> N
 
 def test_every_invariant_holds_on_redis_too(redis_server_url: str) -> None:
     world = SMALL["a dead letter and what is made of it"]
-    assert explore(world, emptied(redis_server_url)).states > 50
+    assert explore(world, emptied(redis_server_url), most_states=MOST_STATES).states > 50
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
 def test_each_invariant_finds_a_script_that_breaks_it(embedded_url: str, mutant: Mutant) -> None:
     only = Invariants.only(mutant.breaks)
     with pytest.raises(ViolationError) as found:
-        explore(mutant.world, emptied(embedded_url), mutant.texts(), only)
+        explore(mutant.world, emptied(embedded_url), mutant.texts(), only, MOST_STATES)
     print(found.value)
     assert found.value.invariant == mutant.breaks
+
+
+def test_scripts_that_never_settle_are_found_by_their_many_states(embedded_url: str) -> None:
+    world = SMALL["two requests, each losing its worker once"]
+    nothing = Invariants(states=(), changes=(), answers=(), progress=False)
+    with pytest.raises(TooManyStatesError, match="more than 20 states"):
+        explore(world, emptied(embedded_url), invariants=nothing, most_states=20)
+
+
+def test_a_server_that_goes_away_ends_the_exploration() -> None:
+    move = calls.reap(max_crashes=3)
+    with EmbeddedServer() as embedded:
+        server = StatesServer(embedded.port)
+        server.step(b"[]", move)
+    with pytest.raises(ConnectionError):
+        server.step(b"[]", move)
+    server.close()
 
 
 def test_there_is_a_mutant_for_each_invariant() -> None:
@@ -57,7 +82,8 @@ def test_there_is_a_mutant_for_each_invariant() -> None:
 def test_random_walks_through_a_larger_world_find_nothing(
     request: pytest.FixtureRequest, server: str
 ) -> None:
-    walk(WALKED, emptied(request.getfixturevalue(server)), num_walks=50, num_steps=50)
+    port = emptied(request.getfixturevalue(server))
+    walk(WALKED, port, num_walks=50, num_steps=50, shortens=False)
 
 
 def test_random_walks_find_a_broken_script(embedded_url: str) -> None:

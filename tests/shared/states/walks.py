@@ -17,7 +17,7 @@ from tests.shared.states.server import StatesServer
 from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import View, World
 
-_MAX_ROUNDS = 100
+_MOST_ROUNDS = 100
 
 
 def walk(
@@ -54,6 +54,7 @@ def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
             super().__init__()
             self._view = View(world.start)
             self._trace: list[str] = []
+            self._has_failed = False
 
         @rule(data=st.data(), kind=st.sampled_from(sorted(world.moves)))
         def move(self, data: Any, kind: str) -> None:
@@ -64,12 +65,13 @@ def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
 
         def teardown(self) -> None:
             """Whatever happened: what is tried again and again ends all requests."""
-            for _ in range(_MAX_ROUNDS):
-                if is_done(world, self._view):
-                    return
+            seen: set[bytes] = set()
+            while not (self._has_failed or is_done(world, self._view)):
+                if self._view.snapshot in seen or len(seen) > _MOST_ROUNDS:
+                    raise ViolationError("progress", "nothing leads to the end", self._trace)
+                seen.add(self._view.snapshot)
                 for move in [move for move in moves(world, self._view) if move.is_fair]:
                     self._make(move)
-            raise ViolationError("progress", "nothing leads to the end", self._trace)
 
         def _make(self, move: Move) -> None:
             self._trace.append(move.text)
@@ -83,6 +85,7 @@ def _walker(world: World, server: StatesServer) -> type[RuleBasedStateMachine]:
             ]
             problems += ALL_INVARIANTS.of_step(Step(world, self._view, move, outcome, after))
             for name, problem in problems:
+                self._has_failed = True
                 raise ViolationError(name, problem, self._trace)
             self._view = after
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from shared.keys import Keys
 
@@ -30,6 +30,10 @@ AMPLE = 10**6
 
 KEYS = Keys("states")
 WORKERS = ("worker-a", "worker-b", "worker-c")
+
+
+STRAY = frozenset({"half", "drop", "lose"})
+"""Moves by which a plain client leaves behind what nothing refers to."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class World:
     """Stale rows of every position, not only of those around the end of the log."""
     budgets: tuple[int, ...] = (AMPLE,)
     """Tokens that a claiming worker may have room for."""
+    priorities: tuple[int, ...] = ()
+    """What somebody may give to what waits."""
     config: tuple[str, ...] = ()
     """The queue's settings: field, value, ..."""
 
@@ -100,6 +106,9 @@ class View:
         self.is_paused = False
         self.claimed: dict[str, tuple[str, tuple[str, ...]]] = {}
         """By session: nonce and ids of the last claim that gave it something."""
+        self.claim_numbers: dict[str, int] = {}
+        """By session: the number of that claim."""
+        self.backlog: dict[str, int] = {}
         self.kept_for_a_time: list[str] = []
         """Keys of neither a request nor its log that expire."""
         self.pending: dict[str, float] = {}
@@ -120,8 +129,11 @@ class View:
                 settings = dict(zip(values[::2], values[1::2], strict=True))
                 self.is_paused = settings.get("paused") == "1"
             elif group == "claimed":
-                nonce, _, *ids = values[0].split()
+                nonce, number, *ids = values[0].split()
                 self.claimed[rest] = (nonce, tuple(ids))
+                self.claim_numbers[rest] = int(number)
+            elif name == "backlog":
+                self.backlog = dict(zip(values[::2], map(int, values[1::2]), strict=True))
             elif kind == "stream" and group == "tokens":
                 self.logs[rest] = tuple((entry, fields[1]) for entry, fields in values)
             elif kind == "zset":
@@ -141,6 +153,7 @@ class View:
         self.leases = sets.get("leases", {})
         self.deadlines = sets.get("deadlines", {})
         self.dead = sets.get("dead", {})
+        self.orphans = sets.get("orphans", {})
 
     def is_accepted(self, request_id: str) -> bool:
         return "payload" in self.hashes.get(request_id, {})
@@ -176,8 +189,23 @@ class View:
             and self.fields(request_id)["fence"].partition("-")[2] == nonce
         ]
 
+    def is_orphan(self, request_id: str) -> bool:
+        """Whether something is kept for ever of what nobody holds and what stands nowhere."""
+        keys = {KEYS.request(request_id), KEYS.tokens(request_id)}
+        is_held = request_id in self.leases or request_id in self.places
+        return bool(keys & self.keys - self.expiring) and not (is_held or self.is_final(request_id))
+
+    def priority(self, request_id: str) -> int:
+        """What the payload says."""
+        return _priority_in(self.fields(request_id).get("payload", "{}"))
+
     def is_past_deadline(self, request_id: str) -> bool:
         return self.deadlines.get(request_id, NOW_MS + 1) <= NOW_MS
+
+
+@cache
+def _priority_in(payload: str) -> int:
+    return int(json.loads(payload).get("priority", 0))
 
 
 FINAL = frozenset({"completed", "failed", "cancelled", "expired", "dead"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.shared.states.moves import ALL, REQUIRED
-from tests.shared.states.world import AMPLE, Spec, World
+from tests.shared.states.world import AMPLE, STRAY, Spec, World
 
 _ONE = World(
     (Spec("r1", 100, priority=1, delay_ms=1000, deadline_ms=1000),),
@@ -55,6 +55,34 @@ SMALL = {
         losses=1,
         num_workers=1,
     ),
+    "claims that come late": World(
+        (Spec("r1", 100, num_tokens=1),),
+        REQUIRED | {"session", "overtaken", "lapse"},
+        losses=1,
+        num_workers=1,
+    ),
+    "two requests, each of one token, in one call": World(
+        (Spec("r1", 100, num_tokens=1), Spec("r2", 200, num_tokens=1)),
+        REQUIRED - {"cancel", "renew", "wait"} | {"together"},
+        losses=1,
+        num_workers=1,
+    ),
+    "two requests, one of a tenant, that get other priorities": World(
+        (
+            Spec("r1", 100, num_tokens=1, priority=1, delay_ms=1000, tenant="t1"),
+            Spec("r2", 200, num_tokens=1, plain=True),
+        ),
+        REQUIRED - {"cancel", "renew"} | {"priority"},
+        losses=1,
+        num_workers=1,
+        priorities=(-1,),
+    ),
+    "one request that plain commands leave behind": World(
+        (Spec("r1", 100, num_tokens=2, plain=True),),
+        STRAY | REQUIRED | {"sweep", "grace", "again", "flag"},
+        losses=1,
+        num_workers=1,
+    ),
 }
 LARGE = {
     "one request, everything": _ONE,
@@ -94,10 +122,11 @@ WALKED = World(
         Spec("r5", 500, idempotency_key="once"),
         Spec("r6", 600, requeue_of="r1"),
     ),
-    ALL,
+    ALL | {"priority", "overtaken", "together", "half", "drop", "sweep", "grace"},
     losses=3,
     num_workers=3,
     all_positions=True,
+    priorities=(-1, 2),
     budgets=(AMPLE, 40, 0),
     config=("max_pending", "3"),
 )
