@@ -11,7 +11,15 @@ from shared import scripts
 from shared.calling import Call
 from shared.events import ErrorInfo, Result, TokenEvent, Usage
 from shared.schemas import FinishReason, Request
-from shared.script_values import ClaimContext, Held, ModelIdentity, NewRequest, Room, Row
+from shared.script_values import (
+    CancelMode,
+    ClaimContext,
+    Held,
+    ModelIdentity,
+    NewRequest,
+    Room,
+    Row,
+)
 from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
 
 LEASE_MS = 3_600_000
@@ -157,7 +165,7 @@ def _payload_with(spec: Spec, priority: int) -> str:
 
 
 @cache
-def cancel_by_script(request_id: str, mode: scripts.CancelMode) -> Move:
+def cancel_by_script(request_id: str, mode: CancelMode) -> Move:
     kind = "cancel" if mode == "any" else "remove"
     call = scripts.cancel([request_id], mode)
     return Move(kind, f"cancel {request_id} ({mode})", (call,), (request_id,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared import scripts
+from shared.calling import SCRIPT_NAMES, script_text
 from tests.shared.states.world import World
 from tests.shared.states.worlds import SMALL
 
@@ -21,7 +21,7 @@ class Mutant:
 
     def texts(self) -> dict[str, str]:
         """All scripts by name, some of them broken. Raises ValueError where `old` is not there."""
-        texts = {name: scripts.script_text(name) for name in scripts.SCRIPT_NAMES}
+        texts = {name: script_text(name) for name in SCRIPT_NAMES}
         broken = {
             name: text.replace(self.old, self.new)
             for name, text in texts.items()
