@@ -130,4 +130,8 @@ def add_handlers(app: FastAPI) -> None:
         field = ".".join(where)
         if first["type"] == "json_invalid":
             return ApiError(400, f"the body is not JSON: {first['ctx']['error']}").response()
+        if not field and "json" not in request.headers.get("content-type", ""):
+            return ApiError(
+                400, "the body is read as JSON only with Content-Type: application/json"
+            ).response()
         return ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None).response()

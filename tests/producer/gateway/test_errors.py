@@ -158,6 +158,14 @@ def test_bad_json(http: httpx2.Client, body: bytes) -> None:
     assert "JSON" in answer.json()["error"]["message"]
 
 
+def test_json_that_does_not_say_so(http: httpx2.Client) -> None:
+    """As curl sends what it is given."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = http.post("/v1/batches", content=b'{"input_file_id": "file-1"}', headers=form)
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 def test_what_is_not_there(http: httpx2.Client) -> None:
     """Wrong paths and methods get error objects too."""
     for answer in (http.get("/v1/nothing"), http.get("/v1/completions")):
