@@ -1,7 +1,7 @@
 // Lines over the last hour, drawn as SVG at the width that is there.
 
 import { h, s, show } from "./dom.js";
-import { clock, duration } from "./format.js";
+import { clock, count, duration } from "./format.js";
 
 const HOUR_MS = 3_600_000;
 const HEIGHT = 170;
@@ -9,11 +9,12 @@ const LEFT = 52;
 const RIGHT = 8;
 const TOP = 8;
 const BOTTOM = 22;
+const WHOLE = new Map([[duration, [HOUR_MS, 60_000]], [count, [1]]]);
 
-/** Round steps so that about four of them reach `most`; long times in whole hours or minutes. */
-function ticks(most, isTime) {
+/** Round steps so that about four of them reach `most`; counts and long times in whole ones. */
+function ticks(most, format) {
   if (!(most > 0)) return [0, 1];
-  const unit = (isTime && [HOUR_MS, 60_000].find((it) => most > it)) || 0;
+  const unit = (WHOLE.get(format) || []).find((it) => most >= it) || 0;
   const rough = most / 3 / (unit || 1);
   const power = 10 ** Math.floor(Math.log10(rough));
   const round = [1, 2, 2.5, 5, 10].map((it) => it * power).find((it) => it >= rough);
@@ -42,7 +43,7 @@ export function chart(title, series, format) {
     const width = Math.max(200, frame.clientWidth);
     const { samples, now } = state;
     const values = samples.flatMap((it) => series.map((line) => line.of(it))).filter((it) => it !== null && it !== undefined);
-    const steps = ticks(Math.max(0, ...values), format === duration);
+    const steps = ticks(Math.max(0, ...values), format);
     const most = steps.at(-1);
     return {
       width, steps,

@@ -68,8 +68,11 @@ async def test_overview(
 async def test_long_times_and_lone_points_are_drawn_whole(connection: Any, open_page: Open) -> None:
     for minutes, ttft in ((50, 200), (20, 594_400)):
         at = int(time.time() * 1000) - minutes * 60_000
-        await connection.xadd(KEYS.statistics, {"ttft_p50_ms": ttft}, id=f"{at}-0")
+        sample = {"ttft_p50_ms": ttft, "waiting": 1}
+        await connection.xadd(KEYS.statistics, sample, id=f"{at}-0")
     page = await open_page()
+    counts = page.locator(".chart", has_text="Requests").locator(".grid text")
+    await expect(counts).to_have_text(["0", "1"])
     chart = page.locator(".chart", has_text="Time to first token")
     labels = chart.locator(".grid text")
     await expect(labels).to_have_text(["0 ms", "5 min", "10 min"])
