@@ -16,8 +16,8 @@ _ACCESS_LOG = "uvicorn.access"
 def configure_logs(level: str, form: str) -> None:
     """Send log lines of at least `level` to standard error, in the form auto, console or json.
 
-    Lines of libraries that use the standard `logging` take the same form: those of uvicorn from
-    `level` on (run it with `log_config=None`), those of others from warnings on.
+    Lines of what uses the standard `logging` take the same form: those of the engine and of uvicorn
+    (run it with `log_config=None`) from `level` on, those of other libraries from warnings on.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)
@@ -49,7 +49,8 @@ def configure_logs(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(_LEVELS[level], logging.WARNING))
-    logging.getLogger("uvicorn").setLevel(_LEVELS[level])
+    for name in ("uvicorn", "worker.engine"):
+        logging.getLogger(name).setLevel(_LEVELS[level])
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 

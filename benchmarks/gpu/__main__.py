@@ -93,7 +93,7 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
 
     for name, work in (
         ("kernels", lambda: checks.check_kernels(device, tiny=tiny)),
-        ("whole models", lambda: checks.check_models(device)),
+        ("whole models", lambda: checks.check_models(device, tiny=tiny)),
     ):
         result = report.part(name, work)
         if result is None:

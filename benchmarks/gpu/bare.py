@@ -1,4 +1,4 @@
-"""Stands in for `shared.schemas` on a machine that has PyTorch and transformers, but no pydantic.
+"""Stands in for what needs pydantic, on a machine that has only PyTorch and transformers.
 
 The engine takes checked requests and checks nothing again, so plain classes do: what it reads of
 them is here, with the values that ask for nothing.
@@ -60,7 +60,11 @@ def stand_in() -> None:
     """Put these where the engine looks, unless the real ones can be imported."""
     if find_spec("pydantic") is not None:
         return
-    module = ModuleType("shared.schemas")
-    for each in (FinishReason, SamplingParams, TopLogprob, TokenLogprob):
-        setattr(module, each.__name__, each)
-    sys.modules["shared.schemas"] = module
+    stand_ins = {
+        "shared.schemas": (FinishReason, SamplingParams),
+        "shared.events": (TopLogprob, TokenLogprob),
+    }
+    for name, classes in stand_ins.items():
+        module = sys.modules[name] = ModuleType(name)
+        for each in classes:
+            setattr(module, each.__name__, each)

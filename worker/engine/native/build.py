@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shared.logs import get_logger
+logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "src"
 _FLAGS = [
@@ -82,7 +83,7 @@ def _compile(library: Path) -> None:
     compiler = shutil.which(_compiler())
     if compiler is None:
         raise NativeCodeError(f"there is no compiler ({_compiler()}); install g++ or set CXX")
-    get_logger().info("compiling native code, once for this machine", library=str(library))
+    logger.info("compiling native code, once for this machine, into %s", library)
     home = Path(torch.__file__).parent
     include, lib = home / "include", home / "lib"
     try:
