@@ -25,8 +25,7 @@ def keys_bear_the_queues_name(world: World, view: View) -> Problems:
 def each_request_is_in_one_place(world: World, view: View) -> Problems:
     """A request that was accepted is waiting, delayed, active or final: exactly one of them, and
     its sets say the same as its `state`. (What a plain client put into `pending` once more stands
-    there, too, until a claim meets it, even if it is delayed after a crash; what it put in by half,
-    or took out, stands nowhere.)
+    there, too, until a claim meets it; what it put in by half, or took out, stands nowhere.)
     """
     for request_id, spec in world.by_id.items():
         if spec.plain and world.moves & STRAY and view.is_orphan(request_id):
@@ -38,8 +37,7 @@ def each_request_is_in_one_place(world: World, view: View) -> Problems:
             yield f"{request_id} is {state or 'absent'}, leased: {is_leased}"
         if (num_waiting > 0) != (state == "waiting") and not (spec.plain and num_waiting == 1):
             yield f"{request_id} is {state or 'absent'} and waits in {num_waiting} sets"
-        is_put_again = spec.plain and view.fields(request_id).get("suspect") is not None
-        if num_waiting > 1 and not is_put_again:
+        if num_waiting > 1:
             yield f"{request_id} waits in {num_waiting} sets"
         if view.is_accepted(request_id) and not (is_final or is_leased or num_waiting):
             yield f"{request_id} is {state} and nowhere"
