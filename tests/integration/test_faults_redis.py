@@ -205,6 +205,8 @@ def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
         request_id = client.enqueue("a", seed=1, max_tokens=LONG)
         stream = client.stream(request_id)
         text = "".join(next(stream).text for _ in range(100))
+        written = old.info("replication")["master_repl_offset"]
+        until(lambda: new.info("replication")["slave_repl_offset"] >= written)
         new.replicaof("NO", "ONE")
         old.replicaof("127.0.0.1", other.port)
         network.lead_to(other.port)
