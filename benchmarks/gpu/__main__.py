@@ -89,7 +89,7 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
         device = torch.device("cuda", device.index or 0)
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     size = models.TINY if tiny else models.LARGE
-    repeats = 2 if tiny else 20
+    repeats = 1 if tiny else 20
 
     for name, work in (
         ("kernels", lambda: checks.check_kernels(device, tiny=tiny)),
