@@ -36,6 +36,7 @@ from benchmarks.statistics import percentile
 from producer.gateway.command import allow_many_connections
 from shared.embedded import EmbeddedServer
 from shared.events import TokenEvent
+from shared.logs import configure_logs
 from shared.script_values import ModelIdentity
 from shared.settings import Settings
 from worker.building import Served
@@ -73,6 +74,7 @@ LOADS = (Load(200, 4, 20.0, 15.0), Load(2000, 8, 2.0, 30.0))
 
 def serve(url: str, load: Load) -> None:
     """One of the load's workers, until it is ended."""
+    configure_logs("warning", "auto")  # nobody reads its output
     slots = -(-load.num_streams // load.num_workers)
     engine = build_model_free_engine(
         max_num_seqs=slots,
