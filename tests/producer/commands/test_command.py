@@ -557,6 +557,8 @@ def test_demo_that_is_stopped_leaves_nothing(
     url = re.search(r"redis://\S+", read_until(process, "/0\n"))
     assert url is not None
     if number is signal.SIGTERM:
+        with redis.Redis.from_url(url[0]) as connection:
+            connection.hset(KEYS.config, "paused", 1)  # or it might be over before the signal
         read_until(process, "ready")
     process.send_signal(number)
     _, errors = process.communicate()
