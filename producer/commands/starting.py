@@ -10,6 +10,16 @@ import typer
 from producer.commands.options import DataDir, Queue
 from shared.settings import read_settings
 
+ServerPort = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=65535,
+        help="Port of the embedded server; default: 6399, or a free one if that is taken.",
+        show_default=False,
+    ),
+]
+
 
 def up(
     context: typer.Context,
@@ -21,15 +31,7 @@ def up(
             show_default=False,
         ),
     ] = None,
-    redis_port: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help="Port of the embedded server; default: 6399, or a free one if that is taken.",
-            show_default=False,
-        ),
-    ] = None,
+    redis_port: ServerPort = None,
     data: DataDir = None,
     workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 1,
     queue: Queue = None,
@@ -89,15 +91,7 @@ def worker(context: typer.Context) -> None:
 
 
 def server(
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help="Port to listen on; default: 6399, or a free one if that is taken.",
-            show_default=False,
-        ),
-    ] = None,
+    port: ServerPort = None,
     data: DataDir = None,
 ) -> None:
     """Run the embedded server alone, until Ctrl-C.
