@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -38,6 +38,7 @@ CANCEL_AFTER_TOKENS = 16
 _FRAMES_PER_SECOND = 12
 _HEARTBEAT_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+_CANCEL_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
         with EmbeddedServer() as server:
             console.print(f"[green]✓[/] server   {server.url}")
             with _running_worker(server.url, worker_args) as worker:
-                asyncio.run(_play(console, server.url, worker))
+                asyncio.run(_interruptible(_play(console, server.url, worker)))
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
         console.print("\nstopped; nothing is left running")
         return 130
@@ -113,8 +114,21 @@ def _running_worker(url: str, args: Sequence[str]) -> Iterator[WorkerProcess]:
         worker.kill()
 
 
+async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
+    """Let SIGTERM do what Ctrl-C does: cancel, again and again, as redis-py swallows some."""
+    this, task = asyncio.current_task(), asyncio.create_task(playing)
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    try:
+        await asyncio.wait({task})
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_AGAIN_SECONDS)
+    task.result()
+
+
 async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
-    _let_sigterm_interrupt()
     await _wait_until_ready(console, worker)
     async with AsyncExitStack() as stack:
         connection = await open_async_redis(url)
@@ -125,12 +139,6 @@ async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
         shown = await _run_parts(console, client, connection, worker)
         console.print(requests_table(shown))
         console.print(workers_table(await _final_heartbeat(client, connection)))
-
-
-def _let_sigterm_interrupt() -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
