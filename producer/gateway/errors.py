@@ -69,8 +69,8 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def as_api_error(error: PromptqError) -> ApiError:
-    """The answer that one of our errors becomes."""
+def as_api_error(error: Exception) -> ApiError:
+    """The answer that an error becomes; of one that is not ours only the log tells more."""
     match error:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
@@ -91,7 +91,9 @@ def as_api_error(error: PromptqError) -> ApiError:
                 code="queue_unavailable",
                 headers={"Retry-After": "1"},
             )
-    return ApiError(500, str(error))
+        case PromptqError():
+            return ApiError(500, str(error))
+    return ApiError(500, "the gateway failed; its log says why", code="gateway")
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -116,7 +118,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the gateway failed; its log says why", code="gateway").response()
+        return as_api_error(error).response()
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -25,6 +25,7 @@ from producer.gateway.sampler import Sampler
 from producer.timeline import Timeline
 from shared.errors import PromptqError, RequestNotFoundError
 from shared.keys import check_request_id
+from shared.logs import get_logger
 from shared.observations import SAMPLE_MS
 
 router = APIRouter(include_in_schema=False)
@@ -213,7 +214,9 @@ async def _request(
         tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
         try:
             await asyncio.gather(*tasks)
-        except PromptqError as error:
+        except Exception as error:  # a page would wait without an end for what failed in silence
+            if not isinstance(error, PromptqError):
+                get_logger().exception("not shown", request_id=request_id)
             body = as_api_error(error).body
             await mailbox.put(message("problem", json.dumps(body["error"])))
         finally:

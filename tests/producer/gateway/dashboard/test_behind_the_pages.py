@@ -11,11 +11,14 @@ from typing import Any
 import httpx2
 import pytest
 import redis.asyncio
+from structlog.testing import capture_logs
 
 from producer import AsyncClient
 from producer.gateway.request_search import search
 from shared.errors import InvalidRequestError
+from shared.events import TokenEvent
 from shared.keys import Keys
+from shared.schemas import FinishReason
 from tests.helpers import running_worker, text_of
 from tests.producer.gateway.living import serving
 from tests.producer.playing import Start
@@ -58,6 +61,20 @@ async def test_the_stream_of_a_request_that_is_over_ends(
     tokens = [data for event, data in told if event == "tokens"]
     assert "".join(it["text"] for it in tokens) == text_of(4, 50)
     assert tokens[-1]["finish_reason"] == "length"
+
+
+async def test_the_stream_of_a_request_that_cannot_be_read_says_so_and_ends(
+    redis_url: str, http: httpx2.AsyncClient
+) -> None:
+    end = TokenEvent(index=0, token_ids=[], text="", finish_reason=FinishReason.STOP, attempt=1)
+    record = {"state": "completed", "last_event": end.to_json(), "result": "{"}
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        await connection.hset(KEYS.request("odd"), mapping=record)
+    with capture_logs() as logs:
+        answer = await http.get("/dashboard/api/live/request", params={"id": "odd"})
+    problems = [data for event, data in messages_of(answer.text) if event == "problem"]
+    assert [it["code"] for it in problems] == ["gateway"]
+    assert ["odd"] == [it["request_id"] for it in logs if it["event"] == "not shown"]
 
 
 async def test_of_a_long_payload_the_beginning_is_shown(
