@@ -38,7 +38,6 @@ from producer.stream import (
     SILENCE_SECONDS,
     Action,
     Ask,
-    Emit,
     Sleep,
     Steps,
     Subscribe,
@@ -332,8 +331,8 @@ class AsyncClient:
                 action = advance(steps, None)
                 while action is not None:
                     answer = None
-                    if isinstance(action, Emit):
-                        yield action.event
+                    if isinstance(action, TokenEvent):
+                        yield action
                     elif isinstance(action, Wait):
                         answer = await mailbox.get(action.seconds)
                     else:

@@ -35,7 +35,6 @@ from producer.stream import (
     SILENCE_SECONDS,
     Action,
     Ask,
-    Emit,
     Sleep,
     Steps,
     Subscribe,
@@ -333,8 +332,8 @@ class Client:
             action = advance(steps, None)
             while action is not None:
                 answer = None
-                if isinstance(action, Emit):
-                    yield action.event
+                if isinstance(action, TokenEvent):
+                    yield action
                 else:
                     answer = self._perform(action, subscription)
                 action = advance(steps, answer)

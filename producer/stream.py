@@ -65,14 +65,9 @@ class Sleep:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """The stream's next event; answered with None."""
+Action = Subscribe | Ask | Wait | Sleep | TokenEvent
+"""An event is the stream's next one, to be handed out; answered with None."""
 
-    event: TokenEvent
-
-
-Action = Subscribe | Ask | Wait | Sleep | Emit
 Steps = Generator[Action, Any, None]
 
 
@@ -203,7 +198,7 @@ class _Stream:
         self._text_length += len(event.text)
         self._ended = event.is_last
         self._failures = 0
-        yield Emit(event)
+        yield event
 
     def _continue(self, event: TokenEvent) -> Steps:
         """Deliver an event of the log or the channel, less what was delivered before."""

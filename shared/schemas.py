@@ -22,6 +22,9 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
 """Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
 
+_HTTP_URL = "^https?://"
+_PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
+
 _LONGEST_NAME = 64
 """What no field's name exceeds, and no more of an unknown one is told."""
 
@@ -167,7 +170,7 @@ class Request(SamplingParams):
     idempotency_key: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, max_length=200)
     metadata: dict[str, Any] | None = None
-    webhook_url: str | None = Field(None, pattern=r"^https?://", max_length=2048)
+    webhook_url: str | None = Field(None, pattern=_HTTP_URL, max_length=2048)
     trace_context: TraceContext | None = None
 
     @model_validator(mode="after")
@@ -236,8 +239,8 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
         meant = get_close_matches(field, Request.model_fields, n=1)
         hint = f"; do you mean {meant[0]}?" if meant else ""
         return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
-    if first.get("ctx", {}).get("pattern") == NAME:
-        message = f"is not {NAME_IN_WORDS}"
+    if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
+        message = f"is not {_PATTERNS_IN_WORDS[pattern]}"
     value = json.dumps(first.get("input"), default=str)
     shown = value if len(value) <= 80 else value[:77] + "..."
     return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -186,7 +187,11 @@ class _Workers:
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(self._reading,), daemon=True).start()
         queue = make_queue(self._settings.queue, open_jobs_redis(self._settings))
-        run_worker(queue)
+        try:
+            run_worker(queue)
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            get_logger().warning("a worker lost the server", reason=str(error))
+            sys.exit(1)
 
 
 def _end_with_parent(reading: int) -> None:

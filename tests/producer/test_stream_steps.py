@@ -15,7 +15,6 @@ from producer.stream import (
     GIVE_UP_SECONDS,
     Action,
     Ask,
-    Emit,
     Sleep,
     Steps,
     Subscribe,
@@ -25,6 +24,7 @@ from producer.stream import (
     follow,
 )
 from shared.errors import RequestNotFoundError
+from shared.events import TokenEvent
 from shared.keys import Keys
 from tests.producer.playing import HandWorker
 
@@ -38,10 +38,10 @@ def sender(steps: Steps, worker: HandWorker) -> Send:
     def send(answer: Any) -> tuple[list[str], Action | None]:
         texts = []
         action = advance(steps, answer)
-        while isinstance(action, Ask | Emit | Subscribe):
+        while isinstance(action, Ask | TokenEvent | Subscribe):
             answer = None
-            if isinstance(action, Emit):
-                texts.append(action.event.text)
+            if isinstance(action, TokenEvent):
+                texts.append(action.text)
             elif isinstance(action, Ask):
                 try:
                     answer = worker.queue.run(action.call)

@@ -53,19 +53,19 @@ def openai_client(gateway: LiveGateway) -> Iterator[openai.OpenAI]:
 
 
 @contextmanager
-def own_gateway(served: Served | None = None) -> Iterator[LiveGateway]:
+def own_gateway(served: Served | None = None, **settings: Any) -> Iterator[LiveGateway]:
     """A gateway with a server and a worker of its own, each in its role."""
     with EmbeddedServer() as server:
         bring_in_roles(server.url)
         url = as_role("producer", server.url)
-        with live_worker(url, served), live_gateway(url) as gateway:
+        with live_worker(url, served), live_gateway(url, **settings) as gateway:
             yield gateway
 
 
 @pytest.fixture(scope="session")
-def letters_gateway() -> Iterator[LiveGateway]:
+def letters_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveGateway]:
     """On the model-free engine."""
-    with own_gateway() as gateway:
+    with own_gateway(files_dir=tmp_path_factory.mktemp("files")) as gateway:
         yield gateway
 
 

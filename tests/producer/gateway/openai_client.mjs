@@ -1,7 +1,7 @@
 // OpenAI's client for Node against a gateway whose worker writes letters. Prints what it got, as JSON.
 // The package lies beside the copy of this file that is run; the only argument is the gateway's URL.
 
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "Once" }];
@@ -55,5 +55,20 @@ for await (const chunk of endless) {
   got.left = chunk.id;
   break;
 }
+
+// Nobody runs batches here; it is cancelled before it begins.
+const lines = JSON.stringify({ custom_id: "1", method: "POST", url: "/v1/completions", body: { prompt: "Hi" } });
+const file = await client.files.create({
+  file: await toFile(Buffer.from(lines), "in.jsonl"), purpose: "batch",
+});
+got.file = [file.filename, await (await client.files.content(file.id)).text() === lines];
+const batch = await client.batches.create({
+  input_file_id: file.id, endpoint: "/v1/completions", completion_window: "24h",
+});
+got.batch = [batch.status, (await client.batches.cancel(batch.id)).status];
+got.listed = [];
+for await (const it of client.batches.list({ limit: 1 })) got.listed.push(it.id === batch.id);
+got.deleted = (await client.files.delete(file.id)).deleted;
+got.missing = await errorOf(() => client.files.retrieve(file.id));
 
 console.log(JSON.stringify(got));

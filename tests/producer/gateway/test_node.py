@@ -34,7 +34,8 @@ def node_folder() -> Path:
 
 
 def test_the_node_client(letters_gateway: LiveGateway, node_folder: Path) -> None:
-    """Whole and streamed answers, several of them, log-probabilities, usage, error classes."""
+    """Whole and streamed answers, several of them, log-probabilities, usage, error classes, files
+    and batches."""
     script = shutil.copy(_SCRIPT, node_folder / f"client-{os.getpid()}.mjs")
     try:
         command = ["node", script, letters_gateway.base_url]
@@ -59,3 +60,8 @@ def test_the_node_client(letters_gateway: LiveGateway, node_folder: Path) -> Non
         {"kind": "NotFoundError", **unknown},
     ]
     assert got["left"]
+    assert got["file"] == ["in.jsonl", True]
+    assert got["batch"] == ["validating", "cancelling"]
+    assert got["listed"] == [True]
+    assert got["deleted"]
+    assert got["missing"]["kind"] == "NotFoundError"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import redis
 from producer.jobs import upkeep
 from producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
 from producer.jobs.settings import read_jobs_settings
+from shared.embedded import EmbeddedServer
 from shared.keys import Keys
 from shared.schemas import Request, RequestState
 from shared.script_values import NewRequest
-from tests.producer.playing import HandWorker
-from tests.roles import as_role
+from tests.producer.playing import HandWorker, Start
+from tests.roles import as_role, bring_in_roles
 
 KEYS = Keys("default")
 
@@ -68,6 +70,40 @@ def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
     time.sleep(0.06)
     assert upkeep.reap("default").startswith("1 returned")
+
+
+def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> None:
+    """Through RQ's cron and worker; what may still go on stays."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    cron = JsonCron(upkeep_queue("default", jobs))
+    cron.every(600, upkeep.sweep, "default")
+    running = tmp_path / "running"
+    running.mkdir()
+    for name in ("batch_old.output.jsonl", "batch_new.output.jsonl", "a_strangers.jsonl"):
+        (running / name).touch()
+    os.utime(running / "batch_old.output.jsonl", (1, 1))
+    os.utime(running / "a_strangers.jsonl", (1, 1))
+    cron.get_jobs()[0].enqueue(jobs)
+    run_worker(upkeep_queue("default", jobs), burst=True)
+    assert sorted(it.name for it in running.iterdir()) == [
+        "a_strangers.jsonl",
+        "batch_new.output.jsonl",
+    ]
+    jobs.close()
+
+
+def test_jobs_stop_in_order_while_the_server_is_away(tmp_path: Path, start: Start) -> None:
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        process = start("jobs", url=as_role("jobs", server.url))
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("ready")
+    assert "the server is away" in process.stderr.readline()
+    process.terminate()
+    _, said = process.communicate()
+    assert process.returncode == 0
+    assert "Traceback" not in said
 
 
 def test_minutes_are_rolled_up(redis_url: str) -> None:

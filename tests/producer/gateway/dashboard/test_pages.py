@@ -287,6 +287,7 @@ async def test_a_server_that_goes_away_and_comes_back(open_page: Open) -> None:
             await expect(tile(page, "Waiting")).to_have_text("0")
             server.stop()
             await expect(page.get_by_text("cannot be reached at the moment")).to_be_visible()
+            await expect(page.locator(".title .badge")).to_be_hidden()
             with EmbeddedServer(port):
                 async with AsyncClient(url) as client:
                     await client.enqueue("Once")
