@@ -78,13 +78,9 @@ def letters(letters_gateway: LiveGateway) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def shipped() -> Served:
-    return build(Settings(max_num_seqs=8))
-
-
-@pytest.fixture(scope="session")
-def stories_gateway(shipped: Served) -> Iterator[LiveGateway]:
-    with own_gateway(shipped) as gateway:
+def stories_gateway() -> Iterator[LiveGateway]:
+    """On the shipped model."""
+    with own_gateway(build(Settings(max_num_seqs=8))) as gateway:
         yield gateway
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from playwright.async_api import expect
 
 from producer import AsyncClient
+from shared.settings import Settings
 from tests.helpers import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import DESKTOP, Open, keep_screenshot
+from worker.building import build
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_tokens_come_with_their_probabilities(
-    redis_url: str, shipped: Any, client: AsyncClient, open_page: Open
+    redis_url: str, client: AsyncClient, open_page: Open
 ) -> None:
-    async with running_worker(redis_url, shipped):
+    async with running_worker(redis_url, build(Settings(max_num_seqs=8))):
         page = await open_page("#/playground")
         await page.get_by_label("Prompt").fill("Once upon a time")
         await page.get_by_label("Max tokens").fill("40")
