@@ -176,36 +176,32 @@ class _Stream:
         yield Subscribe(self._keys.events(self._id), sharded)
         while not self._ended:
             answer = yield Wait(self._patience())
-            if isinstance(answer, bytes):
-                yield from self._hear(answer)
+            event = _parse(answer) if isinstance(answer, bytes) else None
+            if event is not None and event.index == self._position < event.end:
+                yield self._delivered(event)
+            elif event is not None and event.index <= self._position:
+                yield from self._continue(event)
             else:
                 yield from self._catch_up()
                 self._failures = 0  # the server answers, however short its visit
 
-    def _hear(self, message: bytes) -> Steps:
-        event = _parse(message)
-        if event is None or event.index > self._position:
-            yield from self._catch_up()
-        else:
-            yield from self._continue(event)
-
-    def _deliver(self, event: TokenEvent) -> Steps:
+    def _continue(self, event: TokenEvent) -> Steps:
+        """Deliver an event of the log or the channel, less what was delivered before."""
         if not event.is_last and event.end <= self._position:
             return
+        if event.index < self._position and self._text_from is not None:
+            event = yield from self._beyond(event)
+        yield self._delivered(event)
+
+    def _delivered(self, event: TokenEvent) -> TokenEvent:
+        """The event, from now on delivered."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
         self._text_length += len(event.text)
         self._ended = event.is_last
         self._failures = 0
-        yield event
-
-    def _continue(self, event: TokenEvent) -> Steps:
-        """Deliver an event of the log or the channel, less what was delivered before."""
-        is_new = event.is_last or event.end > self._position
-        if self._text_from is not None and event.index < self._position and is_new:
-            event = yield from self._beyond(event)
-        yield from self._deliver(event)
+        return event
 
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
         """What an event brings beyond the tokens that were delivered.
@@ -249,7 +245,7 @@ class _Stream:
                 f"id: no request {self._id!r} is known; it was never enqueued in the queue"
                 f" {self._keys.queue!r}, or its record has expired"
             )
-        yield from self._deliver(self._rest(last_event, result))
+        yield self._delivered(self._rest(last_event, result))
 
     def _read_log(self) -> Generator[Action, Any, bool]:
         """Deliver what continues the stream; whether there was any."""
