@@ -16,6 +16,7 @@ from types import FrameType
 
 import redis
 from rq import Queue
+from rq.exceptions import StopRequested
 
 from producer.connecting import server_url
 from producer.jobs import upkeep
@@ -186,11 +187,12 @@ class _Workers:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(self._reading,), daemon=True).start()
-        queue = make_queue(self._settings.queue, open_jobs_redis(self._settings))
         try:
-            run_worker(queue)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
+            run_worker(make_queue(self._settings.queue, open_jobs_redis(self._settings)))
+        except (redis.ConnectionError, redis.TimeoutError, RedisUnavailableError) as error:
             get_logger().warning("a worker lost the server", reason=str(error))
+            sys.exit(1)
+        except StopRequested:  # told to stop while it ended by itself
             sys.exit(1)
 
 
