@@ -7,7 +7,7 @@ address of the stream and in the ids of its events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from producer.gateway.context import Gateway
 from producer.gateway.errors import ApiError, ClientLeftError, as_api_error
+from producer.gateway.http_protocol import PIECES
 from producer.gateway.merging import events_of
 from producer.gateway.openai.chunks import ChoiceWriter, usage_chunk
 from producer.gateway.openai.completion import Completion
@@ -64,12 +65,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_ids = self._completion.request_ids
-        out = _Out(self, send, self._gateway.settings.http_keepalive_seconds)
+        write_piece = scope.get("extensions", {}).get(PIECES, {}).get("write")
+        out = _Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
         try:
             async with while_present(receive) as presence:
                 out.begin_after(self._header_seconds)
                 try:
-                    await self._stream(out, request_ids)
+                    # This task wakes up through every layer of the application, for each token.
+                    await asyncio.create_task(self._stream(out, request_ids))
                 except (ApiError, PromptqError) as error:
                     told = as_api_error(error) if isinstance(error, PromptqError) else error
                     if len(request_ids) > 1:  # the others would go on for nobody
@@ -135,10 +138,17 @@ async def learned(
 class _Out:
     """The way to the client: a status, frames, and comments when there were none for a while."""
 
-    def __init__(self, response: Response, send: Send, keepalive_seconds: float) -> None:
+    def __init__(
+        self,
+        response: Response,
+        send: Send,
+        write_piece: Callable[[bytes], Awaitable[None]] | None,
+        keepalive_seconds: float,
+    ) -> None:
         self.has_begun = False
         self._response = response
         self._send = send
+        self._write_piece = write_piece or self._send_piece
         self._keepalive_seconds = keepalive_seconds
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -156,7 +166,7 @@ class _Out:
             headers = self._response.raw_headers
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._wrote_at = self._loop.time()
-        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+        await self._write_piece(frame)
 
     async def end(self) -> None:
         self._is_over = True
@@ -167,6 +177,9 @@ class _Out:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
+
+    async def _send_piece(self, piece: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     def _ring(self) -> None:
         """Looks now and then whether a comment is due: a timer for each token would cost more."""

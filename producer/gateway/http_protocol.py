@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 65_536
 """Of a request's line and headers; a little more may be read at once."""
+
+PIECES = "promptq.pieces"
+"""The ASGI extension whose `write(piece)` does what `send` does with a part of the body, after the
+head was sent, and does it at once: `send` goes through every layer of the application.
+"""
 
 _SILENCE_SECONDS = 60.0
 
@@ -56,6 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._progressed()
         super().on_headers_complete()
+        self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         self._unanswered = [it for it in self._unanswered if not it.response_complete]
         self._unanswered.append(self.cycle)
 
@@ -85,3 +92,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self._timer = self.loop.call_later(max(left, _SILENCE_SECONDS / 60), self._look)
+
+
+async def _write(cycle: RequestResponseCycle, piece: bytes) -> None:
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

@@ -15,9 +15,13 @@ import httpx2
 import pytest
 import redis
 
+from producer.gateway.app import create_app
+from producer.gateway.settings import GatewaySettings
 from shared.embedded import EmbeddedServer
 from shared.schemas import FinishReason
 from shared.script_values import Claim
+from tests import helpers
+from tests.helpers import running_worker
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import KEYS, HandWorker, free_port
 
@@ -326,3 +330,17 @@ def test_a_wrong_last_event_id(http: httpx2.Client, own_worker: HandWorker) -> N
             answer = http.get(url, headers={"Last-Event-ID": wrong})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "Last-Event-ID"
+
+
+async def test_the_application_streams_behind_any_server(redis_url: str) -> None:
+    """Also behind one that does not know how to write a piece at once."""
+    app = create_app(GatewaySettings(redis_url=redis_url))
+    async with (
+        app.router.lifespan_context(app),
+        running_worker(redis_url),
+        httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=app), base_url="http://localhost"
+        ) as http,
+    ):
+        answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 5, "seed": 3})
+        assert texts_of(list(read_frames(answer))) == helpers.text_of(3, 5)
