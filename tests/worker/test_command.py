@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +19,14 @@ import redis
 
 from shared import lookups
 from shared.embedded import EmbeddedServer, advertised
+from shared.errors import ModelNotFoundError
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
 from shared.script_values import NewRequest
+from shared.settings import read_settings
 from tests.helpers import text_of
 from tests.roles import as_role
+from worker.building import build
 
 COMMAND = [sys.executable, "-m", "worker"]
 
@@ -133,11 +137,12 @@ def test_says_which_variable_is_wrong(worker_url: str) -> None:
 def test_says_that_a_model_is_not_there_or_none(worker_url: str, tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
     assert str(missing) in one_sentence(run("--redis", worker_url, "--model", str(missing)))
-    assert str(tmp_path) in one_sentence(run("--redis", worker_url, "--model", str(tmp_path)))
+    with pytest.raises(ModelNotFoundError, match=re.escape(str(tmp_path))):
+        build(read_settings(model=str(tmp_path)))
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = one_sentence(run("--redis", worker_url, "--model", str(tmp_path)))
-    assert "causal" in said
+    with pytest.raises(ModelNotFoundError, match="causal"):
+        build(read_settings(model=str(tmp_path)))
 
 
 def test_serves_and_drains_when_terminated(redis_url: str, worker_url: str) -> None:
