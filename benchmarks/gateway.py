@@ -1,4 +1,4 @@
-"""What the gateway adds to a token: `python -m benchmarks.gateway`.
+"""What the gateway adds to a token, and what a bare relay: `python -m benchmarks.gateway`.
 
 Workers on the model-free engine make tokens at a fixed rate. A plain subscriber of all channels, a
 process of its own, notes when Redis has published each event, and bare HTTP clients, in another
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,6 +70,16 @@ class Load:
 
 
 LOADS = (Load(200, 4, 20.0, 15.0), Load(2000, 8, 2.0, 30.0))
+GATEWAY = ("producer.cli", "gateway", "--port", "0", "--redis")
+RELAY = ("benchmarks.relay",)
+"""Of the command line of what carries the streams; the server's URL follows."""
+
+ROWS = (
+    ("gateway", [GATEWAY], LOADS[0]),
+    ("two gateways", [GATEWAY, GATEWAY], LOADS[0]),
+    ("bare relay", [RELAY], LOADS[0]),
+    ("gateway", [GATEWAY], LOADS[1]),
+)
 
 
 def serve(url: str, load: Load) -> None:
@@ -141,13 +151,13 @@ class HttpClient(asyncio.Protocol):
         self._finished.release()
 
 
-async def ask(port: int, load: Load) -> list[HttpClient]:
-    """All streams of a load, from the first to the last byte."""
+async def ask(ports: Sequence[int], share: Load) -> list[HttpClient]:
+    """All streams, a share from each port, from the first to the last byte."""
     loop, finished = asyncio.get_running_loop(), asyncio.Semaphore(0)
-    fields = {"prompt": "Hi", "stream": True, "max_tokens": load.num_tokens}
+    fields = {"prompt": "Hi", "stream": True, "max_tokens": share.num_tokens}
     payload = json.dumps(fields).encode()
     clients = []
-    for _ in range(load.num_streams):
+    for port in [port for _ in range(share.num_streams) for port in ports]:
         _, client = await loop.create_connection(
             lambda: HttpClient(payload, finished), "127.0.0.1", port
         )
@@ -215,22 +225,24 @@ def child(*args: str) -> Iterator[tuple[int, str]]:
         process.communicate()
 
 
-def measure(load: Load) -> Measured:
-    """Carry a load through a gateway of its own."""
+def measure(commands: Sequence[Sequence[str]], load: Load) -> Measured:
+    """Carry a load through processes that share its streams, and that are started for it."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
-    gateway_args = ("producer.cli", "gateway", "--port", "0", "--redis")
+    share = replace(load, num_streams=load.num_streams // len(commands))
     with ExitStack() as stack:
         noted = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "noted"
         url = stack.enter_context(EmbeddedServer()).url
         for _ in range(load.num_workers):
             stack.enter_context(child(this, "--serve", url, "--load", described))
-        pid, said = stack.enter_context(child(*gateway_args, url))
-        port = int(said.split("//127.0.0.1:")[1].split(",")[0])
+        carriers = [stack.enter_context(child(*command, url)) for command in commands]
+        pids = [pid for pid, _ in carriers]
+        ports = [int(said.split("//127.0.0.1:")[1].split(",")[0]) for _, said in carriers]
         with child(this, "--observe", url, "--file", str(noted)):
-            cpu_before = _cpu_seconds(pid)
-            clients = uvloop.run(ask(port, load))
-            cpu_per_token = (_cpu_seconds(pid) - cpu_before) / (load.num_streams * load.num_tokens)
-            peak_bytes = _peak_bytes(pid)
+            cpu_before = sum(map(_cpu_seconds, pids))
+            clients = uvloop.run(ask(ports, share))
+            cpu_seconds = sum(map(_cpu_seconds, pids)) - cpu_before
+            cpu_per_token = cpu_seconds / (load.num_streams * load.num_tokens)
+            peak_bytes = sum(map(_peak_bytes, pids))
         published = published_times(read_noted(noted))
     first = int(load.num_tokens * _FIRST_SHARE)
     arrived = {key: at for key, at in arrival_times(clients).items() if key[1] > first}
@@ -263,16 +275,16 @@ def main() -> None:
         observe(options.observe, options.file)
         return
     allow_many_connections()
-    percentiles = ("p50", "p95", "p99", "largest")
-    table = Table("streams", "tokens/s", *percentiles, "gateway's CPU", "its memory")
-    for load in LOADS:
-        measured = measure(replace(load, seconds=load.seconds / 5) if options.quick else load)
-        row = [f"{percentile(measured.added, at) * 1000:.2f}" for at in (0.5, 0.95, 0.99, 1.0)]
-        rate = f"{load.num_streams * load.tokens_per_second:,.0f}"
-        used = f"{measured.cpu_per_token * 1e6:.0f} µs a token"
-        memory = f"{measured.peak_bytes / 2**20:.0f} MiB"
-        table.add_row(f"{load.num_streams:,}", rate, *row, used, memory)
-    Console().print("From the event's publication in Redis to its bytes at an HTTP client, ms:")
+    places = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
+    table = Table("", "streams", *places, "CPU, µs a token", "memory, MiB")
+    for name, commands, load in ROWS:
+        short = replace(load, seconds=load.seconds / 5)
+        measured = measure(commands, short if options.quick else load)
+        added = [f"{percentile(measured.added, at) * 1000:.2f}" for at in places.values()]
+        used = [f"{measured.cpu_per_token * 1e6:.0f}", f"{measured.peak_bytes / 2**20:.0f}"]
+        table.add_row(name, f"{load.num_streams:,}", *added, *used)
+    Console().print("From the event's publication in Redis to its bytes at an HTTP client, ms;")
+    Console().print("4,000 tokens a second in all, shared by the streams:")
     Console().print(table)
 
 
