@@ -123,7 +123,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
         "requests processed": each(lambda w: f"{w.num_processed:,}"),
         "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
-        "  of them cached": each(lambda w: f"{w.cached_tokens:,}"),
+        "  and from the cache": each(lambda w: f"{w.cached_tokens:,}"),
         "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
         "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
         "drafted, accepted": each(lambda w: f"{w.drafted_tokens:,}, {w.accepted_tokens:,}"),
