@@ -115,7 +115,7 @@ def reprioritise(
     with open_client(redis, queue) as client:
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
-        raise RequestNotFoundError(f"id: no request {request_id!r} waits")
+        raise RequestNotFoundError(f"no request {request_id!r} waits")
     print(
         {
             PriorityStatus.CHANGED: f"it waits with priority {priority}",
@@ -222,7 +222,7 @@ def purge(
         chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
         count = client.purge(chosen)
     if chosen and not count:
-        raise RequestNotFoundError(f"id: {chosen[0]!r} is not a dead letter")
+        raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     print(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
 
 

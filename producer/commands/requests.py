@@ -121,7 +121,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
     with open_client(redis, queue) as client:
         status = client.cancel(request_id)
     if status is CancelStatus.UNKNOWN:
-        raise RequestNotFoundError(f"id: no request {request_id!r} is known")
+        raise RequestNotFoundError(f"no request {request_id!r} is known")
     print(
         {
             CancelStatus.CANCELLED: "cancelled",

@@ -300,8 +300,8 @@ def test_settings(run: Run) -> None:
         (["submit", "Hi", "--id", "two words"], "id: 'two words' is not"),
         (["submit"], "prompt: is empty"),
         (["submit", "Hi", "--queue", "no such"], "queue: 'no such' is not"),
-        (["watch", "nobody"], "id: no request 'nobody' is known"),
-        (["cancel", "nobody"], "id: no request 'nobody' is known"),
+        (["watch", "nobody"], "no request 'nobody' is known"),
+        (["cancel", "nobody"], "no request 'nobody' is known"),
         (["stats", "--redis", "nowhere"], "'nowhere' is not a Redis URL"),
     ],
 )

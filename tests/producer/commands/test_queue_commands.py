@@ -56,7 +56,7 @@ def test_dead_list_and_show(run: Run, redis_url: str) -> None:
     assert [attempt["how"] for attempt in letter["history"]] == ["crashed", "crashed alone"]
     assert letter["num_tokens"] == 2
     gone = run("dead", "show", "three")
-    assert (gone.returncode, gone.stderr) == (1, "promptq: id: 'three' is not a dead letter\n")
+    assert (gone.returncode, gone.stderr) == (1, "promptq: 'three' is not a dead letter\n")
 
 
 def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
