@@ -199,6 +199,8 @@ def requeue(
     if as_json:
         print(json.dumps({"requeued": new_ids}))
         return
+    if not new_ids:
+        print("no dead letters")
     for old, new in new_ids.items():
         print(f"{old} runs again as {new}")
 
