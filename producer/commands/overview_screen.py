@@ -72,25 +72,25 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
         ("queue time", lambda it: it.queue_p50_ms, milliseconds),
     ]
     for name, value, written in lines:
-        means = _means(samples, value, now_ms, columns)
-        most = max((it for it in means if it is not None), default=0.0)
-        told = f"up to {written(most)}" if any(it is not None for it in means) else "–"
-        table.add_row(name, Text(_sparkline(means, most), style="cyan"), told)
+        peaks = _peaks(samples, value, now_ms, columns)
+        most = max((it for it in peaks if it is not None), default=None)
+        told = "–" if most is None else f"up to {written(most)}"
+        table.add_row(name, Text(_sparkline(peaks, most or 0.0), style="cyan"), told)
     ago = "an hour ago" if columns > 20 else "-1 h"
     table.add_row("", Text(ago.ljust(columns - 3) + "now", style="dim"), "")
     return table
 
 
-def _means(
+def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """Over equal parts of the last hour, the oldest first; None where nothing was told."""
+    """The most in equal parts of the last hour, the oldest first; None where nothing was told."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
         if 0 <= at < columns and (told := value(sample)) is not None:
             parts[at].append(told)
-    return [sum(it) / len(it) if it else None for it in parts]
+    return [max(it, default=None) for it in parts]
 
 
 def _sparkline(values: Sequence[float | None], most: float) -> str:
