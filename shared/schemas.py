@@ -76,7 +76,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    max_tokens: int | None = Field(None, ge=1, description="None: up to the model's length")
+    max_tokens: int | None = Field(None, ge=1, description="left out: up to the model's length")
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -98,7 +98,7 @@ class SamplingParams(BaseModel):
     )
     response_format: dict[str, Any] | None = None
     speculative_tokens: int | None = Field(
-        None, ge=0, le=64, description="most tokens drafted a step; None: the worker's setting"
+        None, ge=0, le=64, description="most tokens drafted a step; left out: the worker's setting"
     )
 
     @field_validator("stop")

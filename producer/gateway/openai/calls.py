@@ -27,7 +27,7 @@ MAX_CHOICES = 256
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
 """Of all payloads of one call: each answer is a request of its own, with all that was asked."""
 
-_DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions, as in the OpenAI API."""
 
 HEADERS = {
@@ -163,7 +163,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
 def read_completion(body: bytes, headers: Mapping[str, str]) -> Call:
     """As `read_chat`."""
     options, fields = _read(CompletionOptions, body, headers)
-    fields.setdefault("max_tokens", max(_DEFAULT_MAX_TOKENS, _min_tokens(fields)))
+    fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
     prompts = _prompts(options.prompt)
     _check_size(len(body), fields, len(prompts), options.n)

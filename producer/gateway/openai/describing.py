@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from producer.gateway.errors import described
-from producer.gateway.openai.calls import HEADERS, CallOptions, CompletionOptions
+from producer.gateway.openai.calls import (
+    DEFAULT_MAX_TOKENS,
+    HEADERS,
+    CallOptions,
+    CompletionOptions,
+)
 from shared.schemas import Request
 
 ERRORS = described(400, 401, 403, 404, 408, 409, 413, 429, 500, 503)
@@ -34,6 +39,7 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     hidden = {"messages", "prompt", "trace_context"}
     if kind is CompletionOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
+        fields["max_tokens"]["description"] = f"left out: {DEFAULT_MAX_TOKENS}"
     rest = {name: value for name, value in fields.items() if name not in hidden}
     properties = {**rest, **own["properties"]}
     required = own.get("required", [])
