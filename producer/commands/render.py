@@ -1,14 +1,19 @@
-"""Tables for the terminal."""
+"""Tables and lists for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from producer.api_keys import ApiKey
 from producer.dead_letters import DeadLetter
@@ -136,22 +141,19 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
     }
 
 
-def settings_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Settings with their defaults and what they are now."""
-    table = Table(box=box.SIMPLE_HEAD, show_lines=False)
-    table.add_column("environment variable", no_wrap=True)
-    table.add_column("now", overflow="fold")
-    table.add_column("what it is")
-    table.add_column("only of")
-    for row in rows:
-        changed = row["value"] != row["default"]
-        value = "–" if row["value"] is None else str(row["value"])
-        default = f" [dim](default {row['default']})[/]" if changed else ""
-        style = "bold" if changed else ""
-        table.add_row(
-            row["variable"],
-            f"[{style}]{value}[/]" if style else value,
-            row["description"] + default,
-            row["process"] or "",
-        )
-    return table
+def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
+    """Of each setting its name and what it is now, and below them what that is."""
+    lines: list[RenderableType] = []
+    for process, group in groupby(rows, key=itemgetter("process")):
+        if process:
+            lines.append(Text(f"\nOnly of {process}:", style="bold"))
+        for row in group:
+            lines += [_setting(row), Padding(Text(row["description"]), (0, 0, 0, 4))]
+    return Group(*lines)
+
+
+def _setting(row: dict[str, Any]) -> Text:
+    value, default = ("–" if it is None else str(it) for it in (row["value"], row["default"]))
+    if value == default:
+        return Text(f"{row['variable']}  {value}")
+    return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

@@ -17,8 +17,8 @@ from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
 def settings(as_json: AsJson = False) -> None:
     """List the settings, each an environment variable.
 
-    Those of workers are options of `promptq worker` too; of the others the last
-    column says whose they are.
+    Each stands with what it is now. The first of them are options of
+    `promptq worker` too; those below are of other processes alone.
 
     Examples:
 
@@ -43,9 +43,9 @@ def settings(as_json: AsJson = False) -> None:
         return
     from rich.console import Console
 
-    from producer.commands.render import settings_table
+    from producer.commands.render import settings_list
 
-    Console().print(settings_table(rows))
+    Console().print(settings_list(rows))
 
 
 def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:

@@ -285,9 +285,13 @@ def test_settings(run: Run) -> None:
     assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
     assert rows["PROMPTQ_BATCH_WORKERS"]["process"] == "jobs"
     assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
-    table = run("settings", **env).stdout
-    assert set(re.findall(r"PROMPTQ_\w+", table)) == set(rows)
-    assert "hush" not in listed + table
+    shown = run("settings", COLUMNS="80", **env).stdout
+    assert set(re.findall(r"PROMPTQ_\w+", shown)) == set(rows)
+    assert "hush" not in listed + shown
+    assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert all(row["description"] in words for row in rows.values()), "no word is broken"
 
 
 @pytest.mark.parametrize(
