@@ -82,7 +82,8 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
     from producer.commands.render import api_keys_table
 
     if found:
-        Console().print(api_keys_table(found))
+        console = Console()
+        console.print(api_keys_table(found, console.width))
     else:
         print("no keys: the gateway answers on this machine alone")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
@@ -58,6 +58,24 @@ def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = (
     return table
 
 
+def width_of(columns: Mapping[str, Sequence[str]]) -> int:
+    """Of a `plain_table` whose cells are not broken: three columns of the terminal between two."""
+    return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items()) - 1
+
+
+def fitting(
+    columns: Mapping[str, Sequence[str]], width: int, dropped_first: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
+    """What of a `plain_table` has room in so many columns of the terminal: all but the least
+    important, which are named in the order in which they go.
+    """
+    kept = dict(columns)
+    for name in dropped_first:
+        if width_of(kept) > width:
+            del kept[name]
+    return kept
+
+
 def queue_table(stats: QueueStats) -> Table:
     """Counts of requests by where they are."""
     title = f"queue {stats.queue}"
@@ -80,28 +98,27 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     return table
 
 
-def api_keys_table(keys: Sequence[ApiKey]) -> Table:
-    """One row for each."""
-    table = plain_table(
-        *("name", "key", "tenant", "requests/min", "tokens/min", "priority from", "admin", "made"),
-        left=("name", "key", "tenant"),
-    )
-    for key in keys:
-        made = f"{datetime.fromtimestamp(key.created_at / 1000):%Y-%m-%d %H:%M}"
-        limits = (
-            f"{it:,}" if it else "–" for it in (key.requests_per_minute, key.tokens_per_minute)
-        )
-        admin = "yes" if key.is_admin else "–"
-        table.add_row(
-            key.name,
-            f"…{key.hint}",
-            key.tenant or "–",
-            *limits,
-            str(key.highest_priority),
-            admin,
-            made,
-        )
+def api_keys_table(keys: Sequence[ApiKey], width: int) -> Table:
+    """One row for each, in so many columns of the terminal."""
+    columns = {
+        "name": [it.name for it in keys],
+        "key": [f"…{it.hint}" for it in keys],
+        "tenant": [it.tenant or "–" for it in keys],
+        "requests/min": [_limit(it.requests_per_minute) for it in keys],
+        "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
+        "priority from": [str(it.highest_priority) for it in keys],
+        "admin": ["yes" if it.is_admin else "–" for it in keys],
+        "made": [f"{datetime.fromtimestamp(it.created_at / 1000):%Y-%m-%d %H:%M}" for it in keys],
+    }
+    kept = fitting(columns, width, ("made", "key", "admin", "priority from", "tenant"))
+    table = plain_table(*kept, left=("name", "key", "tenant"))
+    for cells in zip(*kept.values(), strict=True):
+        table.add_row(*map(Text, cells))
     return table
+
+
+def _limit(a_minute: int) -> str:
+    return f"{a_minute:,}" if a_minute else "–"
 
 
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
