@@ -395,7 +395,9 @@ def test_help_shows_examples(run: Run, command: str) -> None:
 
 def test_worker_passes_everything_on(run: Run, start: Start, own_worker: HandWorker) -> None:
     """`promptq worker` is the worker: same options, same signals."""
-    assert "--max-num-seqs" in run("worker", "--help").stdout
+    described = run("worker", "--help").stdout
+    assert "--max-num-seqs" in described
+    assert max(map(len, described.splitlines())) <= 80
     process = start("worker", "--model", "model-free", "--queue", "other")
     assert "queue other" in read_until(process, "\n")
     control = Keys("other").control
