@@ -22,8 +22,8 @@ def settings(as_json: AsJson = False) -> None:
 
     Examples:
 
-      promptq settings
-      PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
+    promptq settings
+    PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
     from producer.gateway.settings import read_gateway_settings
     from producer.jobs.settings import read_files_settings, read_jobs_settings
