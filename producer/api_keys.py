@@ -91,7 +91,7 @@ def revoke(keys: Keys, name: str) -> Generator[Call[Any], Any, ApiKey]:
         if (key := ApiKey.model_validate_json(value)).name == name
     }
     if not named:
-        raise RequestNotFoundError(f"name: there is no key {name!r}")
+        raise RequestNotFoundError(f"there is no key {name!r}")
     # Two, where two were made at the same moment.
     yield Call("", ["HDEL", keys.api_keys, *named], int)
     return next(iter(named.values()))

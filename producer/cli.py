@@ -1,4 +1,7 @@
-"""The `promptq` command; what it does stands in producer/commands."""
+"""The `promptq` command; what it does stands in producer/commands.
+
+Examples in the docstrings of commands are not indented: Typer indents those of some commands only.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ def promptq(
 
     Start all of it in one terminal, use it in another:
 
-      promptq up
-      promptq submit "Once upon a time"
+    promptq up
+    promptq submit "Once upon a time"
     """
 
 

@@ -36,7 +36,7 @@ def read_dead_letter(keys: Keys, request_id: str) -> Generator[Call[Any], Any, D
     """Yields calls, is sent what they give. Raises RequestNotFoundError."""
     record = yield lookups.record(keys, request_id)
     if record.get("state") != "dead":
-        raise RequestNotFoundError(f"id: {request_id!r} is not a dead letter")
+        raise RequestNotFoundError(f"{request_id!r} is not a dead letter")
     last = json_object(record.get("last_event"))
     return DeadLetter(
         request_id=request_id,

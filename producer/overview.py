@@ -58,7 +58,7 @@ def read_worker(keys: Keys, worker_id: str) -> Generator[Call[Any], Any, WorkerV
     for _ in range(_READS):  # a heartbeat may come between the two calls
         stats = yield lookups.worker_stats(keys, worker_id)
         if stats is None:
-            raise RequestNotFoundError(f"worker: no worker {worker_id!r} is alive")
+            raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
         told_at, slots = yield observing.slots(keys, worker_id)
         if told_at == stats.heartbeat_at:
             break

@@ -242,7 +242,7 @@ class _Stream:
             return
         if last_event is None or result is None:
             raise RequestNotFoundError(
-                f"id: no request {self._id!r} is known; it was never enqueued in the queue"
+                f"no request {self._id!r} is known; it was never enqueued in the queue"
                 f" {self._keys.queue!r}, or its record has expired"
             )
         yield self._delivered(self._rest(last_event, result))

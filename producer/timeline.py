@@ -81,7 +81,7 @@ def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Time
     """Yields calls, is sent what they give. Raises RequestNotFoundError."""
     record: dict[str, str] = yield lookups.record(keys, request_id)
     if not record:
-        raise RequestNotFoundError(f"id: {request_id!r} is unknown, or ended long ago")
+        raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
     state, worker, slot = _state(record), record.get("worker", ""), None
     if state is RequestState.ACTIVE and worker:
         _, slots = yield observing.slots(keys, worker)

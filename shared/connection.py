@@ -237,4 +237,5 @@ def explain(error: Exception, url: str) -> PromptqError:
         )
     if isinstance(error, ResponseError):
         return RedisSideError(f"the server at {shown} refuses a command: {error}")
-    return RedisUnavailableError(f"no Redis server answers at {shown}: {error}")
+    said = str(error).rstrip(".")  # some of redis-py's are sentences, and more may follow ours
+    return RedisUnavailableError(f"no Redis server answers at {shown}: {said}")

@@ -110,7 +110,7 @@ class _Queue:
 
 def _requeued(reply: str, dead_id: str, new_id: str) -> str:
     if reply == "unknown":
-        raise RequestNotFoundError(f"id: {dead_id!r} is not a dead letter")
+        raise RequestNotFoundError(f"{dead_id!r} is not a dead letter")
     if reply == "exists":
         raise RequestExistsError(f"id: {new_id!r} is taken by an earlier request")
     return new_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from difflib import get_close_matches
 from enum import StrEnum
+from itertools import islice
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -27,6 +28,9 @@ _PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with ht
 
 _LONGEST_NAME = 64
 """What no field's name exceeds, and no more of an unknown one is told."""
+
+_MOST_COMPARED = 100
+"""Of unknown fields, with one that is missing."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -76,7 +80,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    max_tokens: int | None = Field(None, ge=1, description="None: up to the model's length")
+    max_tokens: int | None = Field(None, ge=1, description="left out: up to the model's length")
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -98,7 +102,7 @@ class SamplingParams(BaseModel):
     )
     response_format: dict[str, Any] | None = None
     speculative_tokens: int | None = Field(
-        None, ge=0, le=64, description="most tokens drafted a step; None: the worker's setting"
+        None, ge=0, le=64, description="most tokens drafted a step; left out: the worker's setting"
     )
 
     @field_validator("stop")
@@ -234,13 +238,23 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(named, field=field)
     # A union reports its members as further locations ("prompt", "str"); the field comes first.
     field = str(first["loc"][0])
+    if first["type"] == "missing":
+        unknown = (name for name in first["input"] if name not in Request.model_fields)
+        misspelt = get_close_matches(field, islice(unknown, _MOST_COMPARED), n=1)
+        if misspelt:
+            return _unknown_field(misspelt[0])
+        return InvalidRequestError(f"{field}: is missing", field=field)
     if first["type"] == "extra_forbidden":
-        field = field[:_LONGEST_NAME]
-        meant = get_close_matches(field, Request.model_fields, n=1)
-        hint = f"; do you mean {meant[0]}?" if meant else ""
-        return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
+        return _unknown_field(field)
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
         message = f"is not {_PATTERNS_IN_WORDS[pattern]}"
     value = json.dumps(first.get("input"), default=str)
     shown = value if len(value) <= 80 else value[:77] + "..."
     return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)
+
+
+def _unknown_field(name: str) -> InvalidRequestError:
+    field = name[:_LONGEST_NAME]
+    meant = get_close_matches(field, Request.model_fields, n=1)
+    hint = f"; do you mean {meant[0]}?" if meant else ""
+    return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)

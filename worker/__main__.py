@@ -34,10 +34,13 @@ HELP = """Serve a queue: claim requests, run them in one continuous batch, strea
 
 \b
 Examples:
-  promptq worker                                   the shipped model, the running or an own server
+  promptq worker
   promptq worker --model ./my-model --redis redis://localhost:6379/0
-  promptq worker --model Qwen/Qwen3-0.6B --dtype bfloat16 --max-num-seqs 32 --kv-cache-memory 4G
-  promptq worker --model model-free                no model at all: letters, to load a queue
+  promptq worker --model Qwen/Qwen3-0.6B --dtype bfloat16 --max-num-seqs 32
+  promptq worker --model model-free
+
+Without options it serves the shipped model, on the server of the running `promptq up` or on one of
+its own. `model-free` is no model at all: letters, to load a queue.
 
 SIGTERM or Ctrl-C drains: it claims no more and finishes what runs; what is left after the grace
 time goes back to the queue with its progress. A second signal gives everything back at once.
@@ -177,7 +180,7 @@ def command() -> click.Command:
         default = "" if without_default else f" [default: {field.default}]"
         flag = flag_of(key)
         if field.default is True:
-            flag, default = f"{flag}/--no-{flag.removeprefix('--')}", ""
+            flag, default = f"{flag}/--no-{flag.removeprefix('--')}", " [default: on]"
         options.append(
             click.Option(
                 [flag, key],

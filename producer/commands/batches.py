@@ -53,8 +53,8 @@ def run(
 
     Examples:
 
-      promptq batch run in.jsonl -o out.jsonl
-      promptq batch run in.jsonl -o out.jsonl --in-flight 256 --priority 10
+    promptq batch run in.jsonl -o out.jsonl
+    promptq batch run in.jsonl -o out.jsonl --in-flight 256 --priority 10
     """
     import sys
 
@@ -127,8 +127,8 @@ def jobs(
 
     Examples:
 
-      promptq jobs --redis redis://localhost:6379/0
-      PROMPTQ_JOBS_REDIS_URL=redis://localhost:6380/0 promptq jobs
+    promptq jobs --redis redis://localhost:6379/0
+    PROMPTQ_JOBS_REDIS_URL=redis://localhost:6380/0 promptq jobs
     """
     from producer.jobs.process import run_jobs
     from producer.jobs.settings import read_jobs_settings

@@ -137,7 +137,7 @@ async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
         # Opened ahead, so that the times shown are those of the requests: each stream takes two.
         await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
         shown = await _run_parts(console, client, connection, worker)
-        console.print(requests_table(shown))
+        console.print(requests_table(shown, console.width))
         console.print(workers_table(await _final_heartbeat(client, connection)))
 
 

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from producer.commands.render import milliseconds, plain_table
+from producer.commands.render import fitting, milliseconds, plain_table
 from shared.events import TokenEvent
 from shared.schemas import FinishReason
 
@@ -152,28 +152,25 @@ def finished_text(shown: Shown) -> Text:
     return Text(headline + (shown.error or shown.prompt + shown.text).strip() + "\n")
 
 
-def requests_table(shown: Sequence[Shown]) -> Table:
-    """How each request fared."""
-    table = plain_table(
-        "request",
-        "priority",
-        "queued",
-        "first token",
-        "tokens",
-        "tokens/s",
-        "finish",
-        title="requests",
-        left=("request", "finish"),
-    )
-    for one in shown:
-        rate = "–" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}"
-        table.add_row(
-            escape(one.title),
-            f"{one.priority:+d}",
-            milliseconds(one.queue_ms),
-            milliseconds(one.first_token_ms),
-            f"{one.num_tokens}",
-            rate,
-            f"[{_COLOURS[one.state]}]{one.state}[/]",
-        )
+def requests_table(shown: Sequence[Shown], width: int) -> Table:
+    """How each request fared, in so many columns of the terminal."""
+    columns = {
+        "request": [one.title for one in shown],
+        "priority": [f"{one.priority:+d}" for one in shown],
+        "queued": [milliseconds(one.queue_ms) for one in shown],
+        "first token": [milliseconds(one.first_token_ms) for one in shown],
+        "tokens": [f"{one.num_tokens}" for one in shown],
+        "tokens/s": [_rate(one.tokens_per_second) for one in shown],
+        "finish": [one.state for one in shown],
+    }
+    kept = fitting(columns, width, ("tokens/s", "tokens", "first token", "queued", "priority"))
+    table = plain_table(*kept, title="requests", left=("request", "finish"))
+    for one, *cells in zip(shown, *kept.values(), strict=True):
+        *others, finish = map(Text, cells)
+        finish.stylize(_COLOURS[one.state])
+        table.add_row(*others, finish)
     return table
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "–" if tokens_per_second is None else f"{tokens_per_second:,.0f}"

@@ -48,8 +48,8 @@ def create(
 
     Examples:
 
-      promptq keys create operator --admin
-      promptq keys create web --tenant web --weight 3 --tokens-per-minute 100000
+    promptq keys create operator --admin
+    promptq keys create web --tenant web --weight 3 --tokens-per-minute 100000
     """
     key = ApiKey.build(
         name=name,
@@ -70,7 +70,7 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
 
     Examples:
 
-      promptq keys list
+    promptq keys list
     """
     with open_client(redis, queue) as client:
         found = client.api_keys()
@@ -82,7 +82,8 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
     from producer.commands.render import api_keys_table
 
     if found:
-        Console().print(api_keys_table(found))
+        console = Console()
+        console.print(api_keys_table(found, console.width))
     else:
         print("no keys: the gateway answers on this machine alone")
 
@@ -97,7 +98,7 @@ def revoke(
 
     Examples:
 
-      promptq keys revoke web
+    promptq keys revoke web
     """
     with open_client(redis, queue) as client:
         key = client.revoke_api_key(name)

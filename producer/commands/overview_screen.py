@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from producer.commands.render import milliseconds, plain_table
+from producer.commands.render import fitting, milliseconds, plain_table, width_of
 from producer.overview import Overview
 from shared.observations import Sample, WorkerStats
 
@@ -52,7 +52,7 @@ def _figures(overview: Overview, samples: Sequence[Sample], width: int) -> Rende
         "queue time": milliseconds(_last(recent, lambda it: it.queue_p50_ms)),
         "dead": f"{overview.dead:,}",
     }
-    if _width({name: [value] for name, value in figures.items()}) <= width:
+    if width_of({name: [value] for name, value in figures.items()}) <= width:
         table = plain_table(*figures)
         table.add_row(*figures.values())
         return table
@@ -72,25 +72,25 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
         ("queue time", lambda it: it.queue_p50_ms, milliseconds),
     ]
     for name, value, written in lines:
-        means = _means(samples, value, now_ms, columns)
-        most = max((it for it in means if it is not None), default=0.0)
-        told = f"up to {written(most)}" if any(it is not None for it in means) else "–"
-        table.add_row(name, Text(_sparkline(means, most), style="cyan"), told)
+        peaks = _peaks(samples, value, now_ms, columns)
+        most = max((it for it in peaks if it is not None), default=None)
+        told = "–" if most is None else f"up to {written(most)}"
+        table.add_row(name, Text(_sparkline(peaks, most or 0.0), style="cyan"), told)
     ago = "an hour ago" if columns > 20 else "-1 h"
     table.add_row("", Text(ago.ljust(columns - 3) + "now", style="dim"), "")
     return table
 
 
-def _means(
+def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """Over equal parts of the last hour, the oldest first; None where nothing was told."""
+    """The most in equal parts of the last hour, the oldest first; None where nothing was told."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
         if 0 <= at < columns and (told := value(sample)) is not None:
             parts[at].append(told)
-    return [sum(it) / len(it) if it else None for it in parts]
+    return [max(it, default=None) for it in parts]
 
 
 def _sparkline(values: Sequence[float | None], most: float) -> str:
@@ -115,7 +115,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
     """A row a worker; what has no room in the terminal is left out, the least important first."""
     if not overview.workers:
         return Text("No worker is alive: start one with promptq worker.")
-    columns: dict[str, list[str]] = {
+    columns = {
         "worker": [it.worker_id for it in overview.workers],
         "state": [it.state for it in overview.workers],
         "heartbeat": [_heartbeat(overview, it) for it in overview.workers],
@@ -125,11 +125,9 @@ def _workers(overview: Overview, width: int) -> RenderableType:
         "step": [milliseconds(it.step_ms) for it in overview.workers],
         "preempted": [f"{it.num_preemptions:,}" for it in overview.workers],
     }
-    for name in _DROPPED_FIRST:
-        if _width(columns) > width:
-            del columns[name]
-    table = plain_table(*columns, left=("worker", "state"))
-    for worker, *cells in zip(overview.workers, *columns.values(), strict=True):
+    kept = fitting(columns, width, _DROPPED_FIRST)
+    table = plain_table(*kept, left=("worker", "state"))
+    for worker, *cells in zip(overview.workers, *kept.values(), strict=True):
         is_well = worker.state == "running" and _silent_seconds(overview, worker) <= _LATE_SECONDS
         table.add_row(*map(Text, cells), style="" if is_well else "yellow")
     return table
@@ -142,11 +140,6 @@ def _silent_seconds(overview: Overview, worker: WorkerStats) -> int:
 def _heartbeat(overview: Overview, worker: WorkerStats) -> str:
     seconds = _silent_seconds(overview, worker)
     return f"{seconds} s ago" if seconds else "now"
-
-
-def _width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Of a `plain_table` whose cells are not broken: three columns of the terminal between two."""
-    return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items())
 
 
 def _last(samples: Sequence[Sample], value: Callable[[Sample], float | None]) -> float | None:

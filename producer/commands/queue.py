@@ -27,8 +27,8 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
 
     Examples:
 
-      promptq stats
-      promptq stats --json | jq .waiting
+    promptq stats
+    promptq stats --json | jq .waiting
     """
     with open_client(redis, queue) as client:
         found = client.stats()
@@ -52,7 +52,7 @@ def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
 
     Examples:
 
-      promptq pause --queue chat
+    promptq pause --queue chat
     """
     with open_client(redis, queue) as client:
         client.pause()
@@ -64,7 +64,7 @@ def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) ->
 
     Examples:
 
-      promptq resume --queue chat
+    promptq resume --queue chat
     """
     with open_client(redis, queue) as client:
         client.resume()
@@ -87,8 +87,8 @@ def drain(
 
     Examples:
 
-      promptq drain
-      promptq drain --worker host-4711-a1b2c3
+    promptq drain
+    promptq drain --worker host-4711-a1b2c3
     """
     with open_client(redis, queue) as client:
         told = client.drain(worker)
@@ -110,12 +110,12 @@ def reprioritise(
 
     Examples:
 
-      promptq reprioritise 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --priority -5
+    promptq reprioritise 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --priority -5
     """
     with open_client(redis, queue) as client:
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
-        raise RequestNotFoundError(f"id: no request {request_id!r} waits")
+        raise RequestNotFoundError(f"no request {request_id!r} waits")
     print(
         {
             PriorityStatus.CHANGED: f"it waits with priority {priority}",
@@ -136,8 +136,8 @@ def list_dead(
 
     Examples:
 
-      promptq dead list
-      promptq dead list --json | jq -r '.[].request_id'
+    promptq dead list
+    promptq dead list --json | jq -r '.[].request_id'
     """
     with open_client(redis, queue) as client:
         letters = client.dead_letters(limit)
@@ -162,7 +162,7 @@ def show(
 
     Examples:
 
-      promptq dead show 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    promptq dead show 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     """
     with open_client(redis, queue) as client:
         letter = client.dead_letter(request_id)
@@ -189,8 +189,8 @@ def requeue(
 
     Examples:
 
-      promptq dead requeue 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
-      promptq dead requeue --all
+    promptq dead requeue 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    promptq dead requeue --all
     """
     with open_client(redis, queue) as client:
         new_ids = {}
@@ -199,6 +199,8 @@ def requeue(
     if as_json:
         print(json.dumps({"requeued": new_ids}))
         return
+    if not new_ids:
+        print("no dead letters")
     for old, new in new_ids.items():
         print(f"{old} runs again as {new}")
 
@@ -215,14 +217,14 @@ def purge(
 
     Examples:
 
-      promptq dead purge 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
-      promptq dead purge --all
+    promptq dead purge 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    promptq dead purge --all
     """
     with open_client(redis, queue) as client:
         chosen = _chosen(client.dead_ids(_ALL) if everything else request_ids)
         count = client.purge(chosen)
     if chosen and not count:
-        raise RequestNotFoundError(f"id: {chosen[0]!r} is not a dead letter")
+        raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     print(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
 
 

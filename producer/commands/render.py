@@ -1,14 +1,19 @@
-"""Tables for the terminal."""
+"""Tables and lists for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from producer.api_keys import ApiKey
 from producer.dead_letters import DeadLetter
@@ -53,6 +58,24 @@ def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = (
     return table
 
 
+def width_of(columns: Mapping[str, Sequence[str]]) -> int:
+    """Of a `plain_table` whose cells are not broken: three columns of the terminal between two."""
+    return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items()) - 1
+
+
+def fitting(
+    columns: Mapping[str, Sequence[str]], width: int, dropped_first: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
+    """What of a `plain_table` has room in so many columns of the terminal: all but the least
+    important, which are named in the order in which they go.
+    """
+    kept = dict(columns)
+    for name in dropped_first:
+        if width_of(kept) > width:
+            del kept[name]
+    return kept
+
+
 def queue_table(stats: QueueStats) -> Table:
     """Counts of requests by where they are."""
     title = f"queue {stats.queue}"
@@ -75,28 +98,27 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     return table
 
 
-def api_keys_table(keys: Sequence[ApiKey]) -> Table:
-    """One row for each."""
-    table = plain_table(
-        *("name", "key", "tenant", "requests/min", "tokens/min", "priority from", "admin", "made"),
-        left=("name", "key", "tenant"),
-    )
-    for key in keys:
-        made = f"{datetime.fromtimestamp(key.created_at / 1000):%Y-%m-%d %H:%M}"
-        limits = (
-            f"{it:,}" if it else "–" for it in (key.requests_per_minute, key.tokens_per_minute)
-        )
-        admin = "yes" if key.is_admin else "–"
-        table.add_row(
-            key.name,
-            f"…{key.hint}",
-            key.tenant or "–",
-            *limits,
-            str(key.highest_priority),
-            admin,
-            made,
-        )
+def api_keys_table(keys: Sequence[ApiKey], width: int) -> Table:
+    """One row for each, in so many columns of the terminal."""
+    columns = {
+        "name": [it.name for it in keys],
+        "key": [f"…{it.hint}" for it in keys],
+        "tenant": [it.tenant or "–" for it in keys],
+        "requests/min": [_limit(it.requests_per_minute) for it in keys],
+        "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
+        "priority from": [str(it.highest_priority) for it in keys],
+        "admin": ["yes" if it.is_admin else "–" for it in keys],
+        "made": [f"{datetime.fromtimestamp(it.created_at / 1000):%Y-%m-%d %H:%M}" for it in keys],
+    }
+    kept = fitting(columns, width, ("made", "key", "admin", "priority from", "tenant"))
+    table = plain_table(*kept, left=("name", "key", "tenant"))
+    for cells in zip(*kept.values(), strict=True):
+        table.add_row(*map(Text, cells))
     return table
+
+
+def _limit(a_minute: int) -> str:
+    return f"{a_minute:,}" if a_minute else "–"
 
 
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
@@ -123,7 +145,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
         "requests processed": each(lambda w: f"{w.num_processed:,}"),
         "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
-        "  of them cached": each(lambda w: f"{w.cached_tokens:,}"),
+        "  and from the cache": each(lambda w: f"{w.cached_tokens:,}"),
         "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
         "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
         "drafted, accepted": each(lambda w: f"{w.drafted_tokens:,}, {w.accepted_tokens:,}"),
@@ -136,22 +158,19 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
     }
 
 
-def settings_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Settings with their defaults and what they are now."""
-    table = Table(box=box.SIMPLE_HEAD, show_lines=False)
-    table.add_column("environment variable", no_wrap=True)
-    table.add_column("now", overflow="fold")
-    table.add_column("what it is")
-    table.add_column("only of")
-    for row in rows:
-        changed = row["value"] != row["default"]
-        value = "–" if row["value"] is None else str(row["value"])
-        default = f" [dim](default {row['default']})[/]" if changed else ""
-        style = "bold" if changed else ""
-        table.add_row(
-            row["variable"],
-            f"[{style}]{value}[/]" if style else value,
-            row["description"] + default,
-            row["process"] or "",
-        )
-    return table
+def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
+    """Of each setting its name and what it is now, and below them what that is."""
+    lines: list[RenderableType] = []
+    for process, group in groupby(rows, key=itemgetter("process")):
+        if process:
+            lines.append(Text(f"\nOnly of {process}:", style="bold"))
+        for row in group:
+            lines += [_setting(row), Padding(Text(row["description"]), (0, 0, 0, 4))]
+    return Group(*lines)
+
+
+def _setting(row: dict[str, Any]) -> Text:
+    value, default = ("–" if it is None else str(it) for it in (row["value"], row["default"]))
+    if value == default:
+        return Text(f"{row['variable']}  {value}")
+    return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

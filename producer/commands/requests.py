@@ -62,10 +62,10 @@ def submit(
 
     Examples:
 
-      promptq submit "Once upon a time" --max-tokens 64
-      promptq submit --chat "Tell me a story about a fox." --temperature 0.7
-      promptq submit --detach --priority -5 < prompt.txt
-      promptq submit "Once" --json --param logprobs=2 --param 'stop_token_ids=[0]'
+    promptq submit "Once upon a time" --max-tokens 64
+    promptq submit --chat "Tell me a story about a fox." --temperature 0.7
+    promptq submit --detach --priority -5 < prompt.txt
+    promptq submit "Once" --json --param logprobs=2 --param 'stop_token_ids=[0]'
     """
     fields = _parse_params(param or [])
     given = {
@@ -104,8 +104,8 @@ def watch(
 
     Examples:
 
-      promptq watch $(promptq submit --detach "Once upon a time")
-      promptq watch 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --json
+    promptq watch $(promptq submit --detach "Once upon a time")
+    promptq watch 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --json
     """
     with open_client(redis, queue) as client:
         raise typer.Exit(StreamPrinter(client, request_id, as_json).watch())
@@ -116,12 +116,12 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
 
     Examples:
 
-      promptq cancel 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
+    promptq cancel 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     """
     with open_client(redis, queue) as client:
         status = client.cancel(request_id)
     if status is CancelStatus.UNKNOWN:
-        raise RequestNotFoundError(f"id: no request {request_id!r} is known")
+        raise RequestNotFoundError(f"no request {request_id!r} is known")
     print(
         {
             CancelStatus.CANCELLED: "cancelled",

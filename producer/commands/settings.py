@@ -17,13 +17,13 @@ from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
 def settings(as_json: AsJson = False) -> None:
     """List the settings, each an environment variable.
 
-    Those of workers are options of `promptq worker` too; of the others the last
-    column says whose they are.
+    Each stands with what it is now. The first of them are options of
+    `promptq worker` too; those below are of other processes alone.
 
     Examples:
 
-      promptq settings
-      PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
+    promptq settings
+    PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
     from producer.gateway.settings import read_gateway_settings
     from producer.jobs.settings import read_files_settings, read_jobs_settings
@@ -43,9 +43,9 @@ def settings(as_json: AsJson = False) -> None:
         return
     from rich.console import Console
 
-    from producer.commands.render import settings_table
+    from producer.commands.render import settings_list
 
-    Console().print(settings_table(rows))
+    Console().print(settings_list(rows))
 
 
 def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Run a server and workers in this terminal, with --port a gateway, until Ctrl-C.
+    """Run a server and workers in this terminal, with --port a gateway and jobs, until Ctrl-C.
 
     Without a Redis URL it starts an embedded server, which other promptq
     commands of this user find by themselves. Workers that die are started again.
@@ -53,11 +53,11 @@ def up(
 
     Examples:
 
-      promptq up
-      promptq up --port 8000
-      promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
-      promptq up --redis redis://localhost:6379/0
-      promptq up --data ./promptq-data
+    promptq up
+    promptq up --port 8000
+    promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
+    promptq up --redis redis://localhost:6379/0
+    promptq up --data ./promptq-data
     """
     from rich.console import Console
 
@@ -81,8 +81,8 @@ def worker(context: typer.Context) -> None:
 
     Examples:
 
-      promptq worker --model Qwen/Qwen3-0.6B --redis redis://localhost:6379/0
-      promptq worker --model ./my-model --queue chat --max-num-seqs 32
+    promptq worker --model Qwen/Qwen3-0.6B --redis redis://localhost:6379/0
+    promptq worker --model ./my-model --queue chat --max-num-seqs 32
     """
     from producer.commands.processes import worker_command
 
@@ -98,8 +98,8 @@ def server(
 
     Examples:
 
-      promptq server
-      promptq server --port 6399 --data ./promptq-data
+    promptq server
+    promptq server --port 6399 --data ./promptq-data
     """
     from rich.console import Console
 
@@ -115,8 +115,8 @@ def demo(context: typer.Context) -> None:
 
     Examples:
 
-      promptq demo
-      promptq demo --model Qwen/Qwen3-0.6B
+    promptq demo
+    promptq demo --model Qwen/Qwen3-0.6B
     """
     from producer.commands.demo import run_demo
 

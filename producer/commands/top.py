@@ -49,8 +49,8 @@ def top(
 
     Examples:
 
-      promptq top
-      promptq top --queue chat --once
+    promptq top
+    promptq top --queue chat --once
     """
     from rich.console import Console
 

@@ -42,8 +42,8 @@ def gateway(
 
     Examples:
 
-      promptq gateway
-      promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
+    promptq gateway
+    promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
     """
     from producer.gateway.settings import read_gateway_settings
 

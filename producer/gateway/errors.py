@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,6 +32,18 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_MEANINGS = {
+    400: "something is wrong with what was asked; `param` names the field",
+    401: "there is no API key (`Authorization: Bearer KEY`), or it is not known",
+    403: "more than the API key allows",
+    404: "no model, stream, file or batch of this id, or it is another tenant's",
+    408: "`deadline_ms` passed before the answer began",
+    409: "it was cancelled, or is over",
+    413: "the body is too large",
+    429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
+    500: "the worker failed with the request",
+    503: "the queue cannot be reached, or no worker takes requests and gets on",
+}
 
 
 _CLIENT_LEFT = 499
@@ -38,6 +52,21 @@ _CLIENT_LEFT = 499
 
 class ClientLeftError(Exception):
     """The client closed its connection before it had the answer."""
+
+
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="the field that is wrong")
+    code: str | None = Field(description="a word for programs")
+
+
+class ErrorAnswer(BaseModel):
+    """What each error is answered with, for the API's description."""
+
+    error: ErrorObject
 
 
 class ApiError(Exception):
@@ -94,6 +123,15 @@ def as_api_error(error: Exception) -> ApiError:
         case PromptqError():
             return ApiError(500, str(error))
     return ApiError(500, "the gateway failed; its log says why", code="gateway")
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint, or of a router, for the API's description."""
+    found: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in statuses
+    }
+    # Without it FastAPI describes its own error 422, which none of our clients gets.
+    return {**found, "default": {"model": ErrorAnswer, "description": "any other error"}}
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -24,7 +24,7 @@ async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[st
         is_theirs = caller.is_admin or (tenant or b"").decode() == (caller.tenant or "")
         if payload is None or not is_theirs:
             raise RequestNotFoundError(
-                f"id: no completion {request_id[:80]!r} is known; it never was, or its record has"
+                f"no completion {request_id[:80]!r} is known; it never was, or its record has"
                 " expired"
             )
         payloads.append(payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from io import StringIO
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import redis
 from rich.console import Console
 
-from producer.commands.demo_view import Board, Shown
+from producer.commands.demo_view import Board, Shown, requests_table
 from producer.stream import (
     GIVE_UP_SECONDS,
     Action,
@@ -26,6 +27,7 @@ from producer.stream import (
 from shared.errors import RequestNotFoundError
 from shared.events import TokenEvent
 from shared.keys import Keys
+from shared.schemas import FinishReason
 from tests.producer.playing import HandWorker
 
 KEYS = Keys("default")
@@ -178,3 +180,15 @@ def test_the_demo_fits_the_terminal(columns: int, lines: int, fits: bool) -> Non
         assert f"part {n} (+{n})" in screen
         assert f" {n:02d} " in screen
     assert (len(screen.splitlines()) < lines) == fits
+
+
+@pytest.mark.parametrize(("columns", "has_tokens"), [(80, True), (50, False), (30, False)])
+def test_the_demos_last_table_breaks_no_word(columns: int, has_tokens: bool) -> None:
+    """What has no room in the terminal is left out."""
+    ended = Shown("urgent chat", -10, "", num_tokens=60, queue_ms=1234.0)
+    ended.finish_reason = FinishReason.CANCELLED
+    out = StringIO()
+    Console(file=out, width=columns).print(requests_table([ended], columns))
+    assert re.search("urgent chat .*cancelled", out.getvalue())
+    assert ("tokens/s" in out.getvalue()) == has_tokens
+    assert max(map(len, out.getvalue().splitlines())) <= columns

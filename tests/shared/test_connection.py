@@ -82,13 +82,14 @@ def test_explains_what_the_client_library_raises() -> None:
         (redis.exceptions.AuthenticationError("no"), RedisAuthError),
         (redis.exceptions.ResponseError("NOAUTH needed"), RedisAuthError),
         (redis.exceptions.ResponseError("WRONGTYPE Operation"), RedisSideError),
-        (redis.exceptions.ConnectionError("refused"), RedisUnavailableError),
+        (redis.exceptions.ConnectionError("refused."), RedisUnavailableError),
         (OSError("unreachable"), RedisUnavailableError),
     ]
     for error, expected in explained:
         sentence = explain(error, url)
         assert type(sentence) is expected
         assert "secret" not in str(sentence)
+        assert not str(sentence).endswith("."), "more may follow"
 
 
 async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> None:

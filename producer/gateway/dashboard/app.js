@@ -46,7 +46,7 @@ async function open() {
   const mine = ++stale;
   const { name, argument, query } = place();
   document.title = `${argument || TITLES[name] || TITLES[""]} – promptq`;
-  for (const link of document.querySelectorAll("nav a")) {
+  for (const link of document.querySelectorAll("nav a[href^='#']")) {
     const target = link.hash.replace(/^#\/?/, "");
     const isHere = target === name || (target === "requests" && name === "request") || (target === "" && name === "worker");
     if (isHere) link.setAttribute("aria-current", "page");

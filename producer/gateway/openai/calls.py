@@ -19,7 +19,7 @@ from pydantic_core import from_json, to_json
 from producer.composing import Prompt
 from producer.gateway.openai.messages import normalised
 from shared.errors import InvalidRequestError
-from shared.schemas import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, Request, invalid_request
+from shared.schemas import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
@@ -27,16 +27,18 @@ MAX_CHOICES = 256
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
 """Of all payloads of one call: each answer is a request of its own, with all that was asked."""
 
-_DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions, as in the OpenAI API."""
 
-_HEADERS = {
+HEADERS = {
     "priority": "X-Priority",
     "deadline_ms": "X-Deadline-Ms",
     "detach": "X-Detach",
     "wait_for_worker": "X-Wait-For-Worker",
     "idempotency_key": "Idempotency-Key",
 }
+"""Of fields that have one."""
+
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -161,7 +163,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
 def read_completion(body: bytes, headers: Mapping[str, str]) -> Call:
     """As `read_chat`."""
     options, fields = _read(CompletionOptions, body, headers)
-    fields.setdefault("max_tokens", max(_DEFAULT_MAX_TOKENS, _min_tokens(fields)))
+    fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
     prompts = _prompts(options.prompt)
     _check_size(len(body), fields, len(prompts), options.n)
@@ -260,7 +262,7 @@ def _refuse(name: str, fields: Mapping[str, Any]) -> None:
 
 def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, header in _HEADERS.items():
+    for name, header in HEADERS.items():
         text = headers.get(header)
         if text is None:
             continue
@@ -274,16 +276,3 @@ def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
             raise InvalidRequestError(f"{header}: {text[:80]!r} is not {kind}", field=header)
         found[name] = value
     return found
-
-
-def body_schema(kind: type[CallOptions]) -> dict[str, Any]:
-    """The JSON schema of an endpoint's body: its options and the fields of a payload."""
-    own = kind.model_json_schema()
-    fields: dict[str, Any] = Request.model_json_schema()["properties"]
-    hidden = {"messages", "prompt", "trace_context"}
-    if kind is CompletionOptions:
-        hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
-    rest = {name: value for name, value in fields.items() if name not in hidden}
-    properties = {**rest, **own["properties"]}
-    required = own.get("required", [])
-    return {"type": "object", "properties": properties, "required": required}

@@ -130,7 +130,7 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
     try:
         UUID(completion_id.removeprefix(_CHAT).removeprefix(_TEXT))
     except ValueError:
-        raise RequestNotFoundError(f"id: no completion {completion_id[:80]!r} is known") from None
+        raise RequestNotFoundError(f"no completion {completion_id[:80]!r} is known") from None
     num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
     ids = request_ids(completion_id, num_choices)
     return ids[::n] if _echo(query) else ids[:1]

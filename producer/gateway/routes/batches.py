@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from producer.connecting import explained
 from producer.gateway.access import ThisCaller
 from producer.gateway.context import Gateway, ThisGateway
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import ApiError, described
 from producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, not_found, page_of
 from producer.jobs.batch_records import Batches, BatchMissingError, BatchOverError, new_batch
 from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError
 
-router = APIRouter(tags=["batches"])
+router = APIRouter(tags=["batches"], responses=described(400, 401, 404, 503))
 
 
 class Expiry(BaseModel):
@@ -31,13 +31,17 @@ class NewBatch(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
-    completion_window: Literal["24h"]
-    output_expires_after: Expiry | None = None
+    input_file_id: str = Field(description="of an uploaded file whose purpose is `batch`")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(
+        description="`/v1/chat/completions` or `/v1/completions`, which every line names too"
+    )
+    completion_window: Literal["24h"] = Field(description="`24h`")
+    output_expires_after: Expiry | None = Field(
+        None, description="when the answers are deleted; left out: after 30 days"
+    )
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | (
         None
-    ) = Field(None, max_length=16)
+    ) = Field(None, max_length=16, description="up to 16 texts, kept with the batch")
 
 
 def _batches(gateway: Gateway) -> Batches:
@@ -98,7 +102,7 @@ async def retrieve(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> d
     return record.to_api()
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
+@router.post("/v1/batches/{batch_id}/cancel", responses=described(409))
 async def cancel(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
     """End a batch: what is answered until then goes to the output file."""
     try:

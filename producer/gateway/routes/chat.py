@@ -9,13 +9,13 @@ from producer.gateway.access import ThisCaller
 from producer.gateway.answering import respond
 from producer.gateway.bodies import read_body
 from producer.gateway.context import ThisGateway
-from producer.gateway.openai.calls import ChatOptions, body_schema, read_chat
+from producer.gateway.openai.calls import ChatOptions, read_chat
+from producer.gateway.openai.describing import ERRORS, operation
 
-router = APIRouter(tags=["completions"])
-_BODY = {"content": {"application/json": {"schema": body_schema(ChatOptions)}}, "required": True}
+router = APIRouter(tags=["completions"], responses=ERRORS)
 
 
-@router.post("/v1/chat/completions", openapi_extra={"requestBody": _BODY}, response_class=Response)
+@router.post("/v1/chat/completions", openapi_extra=operation(ChatOptions), response_class=Response)
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:

@@ -9,14 +9,13 @@ from producer.gateway.access import ThisCaller
 from producer.gateway.answering import respond
 from producer.gateway.bodies import read_body
 from producer.gateway.context import ThisGateway
-from producer.gateway.openai.calls import CompletionOptions, body_schema, read_completion
+from producer.gateway.openai.calls import CompletionOptions, read_completion
+from producer.gateway.openai.describing import ERRORS, operation
 
-router = APIRouter(tags=["completions"])
-_SCHEMA = body_schema(CompletionOptions)
-_BODY = {"content": {"application/json": {"schema": _SCHEMA}}, "required": True}
+router = APIRouter(tags=["completions"], responses=ERRORS)
 
 
-@router.post("/v1/completions", openapi_extra={"requestBody": _BODY}, response_class=Response)
+@router.post("/v1/completions", openapi_extra=operation(CompletionOptions), response_class=Response)
 async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
     """The continuation of one prompt or several, whole or with `stream` token by token."""
     body = await read_body(request, gateway.settings.http_max_body_bytes)

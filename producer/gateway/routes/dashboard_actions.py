@@ -80,7 +80,7 @@ async def cancel(
     status = await gateway.client.cancel(request_id)
     _log(request, admin, "cancel", request_id=request_id, status=status.value)
     if status is CancelStatus.UNKNOWN:
-        raise RequestNotFoundError(f"id: no request {request_id!r} is known")
+        raise RequestNotFoundError(f"no request {request_id!r} is known")
     return {"status": status.value}
 
 
@@ -103,7 +103,7 @@ async def reprioritise(
         status=status.value,
     )
     if status is PriorityStatus.UNKNOWN:
-        raise RequestNotFoundError(f"id: no request {request_id!r} waits")
+        raise RequestNotFoundError(f"no request {request_id!r} waits")
     return {"status": status.value}
 
 
@@ -131,7 +131,7 @@ async def drain(
     told = await gateway.client.drain(worker_id)
     _log(request, admin, "drain", worker_id=worker_id, told=len(told))
     if not told:
-        raise RequestNotFoundError(f"id: no worker {worker_id!r} is alive")
+        raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
     return {"told": told}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -13,17 +15,21 @@ router = APIRouter(include_in_schema=False)
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-code { font-size: 0.9em; } h2 { margin-top: 2.5rem; }
+code { font-size: 0.9em; } h2 { margin-top: 2.5rem; } summary { cursor: pointer; }
 section { border-top: 1px solid #8885; padding: 0.5rem 0; }
-table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
-td, th { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
-.method { display: inline-block; min-width: 4.5rem; font-weight: 700; }
+table { border-collapse: collapse; font-size: 0.9rem; margin-bottom: 0.5rem; }
+td { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
+.method { display: inline-block; min-width: 5.5rem; font-weight: 700; }
+@media (max-width: 40rem) {
+  tr { display: block; padding: 0.3rem 0; }
+  td { display: inline; padding: 0 0.5rem 0 0; overflow-wrap: anywhere; }
+}
 """
 
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs(request: Request) -> HTMLResponse:
-    """Every endpoint with its parameters and the fields of its body."""
+    """Every endpoint with its parameters, the fields of its body and its errors."""
     return HTMLResponse(_page(request.app.openapi()))
 
 
@@ -32,46 +38,67 @@ def _page(document: dict[str, Any]) -> str:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             tag = (operation.get("tags") or ["other"])[0]
-            groups.setdefault(tag, []).append(_operation(path, method, operation))
+            groups.setdefault(tag, []).append(_operation(path, method, operation, document))
     body = "".join(f"<h2>{escape(tag)}</h2>{''.join(sections)}" for tag, sections in groups.items())
     title = escape(document["info"]["title"])
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="dashboard/files/icon.svg" type="image/svg+xml">'
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
-        f"<p>{escape(document['info'].get('description', ''))} "
-        '<a href="openapi.json">openapi.json</a></p>'
+        f"<p>{_text(document['info'].get('description', ''))} "
+        '<a href="openapi.json">openapi.json</a>, <a href="./">dashboard</a></p>'
         f"{body}</body></html>"
     )
 
 
-def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
-    rows = [
-        _row(it["name"], it["in"], it.get("schema", {}), it.get("description", ""))
+def _operation(path: str, method: str, operation: dict[str, Any], document: dict[str, Any]) -> str:
+    fields = [
+        _row(it["name"], it["in"], _kind(it.get("schema", {})), it.get("description", ""))
         for it in operation.get("parameters", ())
     ]
-    content = operation.get("requestBody", {}).get("content", {})
-    schema = content.get("application/json", {}).get("schema", {})
-    rows += [
-        _row(name, "body", field, field.get("description", ""))
-        for name, field in schema.get("properties", {}).items()
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        fields += [
+            _row(name, "body", _kind(field), field.get("description", ""))
+            for name, field in _resolved(content["schema"], document)["properties"].items()
+        ]
+    errors = [
+        _row(status, answer["description"])
+        for status, answer in sorted(operation["responses"].items())
+        if status not in ("200", "default")
     ]
-    table = f"<table>{''.join(rows)}</table>" if rows else ""
-    if rows:
-        table = f"<details><summary>{len(rows)} fields</summary>{table}</details>"
     return (
         f'<section><span class="method">{escape(method.upper())}</span>'
-        f"<code>{escape(path)}</code><p>{escape(operation.get('description', ''))}</p>"
-        f"{table}</section>"
+        f"<code>{escape(path)}</code><p>{_text(operation.get('description', ''))}</p>"
+        f"{_table('field', fields)}{_table('error', errors)}</section>"
     )
 
 
-def _row(name: str, where: str, schema: dict[str, Any], description: str) -> str:
-    cells = (f"<code>{escape(name)}</code>", escape(where), escape(_kind(schema)))
-    columns = "".join(f"<td>{cell}</td>" for cell in (*cells, escape(description)))
-    return f"<tr>{columns}</tr>"
+def _table(what: str, rows: Sequence[str]) -> str:
+    if not rows:
+        return ""
+    title = f"{len(rows)} {what}{'s' * (len(rows) > 1)}"
+    return f"<details><summary>{title}</summary><table>{''.join(rows)}</table></details>"
+
+
+def _row(name: str, *cells: str) -> str:
+    columns = "".join(f"<td>{_text(cell)}</td>" for cell in cells)
+    return f"<tr><td><code>{escape(name)}</code></td>{columns}</tr>"
+
+
+def _text(text: str) -> str:
+    """As HTML, with what stands in backticks as code."""
+    return re.sub("`(.+?)`", r"<code>\1</code>", escape(text))
+
+
+def _resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+    name = schema.get("$ref", "").rpartition("/")[2]
+    found: dict[str, Any] = document["components"]["schemas"][name] if name else schema
+    return found
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    kinds = [it.get("type", "any") for it in schema.get("anyOf", [schema])]
+    kinds = [
+        it.get("type", "object" if "$ref" in it else "any") for it in schema.get("anyOf", [schema])
+    ]
     return " or ".join(str(kind) for kind in kinds)

@@ -13,17 +13,33 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from producer.gateway.access import ThisCaller
 from producer.gateway.context import ThisGateway
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import ApiError, described
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
 
-router = APIRouter(tags=["files"])
+router = APIRouter(tags=["files"], responses=described(400, 401, 404, 503))
 
 _FORM_BYTES = 1 << 16
 """What a form may have beside the file."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "up to 200 MB"},
+        "purpose": {"type": "string", "enum": _PURPOSES, "description": "`batch` for batches"},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": LEAST_EXPIRY_SECONDS,
+            "maximum": BATCH_FILE_SECONDS,
+            "description": "when it is deleted; left out: after 30 days if it is for batches",
+        },
+    },
+    "required": ["file", "purpose"],
+}
+_BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True}
 
 
 def file_store(gateway: ThisGateway) -> FileStore:
@@ -38,9 +54,9 @@ def not_found(error: Exception) -> ApiError:
     return ApiError(404, str(error), code="not_found")
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413))
 async def upload(request: Request, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Take a file in; multipart fields are `file` and `purpose`. 413 beyond 200 MB."""
+    """Take a file in; the body is a multipart form."""
     parser = MultiPartParser(request.headers, _limited(request), max_files=1)
     try:
         form = await parser.parse()

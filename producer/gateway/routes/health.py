@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from producer.gateway.context import ThisGateway
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import ApiError, described
 
 router = APIRouter(tags=["health"])
 
@@ -17,7 +17,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
     """The queue can be reached and some worker takes requests and gets on; 503 otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
 from producer.gateway.context import ThisGateway
@@ -16,7 +17,7 @@ from shared.metrics import Reading
 router = APIRouter(tags=["metrics"])
 
 
-@router.get("/metrics", include_in_schema=False)
+@router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
     """All metrics; while Redis is away those of the queue are missing, and `queue_up` is 0."""
     try:

@@ -7,8 +7,9 @@ from fastapi import APIRouter
 from producer.gateway.access import ThisCaller
 from producer.gateway.answering import unknown_model
 from producer.gateway.context import ThisGateway
+from producer.gateway.errors import described
 
-router = APIRouter(tags=["models"])
+router = APIRouter(tags=["models"], responses=described(401, 404, 503))
 
 
 @router.get("/v1/models")

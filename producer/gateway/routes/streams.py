@@ -10,13 +10,14 @@ from starlette.responses import Response
 from producer.gateway.access import Caller, ThisCaller
 from producer.gateway.answering import check_positions
 from producer.gateway.context import Gateway, ThisGateway
+from producer.gateway.errors import described
 from producer.gateway.event_stream import EventStream
 from producer.gateway.openai.completion import Completion, needed_request_ids, stream_completion
 from producer.gateway.openai.positions import read_event_id
 from producer.gateway.records import payloads_of
 from shared.errors import InvalidRequestError
 
-router = APIRouter(tags=["streams"])
+router = APIRouter(tags=["streams"], responses=described(400, 401, 404, 503))
 
 
 @router.get("/v1/streams/{completion_id}", response_class=Response)

@@ -285,9 +285,13 @@ def test_settings(run: Run) -> None:
     assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
     assert rows["PROMPTQ_BATCH_WORKERS"]["process"] == "jobs"
     assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
-    table = run("settings", **env).stdout
-    assert set(re.findall(r"PROMPTQ_\w+", table)) == set(rows)
-    assert "hush" not in listed + table
+    shown = run("settings", COLUMNS="80", **env).stdout
+    assert set(re.findall(r"PROMPTQ_\w+", shown)) == set(rows)
+    assert "hush" not in listed + shown
+    assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert all(row["description"] in words for row in rows.values()), "no word is broken"
 
 
 @pytest.mark.parametrize(
@@ -300,8 +304,8 @@ def test_settings(run: Run) -> None:
         (["submit", "Hi", "--id", "two words"], "id: 'two words' is not"),
         (["submit"], "prompt: is empty"),
         (["submit", "Hi", "--queue", "no such"], "queue: 'no such' is not"),
-        (["watch", "nobody"], "id: no request 'nobody' is known"),
-        (["cancel", "nobody"], "id: no request 'nobody' is known"),
+        (["watch", "nobody"], "no request 'nobody' is known"),
+        (["cancel", "nobody"], "no request 'nobody' is known"),
         (["stats", "--redis", "nowhere"], "'nowhere' is not a Redis URL"),
     ],
 )
@@ -391,7 +395,9 @@ def test_help_shows_examples(run: Run, command: str) -> None:
 
 def test_worker_passes_everything_on(run: Run, start: Start, own_worker: HandWorker) -> None:
     """`promptq worker` is the worker: same options, same signals."""
-    assert "--max-num-seqs" in run("worker", "--help").stdout
+    described = run("worker", "--help").stdout
+    assert "--max-num-seqs" in described
+    assert max(map(len, described.splitlines())) <= 80
     process = start("worker", "--model", "model-free", "--queue", "other")
     assert "queue other" in read_until(process, "\n")
     control = Keys("other").control

@@ -56,7 +56,7 @@ def test_dead_list_and_show(run: Run, redis_url: str) -> None:
     assert [attempt["how"] for attempt in letter["history"]] == ["crashed", "crashed alone"]
     assert letter["num_tokens"] == 2
     gone = run("dead", "show", "three")
-    assert (gone.returncode, gone.stderr) == (1, "promptq: id: 'three' is not a dead letter\n")
+    assert (gone.returncode, gone.stderr) == (1, "promptq: 'three' is not a dead letter\n")
 
 
 def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
@@ -71,6 +71,7 @@ def test_dead_requeue_and_purge(run: Run, redis_url: str) -> None:
     assert json.loads(run("dead", "purge", "--all", "--json").stdout) == {"purged": 1}
     assert "no dead letters" in run("dead", "list").stdout
     assert json.loads(run("dead", "requeue", "--all", "--json").stdout) == {"requeued": {}}
+    assert run("dead", "requeue", "--all").stdout == "no dead letters\n"
 
 
 def test_pause_and_resume(run: Run, own_worker: HandWorker, redis_url: str) -> None:

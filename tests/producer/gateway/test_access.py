@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -254,6 +255,15 @@ def test_the_commands(run: Run, redis_url: str) -> None:
     wrong = run("keys", "create", "no spaces")
     assert (wrong.returncode, wrong.stdout) == (1, "")
     assert wrong.stderr.startswith("promptq: name: ")
+
+
+def test_a_narrow_terminal_lists_keys_with_whole_words(run: Run) -> None:
+    limits = ["--tenant", "operations", "--requests-per-minute", "1200"]
+    assert run("keys", "create", "operator", *limits).returncode == 0
+    shown = run("keys", "list", COLUMNS="80").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search("name .*requests/min +tokens/min +priority from", shown)
+    assert re.search("operator .*operations +1,200 +– +0", shown)
 
 
 def test_openai_client_with_a_key(

@@ -27,3 +27,29 @@ def test_the_description_lists_the_fields_of_a_body(http: httpx2.Client, path: s
     assert {"n", "stream", "top_k", "priority", "detach"} < set(body["properties"])
     assert body["required"] == (["messages"] if "chat" in path else ["prompt"])
     assert "$ref" not in str(body)
+
+
+HEADERS = {"X-Priority", "X-Deadline-Ms", "X-Detach", "X-Wait-For-Worker", "Idempotency-Key"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_description_lists_headers_and_errors(http: httpx2.Client, path: str) -> None:
+    """Each error with the object that all of them are."""
+    document = http.get("/openapi.json").json()
+    operation = document["paths"][path]["post"]
+    assert {it["name"] for it in operation["parameters"]} == HEADERS | {"Last-Event-ID"}
+    assert {"400", "401", "403", "404", "408", "409", "413", "429", "500", "503"} < set(
+        operation["responses"]
+    )
+    refused = http.post(path, json={}).json()["error"]
+    assert set(refused) == set(document["components"]["schemas"]["ErrorObject"]["properties"])
+
+
+def test_the_page_shows_bodies_of_each_kind_and_the_errors(http: httpx2.Client) -> None:
+    """Forms and models as well as payloads, and no error that this gateway never answers with."""
+    page = http.get("/docs").text
+    for name in ("purpose", "input_file_id", "X-Priority", "/metrics", "429"):
+        assert f"<code>{name}</code>" in page
+    assert "<code>422</code>" not in page
+    assert "`" not in page
+    assert http.get(re.findall('rel="icon" href="(.*?)"', page)[0]).status_code == 200

@@ -135,6 +135,21 @@ def test_a_wrong_field_is_named(
 
 
 @pytest.mark.parametrize(
+    ("path", "given", "meant"),
+    [("completions", "promp", "prompt"), ("chat/completions", "message", "messages")],
+)
+def test_a_needed_field_that_is_misspelt(
+    http: httpx2.Client, path: str, given: str, meant: str
+) -> None:
+    """What was given is named, and what may be meant."""
+    error = http.post(f"/v1/{path}", json={given: "Hi"}).json()["error"]
+    assert error["param"] == given
+    assert error["message"] == f"{given}: is not a field of a request; do you mean {meant}?"
+    error = http.post(f"/v1/{path}", json={}).json()["error"]
+    assert error["message"] == f"{meant}: is missing"
+
+
+@pytest.mark.parametrize(
     ("header", "value"),
     [
         ("X-Priority", "soon"),

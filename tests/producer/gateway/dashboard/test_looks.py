@@ -88,6 +88,16 @@ async def test_every_page_fits_its_window_and_is_kept_as_a_picture(
             await client.cancel(request_id)
 
 
+async def test_the_apis_description_fits_its_window(open_page: Open) -> None:
+    for viewport, size in LOOKS:
+        page = await open_page("docs", viewport=size)
+        await page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
+        await keep_both(page, "docs", viewport)
+        await page.get_by_role("link", name="dashboard").click()
+        await page.get_by_role("link", name="API").click()
+        await expect(page.get_by_text("/v1/batches").first).to_be_visible()
+
+
 async def expect_running(client: AsyncClient, num: int) -> None:
     while (await client.overview()).running < num:
         pass
