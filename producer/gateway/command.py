@@ -32,6 +32,14 @@ def gateway(
             min=0, max=65535, help="Port; default: 8000; 0: any free one.", show_default=False
         ),
     ] = None,
+    share_port: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-port",
+            help="Share the port with other gateways of this machine.",
+            show_default=False,
+        ),
+    ] = None,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -47,7 +55,13 @@ def gateway(
     """
     from producer.gateway.settings import read_gateway_settings
 
-    given = {"http_host": host, "http_port": port, "redis_url": redis, "queue": queue}
+    given = {
+        "http_host": host,
+        "http_port": port,
+        "http_share_port": share_port,
+        "redis_url": redis,
+        "queue": queue,
+    }
     settings = read_gateway_settings(**{name: it for name, it in given.items() if it is not None})
     run_gateway(settings)
 
@@ -67,7 +81,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     allow_many_connections()
     app = create_app(settings)
-    listener = _listen(settings.http_host, settings.http_port)
+    listener = _listen(settings)
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -98,13 +112,16 @@ def run_gateway(settings: GatewaySettings) -> None:
     _Server(config).run([listener])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(settings: GatewaySettings) -> socket.socket:
+    host, port = settings.http_host, settings.http_port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if settings.http_share_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise ConfigurationError(

@@ -16,6 +16,9 @@ class GatewaySettings(FilesSettings):
 
     http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
     http_port: int = Field(8000, ge=0, le=65535, description="its port; 0: any free one")
+    http_share_port: bool = Field(
+        False, description="let gateways on one machine share a port that all of them name"
+    )
     http_max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1, description="largest body of a request for a completion"
     )

@@ -50,6 +50,21 @@ def test_a_port_that_is_taken(run: Run, start: Start) -> None:
     assert done.stderr.startswith(f"promptq: cannot listen on 127.0.0.1:{port}: ")
 
 
+def test_gateways_share_a_port(run: Run, start: Start) -> None:
+    """The kernel spreads connections over those that name it, and nobody else gets in."""
+    port = str(free_port())
+    gateways = [start("gateway", "--port", port, "--share-port") for _ in range(2)]
+    (url,) = {url_of(gateway) for gateway in gateways}
+    for _ in range(60):
+        assert httpx2.get(f"{url}/v1/models").status_code == 200
+    assert "cannot listen" in run("gateway", "--port", port).stderr
+    for gateway in gateways:
+        gateway.terminate()
+    answered = [gateway.communicate()[1].count("/v1/models") for gateway in gateways]
+    assert min(answered) > 0
+    assert sum(answered) == 60
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_streams_go_on_at_the_next_gateway(
     start: Start, own_worker: HandWorker, how: signal.Signals
