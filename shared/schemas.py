@@ -238,7 +238,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(named, field=field)
     # A union reports its members as further locations ("prompt", "str"); the field comes first.
     field = str(first["loc"][0])
-    if first["type"] == "missing":
+    if first["type"] == "missing" and len(first["loc"]) == 1:
         unknown = (name for name in first["input"] if name not in Request.model_fields)
         misspelt = get_close_matches(field, islice(unknown, _MOST_COMPARED), n=1)
         if misspelt:
