@@ -35,7 +35,8 @@ def configure_logs(level: str, form: str) -> None:
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whichever it is then
+        # Whichever it is then, and each line in one write, as others write there too.
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
     handler = _StandardError()

@@ -25,3 +25,26 @@ def test_a_library_that_brings_a_handler_says_each_line_once_and_as_all_others()
     )
     [line] = [json.loads(line) for line in done.stderr.splitlines()]
     assert (line["event"], line["logger"]) == ("careful", "somebody.deep")
+
+
+def test_lines_of_threads_stay_apart() -> None:
+    """Also those of one that uses the standard `logging`, as the engine does."""
+    script = """
+import logging, sys, threading
+from shared.logs import configure_logs, get_logger
+
+configure_logs("info", "json")
+sys.setswitchinterval(1e-6)
+engine, own = logging.getLogger("worker.engine"), get_logger()
+say = [lambda n: engine.warning("engine %d", n), lambda n: own.warning("own", n=n)]
+threads = [threading.Thread(target=lambda it=it: [it(n) for n in range(2000)]) for it in say]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert len(lines) == 4000
