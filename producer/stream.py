@@ -177,9 +177,7 @@ class _Stream:
         while not self._ended:
             answer = yield Wait(self._patience())
             event = _parse(answer) if isinstance(answer, bytes) else None
-            if event is not None and event.index == self._position < event.end:
-                yield self._delivered(event)
-            elif event is not None and event.index <= self._position:
+            if event is not None and event.index <= self._position:
                 yield from self._continue(event)
             else:
                 yield from self._catch_up()

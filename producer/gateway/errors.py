@@ -147,16 +147,13 @@ def add_handlers(app: FastAPI) -> None:
         return Response(status_code=_CLIENT_LEFT)
 
     @app.exception_handler(PromptqError)
-    async def _promptq_error(request: Request, error: PromptqError) -> JSONResponse:
+    @app.exception_handler(Exception)
+    async def _any_other(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
     @app.exception_handler(RedisError)
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
         return as_api_error(RedisSideError(str(error))).response()
-
-    @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
