@@ -284,7 +284,8 @@ def main() -> None:
         used = [f"{measured.cpu_per_token * 1e6:.0f}", f"{measured.peak_bytes / 2**20:.0f}"]
         table.add_row(name, f"{load.num_streams:,}", *added, *used)
     Console().print("From the event's publication in Redis to its bytes at an HTTP client, ms;")
-    Console().print("4,000 tokens a second in all, shared by the streams:")
+    rate = LOADS[0].num_streams * LOADS[0].tokens_per_second  # that of all loads
+    Console().print(f"{rate:,.0f} tokens a second in all, shared by the streams:")
     Console().print(table)
 
 
