@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import redis
@@ -45,7 +54,7 @@ from producer.stream import (
     advance,
     follow,
 )
-from producer.subscriptions import Mailbox, Subscriptions
+from producer.subscriptions import GoOn, Mailbox, Subscriptions
 from producer.timeline import Timeline, read_timeline
 from producer.tracing import enqueueing
 from shared import lookups
@@ -68,7 +77,7 @@ connections for all calls of the client, and refuses who finds none."""
 
 
 class AsyncClient:
-    """`producer.Client` for asyncio: the same methods, awaited, with the same errors.
+    """`producer.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
 
     It connects at the first call, or on entering `async with`.
     """
@@ -131,13 +140,43 @@ class AsyncClient:
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
         """As `Client.stream`. Who leaves the loop early closes it with `contextlib.aclosing`."""
-        return self._follow(request_id, from_index, timeout)
+        return self._carry_out(partial(advance, self._steps(request_id, from_index, timeout)))
+
+    async def follow(
+        self,
+        request_id: str,
+        handle: Callable[[TokenEvent], Callable[[], Awaitable[None]] | None],
+        *,
+        from_index: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Call `handle` with each event of a stream where it is heard, until its last.
+
+        In `stream` each event wakes up a task, which costs more than the event where hundreds are
+        followed; here all streams of the client wait while one's event is handled. A function that
+        `handle` gives is called and awaited before the stream goes on, for what takes time. Raises
+        what `stream` does, and what `handle` raises.
+        """
+        steps = self._steps(request_id, from_index, timeout)
+
+        def go_on(answer: Any) -> Action | Callable[[], Awaitable[None]] | None:
+            action = advance(steps, answer)
+            while type(action) is TokenEvent:  # isinstance asks pydantic, for whatever is none
+                if (unfinished := handle(action)) is not None:
+                    return unfinished
+                action = advance(steps, None)
+            return action
+
+        async with aclosing(self._carry_out(go_on)) as all_unfinished:
+            async for finish in all_unfinished:
+                await finish()
 
     async def result(
         self, request_id: str, *, timeout: float | None = None, check: bool = True
     ) -> Result:
         """As `Client.result`."""
-        events = [event async for event in self._follow(request_id, 0, timeout)]
+        events: list[TokenEvent] = []
+        await self.follow(request_id, events.append, timeout=timeout)
         return fold(request_id, events, check)
 
     async def generate(
@@ -311,33 +350,30 @@ class AsyncClient:
                     return value
                 answer = await heeding_cancels(queue.run(call))
 
-    def _follow(
-        self, request_id: str, from_index: int, timeout: float | None
-    ) -> AsyncGenerator[TokenEvent, None]:
-        steps = follow(
+    def _steps(self, request_id: str, from_index: int, timeout: float | None) -> Steps:
+        return follow(
             self._keys,
             check_request_id(request_id),
             from_index,
             silence=self._silence,
             timeout=timeout,
         )
-        return self._carry_out(steps)
 
-    async def _carry_out(self, steps: Steps) -> AsyncGenerator[TokenEvent, None]:
+    async def _carry_out(self, go_on: GoOn[Any]) -> AsyncGenerator[Any, None]:
+        """Carry out a stream's actions, and yield what else `go_on` gives, until it gives None."""
         await self._connected()
         assert self._subscriptions is not None
         with explained(self.url):
             async with aclosing(self._subscriptions.mailbox()) as mailbox:
-                action = advance(steps, None)
-                while action is not None:
-                    answer = None
-                    if isinstance(action, TokenEvent):
-                        yield action
-                    elif isinstance(action, Wait):
-                        answer = await mailbox.get(action.seconds)
+                todo = go_on(None)
+                while todo is not None:
+                    if isinstance(todo, Wait):
+                        todo = await mailbox.listen(todo.seconds, go_on)
+                    elif isinstance(todo, (Ask, Sleep, Subscribe)):
+                        todo = go_on(await heeding_cancels(self._perform(todo, mailbox)))
                     else:
-                        answer = await heeding_cancels(self._perform(action, mailbox))
-                    action = advance(steps, answer)
+                        yield todo
+                        todo = go_on(None)
 
     async def _perform(self, action: Action, mailbox: Mailbox) -> Any:
         try:

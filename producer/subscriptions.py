@@ -1,9 +1,10 @@
 """The channels that the streams of one asyncio client follow, through one connection.
 
 A task of its own, the keeper, owns the connection for as long as anybody listens: it puts what
-comes into the mailboxes of those who follow the channel, and brings a lost connection back once for
-all of them. Of redis-py's PubSub only the connection is used: PubSub connects again from whichever
-task finds the connection lost, so reading in one and subscribing from others is not safe with it.
+comes into the mailboxes of those who follow the channel, which hear it there and then unless they
+are busy, and brings a lost connection back once for all of them. Of redis-py's PubSub only the
+connection is used: PubSub connects again from whichever task finds the connection lost, so reading
+in one and subscribing from others is not safe with it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import copy
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import redis
 
 from producer.cancelling import heeding_cancels
-from producer.stream import Missed, Subscribed
+from producer.stream import Missed, Subscribed, Wait
 from shared.errors import QueueClosedError
 
 MAX_UNREAD = 256
@@ -28,6 +30,10 @@ MAX_UNREAD = 256
 _MAX_RECONNECT_SECONDS = 0.1
 
 _Heard = bytes | Subscribed | Missed | Exception
+T = TypeVar("T")
+GoOn = Callable[[Any], T | Wait]
+"""Told what came of the last action of a stream; gives the next."""
+
 _Channel = tuple[bytes, bool]  # the name, and whether it is sharded
 
 _MESSAGES = {b"message", b"smessage"}
@@ -181,9 +187,12 @@ class Mailbox:
 
     def __init__(self, subscriptions: Subscriptions) -> None:
         self._subscriptions = subscriptions
+        self._loop = asyncio.get_running_loop()
         self._channel: _Channel | None = None
         self._unread: deque[_Heard] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._go_on: GoOn[Any]
+        self._todo: asyncio.Future[Any] = self._loop.create_future()  # open while one listens
+        self._todo.set_result(None)
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -193,24 +202,34 @@ class Mailbox:
         self._channel = (name.encode(), sharded)
         self._subscriptions.join(self._channel, self)
 
-    async def get(self, seconds: float) -> _Heard | None:
-        """What comes next, an error for a lost connection; None if within so long nothing came."""
-        if not self._unread:
-            self._set_timer(seconds)
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._unread.popleft() if self._unread else None
+    async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
+        """Tell `go_on` what comes for as long as it gives a `Wait`; returns what else it gives.
+
+        It is told where a message is read: the task that listens takes no turn until the end. An
+        error tells of a lost connection, None that nothing came within the seconds of the wait.
+        """
+        while self._unread:
+            todo = go_on(self._unread.popleft())
+            if not isinstance(todo, Wait):
+                return todo
+            seconds = todo.seconds
+        self._set_timer(seconds)
+        self._go_on, self._todo = go_on, self._loop.create_future()
+        result = await self._todo
+        if isinstance(result, BaseException):
+            raise result
+        return cast(T, result)
 
     def put(self, item: _Heard) -> None:
+        # Each stream raises an error of its own: a shared one would collect their tracebacks.
+        own = copy.copy(item) if isinstance(item, Exception) else item
+        if not self._todo.done():
+            self._tell(own)
+            return
         if len(self._unread) >= MAX_UNREAD:
             self._unread.clear()
             self._unread.append(Missed.MISSED)
-        # Each stream raises an error of its own: a shared one would collect their tracebacks.
-        self._unread.append(copy.copy(item) if isinstance(item, Exception) else item)
-        self._wake()
+        self._unread.append(own)
 
     async def aclose(self) -> None:
         """Follow nothing any more."""
@@ -222,30 +241,35 @@ class Mailbox:
             self._timer.cancel()
             self._timer = None
 
+    def _tell(self, item: _Heard | None) -> None:
+        try:
+            todo = self._go_on(item)
+        except (Exception, asyncio.CancelledError) as error:
+            todo = error  # for who listens; whoever brought the item goes on
+        if isinstance(todo, Wait):
+            self._set_timer(todo.seconds)
+        elif not self._todo.done():  # it may have cancelled who listens
+            self._todo.set_result(todo)
+
     def _set_timer(self, seconds: float) -> None:
         """A timer that would ring before is left to ring, and then set to what is left.
 
         Nearly every wait ends long before its time, and a timer each would double what it costs.
         """
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.time() + seconds
+        self._deadline = self._loop.time() + seconds
         if self._timer is not None:
             if self._timer.when() <= self._deadline:
                 return
             self._timer.cancel()
-        self._timer = loop.call_at(self._deadline, self._ring)
+        self._timer = self._loop.call_at(self._deadline, self._ring)
 
     def _ring(self) -> None:
         self._timer = None
-        left = self._deadline - asyncio.get_running_loop().time()
+        left = self._deadline - self._loop.time()
         if left > 0:
             self._set_timer(left)
-        else:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        elif not self._todo.done():
+            self._tell(None)
 
 
 async def _unlogged(response: Any) -> Any:

@@ -7,9 +7,10 @@ address of the stream and in the ids of its events.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from starlette.responses import Response
@@ -18,15 +19,17 @@ from starlette.types import Receive, Scope, Send
 from producer.gateway.context import Gateway
 from producer.gateway.errors import ApiError, ClientLeftError, as_api_error
 from producer.gateway.http_protocol import PIECES
-from producer.gateway.merging import events_of
 from producer.gateway.openai.chunks import ChoiceWriter, usage_chunk
 from producer.gateway.openai.completion import Completion
 from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, event_id
 from producer.gateway.presence import while_present
 from shared.errors import PromptqError
-from shared.events import Usage
+from shared.events import TokenEvent, Usage
 from shared.tool_call_style import ToolCallStyle
+
+Unfinished = Callable[[], Awaitable[None]] | None
+"""What is to be called and awaited before a choice's next event is written, if anything."""
 
 _COMMENT = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -71,15 +74,14 @@ class EventStream(Response):
             async with while_present(receive) as presence:
                 out.begin_after(self._header_seconds)
                 try:
-                    # This task wakes up through every layer of the application, for each token.
-                    await asyncio.create_task(self._stream(out, request_ids))
+                    await self._stream(out, request_ids)
                 except (ApiError, PromptqError) as error:
                     told = as_api_error(error) if isinstance(error, PromptqError) else error
                     if len(request_ids) > 1:  # the others would go on for nobody
                         self._gateway.cancels.cancel(request_ids)
                     if not out.has_begun:
                         raise told from None
-                    await out.write(_error_frame(told))
+                    await out.write_all(_error_frame(told))
                 presence.is_over = True
                 await out.end()
         except ClientLeftError:
@@ -89,33 +91,73 @@ class EventStream(Response):
             out.close()
 
     async def _stream(self, out: _Out, request_ids: list[str]) -> None:
-        completion = self._completion
-        writers: list[ChoiceWriter] = []
-        positions: list[str] = []
-        num_tokens = 0
-        async with aclosing(events_of(self._gateway.client, request_ids)) as events:
-            async for index, event in events:
-                if event.finish_reason is not None:
-                    so_far = num_tokens + event.end
-                    if (error := failure(event.finish_reason, event.error, so_far)) is not None:
-                        raise error
-                if not writers:
-                    completion, style = await learned(self._gateway, completion)
-                    writers = [
-                        ChoiceWriter(completion, place, have, style)
-                        for place, have in enumerate(self._have)
-                    ]
-                    positions = [writer.position for writer in writers]
-                num_tokens += len(event.token_ids)
-                writer = writers[index]
-                if (chunk := writer.chunk(event)) is not None:
-                    positions[index] = writer.position
-                    last_id = event_id(completion.id, positions)
-                    await out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
-        if completion.include_usage:
-            usages = [writer.usage or Usage() for writer in writers]
-            await out.write(f"data: {usage_chunk(completion, usages)}\n\n".encode("ascii"))
-        await out.write(_DONE)
+        frames = _Frames(self._gateway, self._completion, self._have, out)
+        following = [
+            asyncio.create_task(self._gateway.client.follow(it, partial(frames.write, place)))
+            for place, it in enumerate(request_ids)
+        ]
+        try:
+            await asyncio.gather(*following)  # the first error ends all
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+        await frames.finish()
+
+
+class _Frames:
+    """A completion as it goes out: the chunks of all its choices, then its usage and the end."""
+
+    def __init__(
+        self, gateway: Gateway, completion: Completion, have: Sequence[Position], out: _Out
+    ) -> None:
+        self._gateway = gateway
+        self._completion = completion
+        self._have = have
+        self._out = out
+        self._learning = asyncio.Lock()
+        self._writers: list[ChoiceWriter] = []
+        self._positions: list[str] = []
+        self._num_tokens = 0
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        """Write an event of the choice at `place`."""
+        if event.finish_reason is not None:
+            so_far = self._num_tokens + event.end
+            if (error := failure(event.finish_reason, event.error, so_far)) is not None:
+                raise error
+        self._num_tokens += len(event.token_ids)
+        if not self._writers:
+            return partial(self._learn_and_write, place, event)
+        return self._write_chunk(place, event)
+
+    async def finish(self) -> None:
+        if self._completion.include_usage:
+            usages = [writer.usage or Usage() for writer in self._writers]
+            chunk = usage_chunk(self._completion, usages)
+            await self._out.write_all(f"data: {chunk}\n\n".encode("ascii"))
+        await self._out.write_all(_DONE)
+
+    def _write_chunk(self, place: int, event: TokenEvent) -> Unfinished:
+        writer = self._writers[place]
+        chunk = writer.chunk(event)
+        if chunk is None:
+            return None
+        self._positions[place] = writer.position
+        last_id = event_id(self._completion.id, self._positions)
+        return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
+
+    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
+        async with self._learning:
+            if not self._writers:
+                self._completion, style = await learned(self._gateway, self._completion)
+                self._writers = [
+                    ChoiceWriter(self._completion, index, have, style)
+                    for index, have in enumerate(self._have)
+                ]
+                self._positions = [writer.position for writer in self._writers]
+        if (finish := self._write_chunk(place, event)) is not None:
+            await finish()
 
 
 async def learned(
@@ -142,13 +184,16 @@ class _Out:
         self,
         response: Response,
         send: Send,
-        write_piece: Callable[[bytes], Awaitable[None]] | None,
+        write_piece: Callable[[bytes], Unfinished] | None,
         keepalive_seconds: float,
     ) -> None:
         self.has_begun = False
         self._response = response
         self._send = send
-        self._write_piece = write_piece or self._send_piece
+        self._write_piece = write_piece
+        self._is_open = False  # to pieces, behind the head
+        self._unsent: deque[bytes] = deque()
+        self._sending = asyncio.Lock()
         self._keepalive_seconds = keepalive_seconds
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -160,13 +205,18 @@ class _Out:
         """Send the status after so long, if nothing has been written before."""
         self._timer = self._loop.call_later(seconds, self._ring)
 
-    async def write(self, frame: bytes) -> None:
-        if not self.has_begun:
-            self.has_begun = True
-            headers = self._response.raw_headers
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+    def write(self, frame: bytes) -> Unfinished:
+        """Write a frame behind all before it."""
         self._wrote_at = self._loop.time()
-        await self._write_piece(frame)
+        if self._is_open and self._write_piece is not None:
+            return self._write_piece(frame)
+        self._unsent.append(frame)
+        return self._send_unsent
+
+    async def write_all(self, frame: bytes) -> None:
+        """As `write`, to the end."""
+        if (finish := self.write(frame)) is not None:
+            await finish()
 
     async def end(self) -> None:
         self._is_over = True
@@ -178,8 +228,16 @@ class _Out:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _send_piece(self, piece: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+    async def _send_unsent(self) -> None:
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun = True
+                headers = self._response.raw_headers
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            while self._unsent:
+                piece = self._unsent.popleft()
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._is_open = True
 
     def _ring(self) -> None:
         """Looks now and then whether a comment is due: a timer for each token would cost more."""
@@ -191,7 +249,7 @@ class _Out:
 
     async def _comment(self) -> None:
         if not self._is_over:
-            await self.write(_COMMENT)
+            await self.write_all(_COMMENT)
 
 
 def _error_frame(error: ApiError) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ MAX_HEAD_BYTES = 65_536
 
 PIECES = "promptq.pieces"
 """The ASGI extension whose `write(piece)` does what `send` does with a part of the body, after the
-head was sent, and does it at once: `send` goes through every layer of the application.
+head was sent, and does it at once: `send` goes through every layer of the application. Where the
+client reads slowly it gives what is to be called and awaited before more is written.
 """
 
 _SILENCE_SECONDS = 60.0
@@ -94,8 +96,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(max(left, _SILENCE_SECONDS / 60), self._look)
 
 
-async def _write(cycle: RequestResponseCycle, piece: bytes) -> None:
-    if cycle.flow.write_paused and not cycle.disconnected:
-        await cycle.flow.drain()
+def _write(cycle: RequestResponseCycle, piece: bytes) -> Callable[[], Awaitable[None]] | None:
     if not cycle.disconnected:
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        if cycle.flow.write_paused:
+            drain: Callable[[], Awaitable[None]] = cycle.flow.drain
+            return drain
+    return None

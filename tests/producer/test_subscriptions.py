@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -27,10 +27,11 @@ _NO_SILENCE = 3600.0  # so nothing but the rule under test brings the events
 
 
 class Readers:
-    """Streams of one client, each read by a task."""
+    """Streams of one client, each read by a task or handed out to a function."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, way: str) -> None:
         self._client = client
+        self._way = way
         self.events: list[list[TokenEvent]] = []
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -44,6 +45,9 @@ class Readers:
         return ["".join(event.text for event in events) for events in self.events]
 
     async def _read(self, request_id: str, add: Callable[[TokenEvent], None]) -> None:
+        if self._way == "follow":
+            await self._client.follow(request_id, add)
+            return
         async with aclosing(self._client.stream(request_id)) as stream:
             async for event in stream:
                 add(event)
@@ -88,10 +92,16 @@ async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
+@pytest.fixture(params=["stream", "follow"])
+def way(request: pytest.FixtureRequest) -> str:
+    """The methods that read a stream."""
+    return str(request.param)
+
+
 @pytest.fixture
-def readers(client: AsyncClient) -> Readers:
+def readers(client: AsyncClient, way: str) -> Readers:
     """The streams of `client`."""
-    return Readers(client)
+    return Readers(client, way)
 
 
 async def enqueue(client: AsyncClient, worker: HandWorker, num: int) -> list[Claim]:
@@ -269,13 +279,95 @@ async def test_a_slow_reader(client: AsyncClient, readers: Readers, own_worker: 
     assert events[-1].is_last
 
 
+async def test_what_a_handler_gives_is_awaited(client: AsyncClient, own_worker: HandWorker) -> None:
+    """It is called no more until then, and what comes meanwhile is not lost."""
+    num = 2 * MAX_UNREAD
+    [claim] = await enqueue(client, own_worker, 1)
+    ready, indices = asyncio.Event(), list[int]()
+
+    async def be_ready() -> None:
+        await ready.wait()
+
+    def handle(event: TokenEvent) -> Callable[[], Awaitable[None]] | None:
+        indices.append(event.index)
+        return be_ready if event.index == 1 else None
+
+    following = asyncio.create_task(client.follow(claim.request_id, handle))
+    for _ in range(num):
+        own_worker.send(claim, "a")
+        await asyncio.sleep(0)
+    own_worker.finish(claim)
+    await until(lambda: 1 in indices)
+    await asyncio.sleep(0.05)
+    assert indices == [0, 1]
+    ready.set()
+    await following
+    assert indices == [*range(num + 1)]
+
+
+async def test_following_from_within(client: AsyncClient, own_worker: HandWorker) -> None:
+    [claim] = await enqueue(client, own_worker, 1)
+    for letter in "abc":
+        own_worker.send(claim, letter)
+    own_worker.finish(claim, "d")
+    texts: list[str] = []
+    await client.follow(claim.request_id, lambda event: texts.append(event.text), from_index=2)
+    assert texts == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("does", "ends_with"),
+    [
+        ("fails", ValueError),
+        ("stops", RuntimeError),  # Python makes that of a StopIteration in a coroutine
+        ("is cancelled", asyncio.CancelledError),
+        ("cancels", asyncio.CancelledError),
+    ],
+)
+async def test_a_handler_that_fails(
+    client: AsyncClient,
+    readers: Readers,
+    own_worker: HandWorker,
+    does: str,
+    ends_with: type[BaseException],
+) -> None:
+    """Its stream ends at once, and those beside it go on."""
+    bad, good = await enqueue(client, own_worker, 2)
+    readers.read(good.request_id)
+    num_heard = 0
+
+    def fail(event: TokenEvent) -> None:
+        nonlocal num_heard
+        num_heard += 1
+        if event.text != "!":
+            return
+        if does == "cancels":
+            following.cancel()
+        else:
+            errors = {"fails": ValueError, "stops": StopIteration}
+            raise errors.get(does, asyncio.CancelledError)
+
+    following = asyncio.create_task(client.follow(bad.request_id, fail))
+    for claim in (bad, good):
+        own_worker.send(claim, "a")
+    await until(lambda: num_heard == 1 and readers.texts == ["a"])  # the next comes by the channel
+    own_worker.send(bad, "!")
+    own_worker.send(good, "b")
+    with pytest.raises(ends_with):
+        await following
+    await until(lambda: num_following(own_worker, bad.request_id) == 0)
+    own_worker.finish(good, "c")
+    await asyncio.gather(*readers.tasks)
+    assert readers.texts == ["abc"]
+
+
 async def test_a_mailbox_is_bounded() -> None:
     """What is dropped is told of, and what came after it is kept."""
     mailbox = Mailbox(Subscriptions(None))
     for n in range(10 * MAX_UNREAD):
         mailbox.put(b"%d" % n)
     unread = []
-    while (item := await mailbox.get(0.001)) is not None:
+    while (item := await mailbox.listen(0.001, lambda item: item)) is not None:
         unread.append(item)
     assert len(unread) <= MAX_UNREAD
     assert unread[0] is Missed.MISSED
@@ -296,7 +388,9 @@ async def test_closing_ends_all_streams(
     await until(lambda: num_subscribers(own_worker) == 0)
 
 
-async def test_a_server_that_goes_away_ends_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_goes_away_ends_all_streams(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After some tries each of them says that the server is gone."""
     monkeypatch.setattr("producer.stream.GIVE_UP_SECONDS", 0.1)
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as connection:
@@ -305,7 +399,7 @@ async def test_a_server_that_goes_away_ends_all_streams(monkeypatch: pytest.Monk
             before = asyncio.all_tasks()
             client = AsyncClient(own, silence_seconds=_NO_SILENCE)
             claims = await enqueue(client, worker, 5)
-            readers = Readers(client)
+            readers = Readers(client, way)
             for claim in claims:
                 readers.read(claim.request_id)
                 await until(lambda claim=claim: num_following(worker, claim.request_id) == 1)
@@ -315,7 +409,9 @@ async def test_a_server_that_goes_away_ends_all_streams(monkeypatch: pytest.Monk
             assert asyncio.all_tasks() == before
 
 
-async def test_a_refused_channel_is_one_streams_own(own_worker: HandWorker, redis_url: str) -> None:
+async def test_a_refused_channel_is_one_streams_own(
+    way: str, own_worker: HandWorker, redis_url: str
+) -> None:
     """A user whose ACL knows some channels only hears those, beside the error for another."""
     own_worker.redis.execute_command(
         *("ACL", "SETUSER", "reader", "on", "nopass", "~*", "+@all", "resetchannels"),
@@ -327,7 +423,7 @@ async def test_a_refused_channel_is_one_streams_own(own_worker: HandWorker, redi
     claims = {claim.request_id: claim for claim in (own_worker.take() for _ in range(3))}
     try:
         async with connected(redis_url.replace("redis://", "redis://reader:x@")) as client:
-            readers = Readers(client)
+            readers = Readers(client, way)
             for request_id in ("before", "mine", "after"):
                 readers.read(request_id)
             for refused in (readers.tasks[0], readers.tasks[2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -18,8 +19,9 @@ import redis
 from producer.gateway.app import create_app
 from producer.gateway.settings import GatewaySettings
 from shared.embedded import EmbeddedServer
+from shared.events import ErrorInfo, TokenEvent
 from shared.schemas import FinishReason
-from shared.script_values import Claim
+from shared.script_values import Claim, Row
 from tests import helpers
 from tests.helpers import running_worker
 from tests.producer.gateway.living import LiveGateway, live_gateway
@@ -174,6 +176,72 @@ def test_several_answers_go_on_where_each_stopped(
     assert usage[1]["choices"] == []
     assert usage[1]["usage"]["completion_tokens"] == 5
     assert done[1] == "[DONE]"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_frames_of_several_answers_keep_their_order(
+    http: httpx2.Client, own_worker: HandWorker, has_begun: bool
+) -> None:
+    """An id counts only what has gone out before: also while the answer begins, whatever comes."""
+
+    def publish(*events: tuple[Claim, str]) -> None:
+        """All at once; an empty text makes no frame."""
+        rows = []
+        for claim, text in events:
+            index = ends[claim.request_id]
+            ends[claim.request_id] += text != "end"
+            event = TokenEvent(index=index, token_ids=[1], text=text, attempt=claim.attempt)
+            if text == "end":
+                last = {"token_ids": [], "text": "", "finish_reason": FinishReason.STOP}
+                event = event.model_copy(update=last)
+            rows.append(Row.of(claim.request_id, claim.fence, event))
+        own_worker.queue.publish(rows)
+
+    for _ in range(10):
+        ends: Counter[str] = Counter()
+        with ThreadPoolExecutor() as beside:
+            asked = http.build_request("POST", "/v1/completions", json={**PROMPT, "n": 2})
+            asking = beside.submit(lambda asked=asked: http.send(asked, stream=True))
+            a, b = (it for _ in range(2) if (it := own_worker.queue.take()) is not None)
+            publish((a, ""), (b, ""))
+            if has_begun:
+                publish((b, "."))
+                asking.result()
+            publish((a, "."), (b, "."), (a, "."))
+            publish((a, "end"), (b, "end"))
+            with closing(asking.result()) as response:
+                *frames, _ = read_frames(response)
+        num_chars = [0, 0]
+        for event_id, chunk in frames:
+            [choice] = chunk["choices"]
+            num_chars[choice["index"]] += len(choice["text"])
+            read = [int(it.strip("e").split("-")[1]) for it in event_id.split("/")[1].split(".")]
+            assert read == num_chars
+        assert num_chars == [2, 2 if has_begun else 1]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_one_of_several_answers_fails(
+    http: httpx2.Client, own_worker: HandWorker, has_begun: bool
+) -> None:
+    """The call has failed, by its status or in its stream, and the other is cancelled."""
+    with ThreadPoolExecutor() as beside:
+        asked = http.build_request("POST", "/v1/completions", json={**PROMPT, "n": 2})
+        asking = beside.submit(lambda: http.send(asked, stream=True))
+        claims = [it for _ in range(2) if (it := own_worker.queue.take()) is not None]
+        for claim in claims:
+            own_worker.adopt(claim)
+        if has_begun:
+            own_worker.send(claims[1], "a")
+            asking.result()
+        error = ErrorInfo(type="internal_error", message="it broke")
+        own_worker.send(claims[0], "", FinishReason.ERROR, error=error)
+        with closing(asking.result()) as response:
+            assert response.status_code == (200 if has_begun else 500)
+            answer = response.read().decode()
+    assert "it broke" in answer
+    assert "[DONE]" not in answer
+    wait_until(lambda: is_cancelled(own_worker, claims[1].request_id))
 
 
 def test_streams_survive_a_restart_of_the_gateway(
