@@ -15,9 +15,10 @@ def main() -> int:
     """Exit code 1 if something grows, or an answer was not whole."""
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--faster", type=float, default=1.0, help="so many times as many requests")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="promptq-soak-") as folder:
-        samples = asyncio.run(soak(options.seconds, Path(folder)))
+        samples = asyncio.run(soak(options.seconds, Path(folder), options.faster))
     table, is_well = report(samples)
     print(table)
     return 0 if is_well else 1

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import redis.asyncio
@@ -77,8 +77,8 @@ class _Latencies:
         return self._last
 
 
-async def soak(seconds: float, folder: Path) -> Samples:
-    """Run for so long. The samples begin when all workers have warmed up."""
+async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
+    """Run for so long, at `faster` times the rates. The samples begin when all are warmed up."""
     samples = Samples()
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
@@ -97,7 +97,14 @@ async def soak(seconds: float, folder: Path) -> Samples:
             pids[load.queue] = (await client.stats()).workers[0].pid
         latencies = {load.queue: _Latencies() for load in LOADS}
         sending = [
-            asyncio.create_task(_send(load, clients[load.queue], latencies[load.queue], samples))
+            asyncio.create_task(
+                _send(
+                    replace(load, rate=load.rate * faster),
+                    clients[load.queue],
+                    latencies[load.queue],
+                    samples,
+                )
+            )
             for load in LOADS
         ]
         try:
