@@ -90,7 +90,7 @@ class _Queue:
         return scripts.enqueue(new, self._idempotency_ms, nonce=secrets.token_hex(8))
 
     def _claim(self, room: Room, turn: ClaimTurn) -> Call[Claims]:
-        seed_base = turn.nonce if self._seed is None else f"seed {self._seed} "
+        seed_base = "" if self._seed is None else f"seed {self._seed} "
         return scripts.claim(
             self.worker_id, self.lease_ms, room, turn.nonce, seed_base, self.model, turn.context
         )

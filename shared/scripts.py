@@ -86,7 +86,11 @@ def claim(
     model: ModelIdentity,
     context: ClaimContext = NO_CONTEXT,
 ) -> Call[Claims]:
-    """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError."""
+    """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError.
+
+    A request without a seed gets one made of `seed_base` and its id; where that is empty, of the
+    nonce of the call that enqueued it and its id.
+    """
     preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]

@@ -8,7 +8,8 @@
 --       8 model name          9 model fingerprint ('' and '': any model)
 --      10 preemptible: 'priority:tokens ...' of running sequences; a more urgent request may
 --         count their slots and tokens as free, since it will preempt them
---      11 seed base: requests without a seed get one made of this and their id
+--      11 seed base: requests without a seed get one made of this and their id; '': of the nonce of the
+--         call that enqueued them and their id, so that it is the same again where a claim was lost
 --      12 how many requests the worker holds; left out: it never gets a suspect
 --      13 session: random, the same for all calls of a worker that makes one at a time; '' or left out
 --         for one that makes several at once
@@ -115,13 +116,12 @@ local function cost_of(fields, output)
   return math.max(0, math.min(prompt_tokens + math.min(max_tokens, output), capacity))
 end
 
--- A number below 2^47 for a text that goes on behind one that gave `seed`; who samples mixes it
--- further, so it need only be different.
-local function seed_of(text, seed)
-  for i = 1, #text do seed = (seed * 33 + string.byte(text, i)) % 140737488355213 end
-  return seed
+-- A number below 2^46 for a text; who samples mixes it further, so it need only be different.
+local function seed_of(text)
+  local seed = 0
+  for i = 1, #text do seed = (seed * 127 + string.byte(text, i)) % 70368744177643 end
+  return exact(seed)
 end
-local seed_of_base = seed_of(seed_base, 0)
 
 local expiry, new_leases = exact(now + lease_ms), {}
 
@@ -151,7 +151,8 @@ local function claim(queue, fields, cost, has_log, turn)
   local id, score = queue.id, queue.score
   local attempt = whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
-  local seed = whole(fields.seed) and fields.seed or exact(seed_of(id, seed_of_base))
+  local base = seed_base ~= '' and seed_base or fields.nonce or ''
+  local seed = whole(fields.seed) and fields.seed or seed_of(base .. id)
   local enqueued_at = whole(fields.enqueued_at) and fields.enqueued_at or now_text
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
@@ -191,7 +192,7 @@ local function examine(queue, turn)
     return
   end
   local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
-    'seed', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
+    'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
   if not fields then
     finish_bare(id, 'error', 'invalid_request', 'request: the key promptq:{queue}:request:ID is not a hash')
     return

@@ -450,6 +450,34 @@ def test_a_seed_is_given_once_and_kept(queue: RequestQueue) -> None:
     assert first.fence != second.fence
 
 
+def test_a_seed_survives_the_loss_of_its_claim(client: Any, queue: RequestQueue) -> None:
+    """A failover may keep the enqueueing and lose the claim. Who reads on is then further than the
+    log, so another seed would make it another text.
+    """
+    queue.enqueue([new("n:0"), new("n:1"), new("later", delay_ms=1)])
+    put(queue, "of-a-tenant", tenant="t")
+    put_plainly(client, queue, "Ab", 1, '{"prompt":"hello"}')
+    put_plainly(client, queue, "BA", 2, '{"prompt":"hello"}')
+    kept = {key: client.dump(key) for key in client.scan_iter()}
+    first = seeds_of(queue)
+    client.flushall()
+    for key, value in kept.items():
+        client.restore(key, 0, value)
+    assert seeds_of(RequestQueue(client, worker_id="w2")) == first
+    assert len(set(first.values())) == len(first) == 6
+    client.flushall()
+    put(queue, "n:0")
+    assert seeds_of(queue)["n:0"] != first["n:0"], "another request, which has the id by chance"
+
+
+def seeds_of(queue: RequestQueue) -> dict[str, int]:
+    """Of all that wait."""
+    seeds: dict[str, int] = {}
+    while not queue.is_empty() or queue.run(lookups.delayed_ids(queue.keys, 1)):
+        seeds |= {claim.request_id: claim.seed for claim in queue.take_batch(ROOM)}
+    return seeds
+
+
 def test_seeds_can_be_made_reproducible(client: Any) -> None:
     seeds = []
     for _ in range(2):
