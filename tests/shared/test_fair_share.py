@@ -2,7 +2,8 @@
 
 The bound is that of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), theorem
 4.4: two tenants that have something waiting all the time differ in what they get by at most twice
-the larger of a prompt's service and that of a full batch's output.
+the larger of a prompt's service and that of a full batch's output. There is also its bound on how
+long the request of another tenant is delayed.
 """
 
 from __future__ import annotations
@@ -86,6 +87,55 @@ def test_no_tenant_is_served_beyond_the_bound(
             world.hand_back()
             check()
     print(f"worst {check.worst:.0f} of {check.bound:.0f}, {dict(world.service)}")
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1, 1], [1, 2, 1, 5]], ids=["equal", "weighted"])
+def test_floods_delay_another_tenant_by_no_more_than_the_bound(
+    world: World, weights: list[float]
+) -> None:
+    """The paper's bound on the delay, in service: where n tenants wait, the n - 1 others get at
+    most 2 (n - 1) U between a request of a tenant with nothing waiting or running and its dispatch.
+    U is half the bound on service; divided by the server's speed it is a time.
+
+    It follows from the counters. Of any two that wait neither is ahead by more than U. The tenant
+    has its place among them, and its counter stands still while it waits. So each other, behind it
+    by U at first and ahead by U at last, gains 2 U at the most. Weights divide the counters, hence
+    service and U as well.
+    """
+    rng = world.rng
+    world.largest_prompt, world.largest_output = 5, 55  # so that a batch may be output nearly all
+    depths = {"": 50, "large": 50, "now-and-then": 2}
+    outputs = {"": (1, 55), "large": (45, 55), "now-and-then": (1, 2), "bursts": (45, 55)}
+    for tenant, weight in zip(outputs, weights, strict=True):
+        world.set_weight(tenant, weight)
+    bound = len(depths) * bound_of(weights)
+
+    def put(tenant: str) -> None:
+        world.put(tenant, rng.randint(1, 5), rng.randint(*outputs[tenant]))
+
+    def step() -> None:
+        world.step()
+        for tenant, depth in depths.items():
+            while world.waiting[tenant] < depth and rng.random() < 0.8:
+                put(tenant)
+
+    def served_to_others() -> float:
+        return world.service.total() - world.service["bursts"]
+
+    worst = 0.0
+    for _ in range(12):
+        for _ in range(rng.randint(1, 6)):  # puts its counter ahead, all the more in one batch
+            put("bursts")
+        while world.waiting["bursts"] or any(job.tenant == "bursts" for job in world.running):
+            world.claim()
+            step()
+        before = served_to_others()
+        put("bursts")
+        while "bursts" not in world.claim():
+            step()
+            worst = max(worst, served_to_others() - before)
+            assert worst <= bound
+    print(f"worst {worst:.0f} of {bound:.0f}")
 
 
 def test_a_flood_of_large_requests_does_not_hold_up_another_tenant(world: World) -> None:
