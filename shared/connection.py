@@ -15,7 +15,7 @@ import redis.asyncio.retry
 import redis.asyncio.sentinel
 import redis.retry
 import redis.sentinel
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from shared.errors import (
@@ -168,11 +168,37 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     secured = {name: value for name, value in options.items() if name.startswith("ssl")}
     own |= {name: options[name] for name in options if name.startswith("socket_")} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
-    sentinel_kind = redis.asyncio.sentinel.Sentinel if is_async else redis.sentinel.Sentinel
+    retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
+    own["retry"] = retry_kind(NoBackoff(), 0)  # one that is gone is not tried again: others are
+    sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
     addresses = [_host_and_port(host) for host in hosts.split(",")]
     return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+
+
+class _Sentinel(redis.sentinel.Sentinel):
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        except redis.sentinel.MasterNotFoundError as error:
+            raise _in_short(error) from None
+
+
+class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
+    async def discover_master(self, service_name: str) -> Any:
+        try:
+            return await super().discover_master(service_name)
+        except redis.asyncio.sentinel.MasterNotFoundError as error:
+            raise _in_short(error) from None
+
+
+def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
+    """redis-py shows all options of each sentinel it did not reach, in some versions passwords."""
+    said, _, unreached = str(error).partition(" : ")
+    if unreached:
+        said += "; not every sentinel answers, or takes the connection and its credentials"
+    return type(error)(said)
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -44,11 +44,19 @@ def free_port() -> int:
 class OwnServer:
     """A server with append-only persistence that a test may kill and start again.
 
-    It has the roles; `url` is a producer's, and `client` does what a test does by hand.
+    It has the roles; `url` is a producer's, and `client` does what a test does by hand. `within` is
+    a command that runs it.
     """
 
-    def __init__(self, folder: Path, *options: str, connect: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        connect: dict[str, Any] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
         self.port = free_port()
+        self._within = within
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self.options = list(options)
@@ -65,8 +73,10 @@ class OwnServer:
         return QueueClient(**self._connect)
 
     def start(self, wait: bool = True) -> None:
-        command = [server_program(), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command = [*self._within, server_program()]
+        command += ["--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
+        command += ["--repl-diskless-sync-delay", "0"]  # a replica need not wait for others
         command += ["--appendfsync", "always", *self.options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         if wait:
@@ -76,6 +86,9 @@ class OwnServer:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def wait(self) -> int:
+        return self._process.wait()
 
     def freeze(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -98,7 +111,7 @@ def _answers(client: Any) -> bool:
 
 
 class Network:
-    """A TCP proxy to a server, whose connections can be cut, held, or cut when a reply comes."""
+    """A TCP proxy to a server. It cuts connections, holds them, loses what is sent, or a reply."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -110,8 +123,10 @@ class Network:
         self._is_up = True
         self._flows = threading.Event()
         self._flows.set()
+        self._loses = False
         self._swallow: Callable[[bytes], bool] | None = None
         self.num_swallowed = 0
+        self.num_accepted = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lead_to(self, port: int) -> None:
@@ -125,11 +140,19 @@ class Network:
 
     def mend(self) -> None:
         self._is_up = True
+        self._loses = False
         self._flows.set()
 
     def hold(self) -> None:
-        """Keep connections open and let nothing pass."""
+        """Keep connections open and let nothing pass until it is mended."""
         self._flows.clear()
+
+    def lose(self) -> None:
+        """Keep connections open and lose what is sent; one that lost something loses all it gets.
+
+        As behind a router that has forgotten the connection.
+        """
+        self._loses = True
 
     def swallow_reply_to(self, command: Callable[[bytes], bool]) -> None:
         """Drop the next connection that sends such a command, once the server has done it."""
@@ -162,11 +185,12 @@ class Network:
                 client.close()
                 server.close()
                 continue
-            swallowing = threading.Event()
+            swallowing, lost = threading.Event(), threading.Event()
             with self._lock:
                 self._open |= {client, server}
+            self.num_accepted += 1
             for source, sink, is_request in ((client, server, True), (server, client, False)):
-                arguments = (source, sink, is_request, swallowing)
+                arguments = (source, sink, is_request, swallowing, lost)
                 threading.Thread(target=self._pass_on, args=arguments, daemon=True).start()
 
     def _pass_on(
@@ -175,10 +199,15 @@ class Network:
         sink: socket.socket,
         is_request: bool,
         swallowing: threading.Event,
+        lost: threading.Event,
     ) -> None:
         try:
             while data := source.recv(65536):
                 self._flows.wait()
+                if self._loses:
+                    lost.set()
+                if lost.is_set():
+                    continue
                 if is_request and self._swallow is not None and self._swallow(data):
                     self._swallow = None
                     swallowing.set()

@@ -22,7 +22,7 @@ from shared.errors import (
 from shared.keys import Keys, check_request_id
 from shared.schemas import RequestState
 from shared.script_values import CancelStatus
-from tests.certificates import make_certificates
+from tests.certificates import make_certificates, tls_settings
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, free_port, started
 from tests.roles import ACL_FILE, as_role
@@ -123,13 +123,28 @@ def test_no_role_may_do_more(roles: Roles) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
+async def test_a_server_that_asks_for_certificates_gets_the_clients(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    port = free_port()
+    settings = tls_settings(tmp_path, port, asks_clients=True)
+    options = [it for name, value in settings.items() for it in (f"--{name}", value)]
+    url = as_role("producer", f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'ca.crt'}")
+    shown = f"{url}&ssl_certfile={tmp_path / 'client.crt'}&ssl_keyfile={tmp_path / 'client.key'}"
+    with OwnServer(tmp_path / "server", *options), Client(shown) as client:
+        request_id = client.enqueue("a")
+        async with AsyncClient(shown) as asynchronous:
+            assert await asynchronous.state(request_id) is RequestState.WAITING
+        with pytest.raises(RedisUnavailableError):
+            Client(url)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
 async def test_workers_and_clients_speak_tls_and_check_the_certificate(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     port, authority = free_port(), str(tmp_path / "ca.crt")
-    files = {"cert-file": "server.crt", "key-file": "server.key", "ca-cert-file": "ca.crt"}
-    options = ["--tls-port", str(port), "--tls-auth-clients", "no"]
-    for name, file in files.items():
-        options += [f"--tls-{name}", str(tmp_path / file)]
+    settings = tls_settings(tmp_path, port)
+    options = [it for name, value in settings.items() for it in (f"--{name}", value)]
     url = as_role("producer", f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={authority}")
     with (
         OwnServer(tmp_path / "server", *options),
