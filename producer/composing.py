@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.errors import InvalidRequestError
 from shared.request_queue import new_request_id
-from shared.schemas import MAX_MS, Request
+from shared.schemas import MAX_MS, Request, check_size
 from shared.script_values import NewRequest
 
 Prompt = str | list[int]
@@ -42,6 +42,7 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
             f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
         )
     request = Request.build(fields)
+    check_size(len(request.to_payload().encode()))
     return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
 
 

@@ -200,11 +200,7 @@ class Request(SamplingParams):
 
         Raises InvalidRequestError naming the first field that is wrong.
         """
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise InvalidRequestError(
-                f"payload: {len(payload)} bytes are more than the {MAX_PAYLOAD_BYTES} allowed",
-                field="payload",
-            )
+        check_size(len(payload))
         try:
             return cls.model_validate_json(payload)
         except ValidationError as error:
@@ -221,6 +217,15 @@ class Request(SamplingParams):
     def to_payload(self) -> str:
         """The JSON form, without fields that were left at their default."""
         return self.model_dump_json(exclude_defaults=True)
+
+
+def check_size(num_bytes: int) -> None:
+    """Raise InvalidRequestError for a payload that is larger than workers take."""
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidRequestError(
+            f"payload: {num_bytes} bytes are more than the {MAX_PAYLOAD_BYTES} allowed",
+            field="payload",
+        )
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:

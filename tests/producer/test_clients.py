@@ -30,7 +30,7 @@ from shared.errors import (
 from shared.events import ErrorInfo
 from shared.keys import Keys
 from shared.observations import WorkerStats
-from shared.schemas import FinishReason, RequestState
+from shared.schemas import MAX_PAYLOAD_BYTES, FinishReason, RequestState
 from shared.script_values import CancelStatus
 from shared.scripts import heartbeat
 from tests.producer.playing import free_port, losing_one_reply, old_server
@@ -58,6 +58,15 @@ def test_enqueue_takes_messages_and_token_ids(any_client: Any, own_worker: Any) 
     messages = [{"role": "user", "content": "Hi"}]
     assert payload(own_worker, any_client.enqueue([1, 2])) == {"prompt": [1, 2]}
     assert payload(own_worker, any_client.enqueue(messages=messages)) == {"messages": messages}
+
+
+def test_enqueue_refuses_what_no_worker_would_take(any_client: Any) -> None:
+    """By its size in bytes, and before it travels."""
+    half = MAX_PAYLOAD_BYTES // 2
+    with pytest.raises(InvalidRequestError, match=rf"^payload: {2 * half + 13} bytes are more"):
+        any_client.enqueue("é" * half)
+    assert any_client.enqueue("é" * (half - 7))
+    assert any_client.stats().waiting == 1
 
 
 def test_generated_ids_are_new_and_in_order(any_client: Any) -> None:
