@@ -44,7 +44,7 @@ _MAX_WATCH_SECONDS = 1.0
 
 class EngineStuckError(PromptqError):
     """The engine, or the preparation of a request, has made no progress for so long that the
-    worker's leases were left to run out."""
+    worker gives everything back and ends."""
 
 
 class Worker:
@@ -351,7 +351,7 @@ class Worker:
             else:
                 continue
             held = len(self.leases)
-            self._log.error(f"{what} hangs; leases are left to run out", held=held, **of)
+            self._log.error(f"{what} hangs; giving everything back", held=held, **of)
             raise EngineStuckError(f"{what} has made no progress for {seconds:g} s")
 
     async def _every(self, seconds: float, action: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,15 @@ import redis
 from shared import lookups
 from shared.request_queue import RequestQueue
 from tests.helpers import text_of
-from tests.integration.faults import check_log, num_tokens, put, result_of, started, until
+from tests.integration.faults import (
+    check_log,
+    log_of,
+    num_tokens,
+    put,
+    result_of,
+    started,
+    until,
+)
 
 FAULTY = "tests.integration.faulty_worker"
 
@@ -26,7 +36,8 @@ def queue(redis_url: str) -> Iterator[RequestQueue]:
 def test_a_worker_whose_engine_hangs_loses_its_leases_and_exits_with_an_error(
     queue: RequestQueue, redis_url: str, tmp_path: Path, fault: str
 ) -> None:
-    options = ["--lease-ms", "1000", "--stuck-seconds", "1.5"]
+    lease_ms = "60000" if fault == "hang" else "1000"  # then they are given back, not left
+    options = ["--lease-ms", lease_ms, "--stuck-seconds", "1.5"]
     innocent = put(queue, seed=1, max_tokens=3000)
     environment = {"FAULT": fault, "FAULT_FOR": "3600"}
     with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
@@ -35,7 +46,10 @@ def test_a_worker_whose_engine_hangs_loses_its_leases_and_exits_with_an_error(
         assert worker.wait() == 1
         if fault == "hang":
             assert "promptq worker: the engine has made no progress for 1.5 s" in worker.said
-            assert len(worker.logged("the engine hangs; leases are left to run out")) == 1
+            assert len(worker.logged("the engine hangs; giving everything back")) == 1
+            for request_id in (innocent, guilty):
+                record = queue.run(lookups.record(queue.keys, request_id))
+                assert (record["state"], record["crashes"]) == ("waiting", "1")
         else:
             assert "Timeout (" in worker.said
             assert "in launch" in worker.said, "where it hangs"
@@ -43,6 +57,25 @@ def test_a_worker_whose_engine_hangs_loses_its_leases_and_exits_with_an_error(
         assert result_of(queue, innocent)["text"] == text_of(1, 3000)
         assert result_of(queue, guilty)["text"] == text_of(2, 3)
     check_log(queue, innocent, text_of(1, 3000))
+
+
+def test_a_worker_that_was_frozen_for_longer_than_that_exits_when_it_wakes(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    """Another one has its requests by then. Its threads run while it says where they are, which
+    may end it by a signal before it comes to code 1."""
+    request_id = put(queue, seed=1, max_tokens=500)
+    options = ["--lease-ms", "500", "--stuck-seconds", "0.4"]
+    with started(tmp_path, redis_url, *options, module=FAULTY) as worker:
+        until(lambda: num_tokens(queue, request_id) > 20)
+        worker.process.send_signal(signal.SIGSTOP)
+        time.sleep(1)
+        with started(tmp_path, redis_url, "--lease-ms", "500", module=FAULTY):
+            until(lambda: log_of(queue, request_id)[-1]["attempt"] == 2)
+            worker.process.send_signal(signal.SIGCONT)
+            assert worker.wait() != 0
+            assert result_of(queue, request_id)["text"] == text_of(1, 500)
+    check_log(queue, request_id, text_of(1, 500))
 
 
 def test_a_step_that_takes_longer_than_a_lease_loses_nothing(
