@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,28 @@ async def test_a_connection_that_was_dropped_is_opened_again(redis_url: str) -> 
         other.client_kill_filter(_type="normal", skipme=True)
     assert await client.ping()
     await client.aclose()
+
+
+async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> None:
+    """By default longer: who says less has given up when who says nothing gets an answer."""
+    network = Network(redis.connection.parse_url(redis_url)["port"])
+    hasty_url = f"{network.url}?socket_timeout=0.1"
+    with (
+        ThreadPoolExecutor() as pool,
+        open_redis(network.url) as patient,
+        open_redis(hasty_url) as hasty,
+    ):
+        asynchronous = await open_async_redis(hasty_url)
+        network.hold()
+        waiting = pool.submit(patient.ping)
+        with pytest.raises(redis.TimeoutError):
+            hasty.ping()
+        with pytest.raises(redis.TimeoutError):
+            await asynchronous.ping()
+        network.mend()
+        assert waiting.result()
+        await asynchronous.aclose()
+    network.close()
 
 
 @pytest.fixture
