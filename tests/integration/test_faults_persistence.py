@@ -96,22 +96,29 @@ def test_without_persistence_a_killed_server_ends_its_streams_with_an_error(
 
 
 def test_what_wait_counted_on_a_replica_outlives_its_master(tmp_path: Path) -> None:
-    """`WAIT` speaks of the connection's own writes, so client and caller share one."""
+    """`WAIT` speaks of the connection's own writes, so client and caller share one. What was lost
+    is enqueued again, and what was kept is the same request, by their idempotency keys."""
     with (
         master_and_replica(tmp_path) as (master, replica),
         redis.Redis.from_url(master.url, single_connection_client=True) as connection,
         Client(connection) as client,
     ):
-        ids = [client.enqueue("a", seed=n, max_tokens=5) for n in range(20)]
+        kept = [enqueue(client, n) for n in range(20)]
         assert connection.wait(1, 0) == 1
         promote(replica)
-        lost = client.enqueue("a", seed=20, max_tokens=5)
+        lost = enqueue(client, 20)
         assert connection.wait(1, 100) == 0
         master.kill()
         with started(tmp_path, replica.url, module=FAULTY), Client(replica.url) as reader:
-            for n, request_id in enumerate(ids):
-                assert reader.result(request_id).text == text_of(n, 5)
             assert reader.state(lost) is None
+            for n, request_id in enumerate(kept):
+                assert enqueue(reader, n) == request_id
+                assert reader.result(request_id).text == text_of(n, 5)
+            assert reader.result(enqueue(reader, 20)).text == text_of(20, 5)
+
+
+def enqueue(client: Client, n: int) -> str:
+    return client.enqueue("a", seed=n, max_tokens=5, idempotency_key=f"key-{n}")
 
 
 def test_a_master_whose_replica_is_silent_takes_in_nothing_after_a_while(tmp_path: Path) -> None:
