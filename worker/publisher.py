@@ -16,7 +16,7 @@ from shared.script_values import Row, RowStatus
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
-from worker.leases import Leased, Leases
+from worker.leases import Leased, Leases, release
 from worker.meter import Meter
 from worker.persistence import keep_trying
 
@@ -54,6 +54,7 @@ class Publisher:
         self._on_left = on_left
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
+        self._without_memory: list[HeldRequest] = []
         self._log = get_logger(worker_id=queue.worker_id)
 
     @property
@@ -69,6 +70,9 @@ class Publisher:
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
+                self._on_progress()
+            if self._without_memory:
+                await self._give_back()
                 self._on_progress()
 
     async def send(self, rows: Sequence[Row]) -> None:
@@ -110,6 +114,19 @@ class Publisher:
             if self._leases.by_request(held.request_id) is held:
                 self._settle(held, status)
         await self._give_back_gaps()
+
+    async def _give_back(self) -> None:
+        """What the engine had no memory for, as a crash: who always asks too much comes to an end.
+
+        Raises what the server said last when it took nothing for `retry_seconds`.
+        """
+        short, self._without_memory = self._without_memory, []
+        for held in short:
+            self._log.error("no memory for a request; it goes back", request_id=held.request_id)
+            self._on_left(held, "given_back")
+        await keep_trying(
+            lambda: release(self._queue, self._leases, short, crashed=True), self._retry_seconds
+        )
 
     async def _give_back_gaps(self) -> None:
         """The server has lost writes: the next attempt goes on from what it still has."""
@@ -224,8 +241,12 @@ class Publisher:
             held.timing = output.timing
         if output.token_ids:
             self._meter.note_output(held, output, at)
-        if output.finish_reason is not None:
+        if output.given_back or output.finish_reason is not None:
             self._leases.mark_out_of_engine(held)
+        if output.given_back:
+            held.ended = True
+            self._without_memory.append(held)
+            return None
         if output.finish_reason is FinishReason.ERROR:
             error = ErrorInfo(type="internal_error", message=output.error or "the engine failed it")
             self._log.error("the engine failed", request_id=held.request_id, error=output.error)

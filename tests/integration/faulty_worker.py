@@ -31,6 +31,7 @@ STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.002"))
 
 class FaultyRunner(ModelFreeRunner):
     is_broken = False
+    short_since: float | None = None
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         guilty = any(ord("!") in share.sequence.token_ids for share in batch.scheduled)
@@ -45,7 +46,13 @@ class FaultyRunner(ModelFreeRunner):
         if FAULT == "breaks" and self.is_broken:
             raise RuntimeError("device-side assert")
         if FAULT == "memory" and batch.num_tokens > 40:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise RuntimeError(_OUT_OF_MEMORY)
+        if FAULT == "memory-for-one" and _is_in_mid_stream(batch):
+            raise RuntimeError(_OUT_OF_MEMORY)
+        if FAULT == "memory-for-all" and self.short_since is None and _is_in_mid_stream(batch):
+            self.short_since = time.monotonic()
+        if self.short_since is not None and time.monotonic() < self.short_since + SECONDS:
+            raise RuntimeError(_OUT_OF_MEMORY)
         return super().launch(batch, after)
 
     def collect(self, launched: Launched) -> list[list[SampledToken]]:
@@ -59,6 +66,15 @@ class FaultyRunner(ModelFreeRunner):
                 launched.batch.sampling, super().collect(launched), strict=True
             )
         ]
+
+
+_OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def _is_in_mid_stream(batch: Batch) -> bool:
+    """Whether there is a guilty one, with three tokens or more."""
+    sequences = [share.sequence for share in batch.scheduled]
+    return any(ord("!") in it.token_ids and it.num_output_tokens > 2 for it in sequences)
 
 
 class FaultyTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import redis
 
 from shared import lookups
 from shared.request_queue import RequestQueue
+from shared.schemas import RequestState
 from tests.helpers import text_of
 from tests.integration.faults import (
     check_log,
@@ -162,6 +164,76 @@ def test_a_step_that_is_out_of_memory_is_computed_in_smaller_parts(
             result = result_of(queue, request_id)
             assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 20), 1)
         assert worker.logged("a step failed")
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+def test_memory_that_is_short_for_everything_for_a_while_fails_nobody(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    environment = {"FAULT": "memory-for-all", "FAULT_FOR": "0.3"}
+    with started(tmp_path, redis_url, module=FAULTY, **environment) as worker:
+        requests = [put(queue, prompt="!", seed=n, max_tokens=100) for n in range(9)]
+        for n, request_id in enumerate(requests):
+            result = result_of(queue, request_id)
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 100), 1)
+            check_log(queue, request_id, text_of(n, 100))
+        assert worker.logged("a step failed")
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+def test_memory_that_is_short_for_everything_and_for_good_ends_the_worker_and_no_request(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    environment = {"FAULT": "memory-for-all", "FAULT_FOR": "3600"}
+    requests = [put(queue, prompt="!", seed=n, max_tokens=1000) for n in range(5)]
+    with started(tmp_path, redis_url, module=FAULTY, **environment) as worker:
+        assert worker.wait() == 1
+        assert "out of memory" in worker.said
+    assert sum(num_tokens(queue, it) for it in requests) > 0
+    with started(tmp_path, redis_url, "--model", "model-free"):
+        for n, request_id in enumerate(requests):
+            result = result_of(queue, request_id)
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 1000), 2)
+            check_log(queue, request_id, text_of(n, 1000))
+
+
+def test_one_that_needs_too_much_memory_goes_on_elsewhere_and_nobody_else_notices(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    """It goes back with its progress, and as a crash of its own; its worker stays."""
+    large = put(queue, prompt="!", seed=7, max_tokens=100)
+    innocents = [put(queue, seed=n, max_tokens=200) for n in range(5)]
+    options = ["--drain-seconds", "0"]
+    with started(tmp_path, redis_url, *options, module=FAULTY, FAULT="memory-for-one") as worker:
+        for n, request_id in enumerate(innocents):
+            result = result_of(queue, request_id)
+            assert (result["text"], result["stats"]["attempts"]) == (text_of(n, 200), 1)
+        until(lambda: worker.logged("no memory for a request"))
+        worker.terminate()
+        assert worker.wait() == 0
+    assert num_tokens(queue, large) > 0
+    assert "crashes" in queue.run(lookups.record(queue.keys, large))
+    with started(tmp_path, redis_url, "--model", "model-free"):
+        assert result_of(queue, large)["text"] == text_of(7, 100)
+    check_log(queue, large, text_of(7, 100))
+
+
+def test_one_that_needs_too_much_memory_everywhere_becomes_a_dead_letter(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    """Tried again alone, and then no more."""
+    large = put(queue, prompt="!", seed=7, max_tokens=100)
+    options = ["--max-crashes", "2"]
+    with started(tmp_path, redis_url, *options, module=FAULTY, FAULT="memory-for-one") as worker:
+        result = result_of(queue, large)
+        assert result["error"]["type"] == "dead_letter"
+        assert 0 < len(result["token_ids"]) < 100
+        assert queue.state(large) is RequestState.DEAD
+        history = json.loads(queue.run(lookups.record(queue.keys, large))["history"])
+        assert [attempt["how"] for attempt in history] == ["crashed", "crashed alone"]
+        assert result_of(queue, put(queue, seed=1, max_tokens=9))["text"] == text_of(1, 9)
         worker.terminate()
         assert worker.wait() == 0
 

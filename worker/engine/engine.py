@@ -31,6 +31,10 @@ _AUDIT_INTERVAL_SECONDS = 1.0
 """An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
 _SMALL_STEPS = 256
 """So many steps are kept smaller after one that was out of memory."""
+_MOST_SHORTAGES = 6
+"""A sequence for which memory is short so often, though it is alone, is given back."""
+_PAUSE_SECONDS = 0.05
+"""Before the next try if there was no memory for anybody; then twice as long, and so on."""
 _STEPS_SHOWN = 32
 """The step time that people see is the median of so many."""
 
@@ -90,7 +94,7 @@ class LLMEngine:
         self._scheduler = Scheduler(
             max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
         )
-        self._recovery = Recovery(runner, self._commit, self._fail)
+        self._recovery = Recovery(runner, self._commit, self._leave, self._set_back)
         self._pacing = Pacing()
         self._sequences: dict[int, Sequence] = {}
         self._totals = EngineStats(num_blocks=layout.num_blocks)
@@ -161,6 +165,7 @@ class LLMEngine:
         self._pacing.note(step.batch, self._totals.step_seconds)
         if self._totals.num_steps == self._full_steps_from:
             self._scheduler.max_num_batched_tokens = self.limits.max_num_batched_tokens
+            self._scheduler.max_running = self.limits.max_num_seqs
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
 
@@ -174,6 +179,8 @@ class LLMEngine:
             self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
         there = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
         outputs = self._recovery.compute(there) if there else []
+        if waiting := [it.sequence for it in there if it.sequence.status is SequenceStatus.WAITING]:
+            self._run_fewer(waiting)
         self._check_integrity_when_idle()
         return StepOutput(outputs, self.stats)
 
@@ -211,8 +218,27 @@ class LLMEngine:
             return None
         return _Step(batch, self._runner.launch(batch, after=step.launched))
 
-    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
-        output = _failed(sequence, error)
+    def _set_back(self, sequence: Sequence) -> bool:
+        sequence.num_shortages += 1
+        if sequence.num_shortages == _MOST_SHORTAGES:
+            return False
+        self._scheduler.set_back(sequence)
+        return True
+
+    def _run_fewer(self, set_back: list[Sequence]) -> None:
+        """For some steps no more may run than memory was found for; those wait for one to leave."""
+        num_running = len(self._scheduler.running)
+        self._scheduler.max_running = max(1, num_running)
+        self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
+        if not num_running:
+            most = max(sequence.num_shortages for sequence in set_back)
+            time.sleep(_PAUSE_SECONDS * 2 ** (most - 1))
+
+    def _leave(self, sequence: Sequence, error: str | None) -> SequenceOutput:
+        if error is None:
+            output = SequenceOutput(sequence.sequence_id, [], given_back=True)
+        else:
+            output = _failed(sequence, error)
         output.timing = sequence.timing
         self._release(sequence)
         return output
@@ -280,6 +306,7 @@ class LLMEngine:
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
         self._totals.generation_tokens += num_appended
+        sequence.num_shortages = 0
         timing = None
         if sequence.timing.first_token_at is None:
             sequence.timing.first_token_at = time.monotonic()

@@ -81,6 +81,8 @@ class SequenceOutput:
     error: str | None = None
     timing: SequenceTiming | None = None
     """With its first token of this attempt, and with its last output."""
+    given_back: bool = False
+    """It left without an end: memory was short for it alone, and may suffice elsewhere."""
 
 
 @dataclass(slots=True)
@@ -222,8 +224,9 @@ class Engine(Protocol):
     def recover(self, error: Exception) -> StepOutput:
         """After a step that raised `error`: compute what it was to compute, in parts.
 
-        Ends, each with an error, those sequences that fail alone. Raises if the engine itself is
-        broken, or was before the step's work was known.
+        Ends, each with an error, those sequences that fail alone; what is out of memory even alone
+        waits without blocks and is tried some times more, then given back. Raises if the engine
+        itself is broken, or was before the step's work was known.
         """
         ...
 

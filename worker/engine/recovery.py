@@ -40,24 +40,28 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> list[list[SampledTok
 class Recovery:
     """Computes shares of a step that failed.
 
-    `commit` takes what a batch sampled, `fail` ends one sequence with a reason; both give outputs.
+    `commit` takes what a batch sampled, `leave` lets one sequence go, with the reason if it failed
+    and None if it is given back; both give outputs. `set_back` has one for which memory was short,
+    though it was alone, wait to be tried again; it says whether that is to be.
     """
 
     def __init__(
         self,
         runner: Runner,
         commit: Callable[[Batch, list[list[SampledToken]]], list[SequenceOutput]],
-        fail: Callable[[Sequence, str], SequenceOutput],
+        leave: Callable[[Sequence, str | None], SequenceOutput],
+        set_back: Callable[[Sequence], bool],
     ) -> None:
         self._runner = runner
         self._commit = commit
-        self._fail = fail
+        self._leave = leave
+        self._set_back = set_back
 
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in parts if that fails.
 
         What fails alone is its sequence's own fault, if the runner can still do anything else;
-        otherwise its exception is raised.
+        otherwise its exception is raised. A shortage of memory is nobody's fault and may pass.
         """
         batch = Batch(shares)
         try:
@@ -69,11 +73,13 @@ class Recovery:
             return self._commit(batch, sampled)
         if parts := _in_parts(shares, failure):
             return [output for part in parts for output in self.compute(part)]
-        sequence = shares[0].sequence
+        sequence, was_short = shares[0].sequence, is_out_of_memory(failure)
+        if was_short and self._set_back(sequence):
+            return []
         if not self._still_works(sequence):
             raise failure
         reason = f"the engine cannot compute it: {failure}"
-        return [self._fail(sequence, reason[:_LONGEST_REASON])]
+        return [self._leave(sequence, None if was_short else reason[:_LONGEST_REASON])]
 
     def _sample(self, batch: Batch) -> list[list[SampledToken]]:
         return collect(self._runner, batch, self._runner.launch(batch))

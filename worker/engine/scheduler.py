@@ -32,6 +32,7 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_running = max_num_seqs  # as long as memory is short, fewer than there are slots
         self.prefill_chunk = prefill_chunk
         self.block_manager = block_manager
         self.waiting: list[Sequence] = []  # in the queue's order
@@ -53,6 +54,18 @@ class Scheduler:
         """Let a sequence go for good; slot and blocks are free on return."""
         self._withdraw(sequence)
         sequence.status = SequenceStatus.FINISHED
+
+    def set_back(self, sequence: Sequence) -> None:
+        """Send a running sequence back to its place among the waiting.
+
+        Its computed blocks stay cached while nobody needs them, so that coming back is cheap.
+        """
+        self._withdraw(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.timing.preemptions += 1
+        sequence.timing.preempted_at.append(time.monotonic())
+        self.num_preemptions += 1
+        self.add(sequence)
 
     def schedule(
         self, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
@@ -110,11 +123,16 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether somebody who waits could get a slot, free or at another's expense."""
+        """Whether somebody who waits could get a place, free or at another's expense."""
         if not self.waiting or not self.running:
             return bool(self.waiting)
         most_urgent = self._waiting_by_urgency[0].request.priority
-        return bool(self._free_slots) or most_urgent < self.running[-1].request.priority
+        return self._num_places > 0 or most_urgent < self.running[-1].request.priority
+
+    @property
+    def _num_places(self) -> int:
+        """How many more may run."""
+        return min(len(self._free_slots), self.max_running - len(self.running))
 
     def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
         prefilling = []
@@ -151,12 +169,8 @@ class Scheduler:
             self._admit(sequence, prefix, plan)
 
     def _admit_in_order(self, plan: _Plan) -> None:
-        position = 0  # also how many slots are kept for those who wait a step for a prefix
-        while (
-            position < len(self.waiting)
-            and position < len(self._free_slots)
-            and plan.num_tokens_left
-        ):
+        position = 0  # also how many places are kept for those who wait a step for a prefix
+        while position < len(self.waiting) and position < self._num_places and plan.num_tokens_left:
             sequence = self.waiting[position]
             prefix = self.block_manager.find_prefix(sequence)
             if plan.computes_next_block(sequence, prefix):
@@ -188,7 +202,7 @@ class Scheduler:
         """Whom to preempt, least urgent first, so that `sequence` fits; None if it would not."""
         num_free = self.block_manager.num_free
         num_running = len(self.running)
-        if self._free_slots and self._num_needed(sequence, prefix, num_running) <= num_free:
+        if self._num_places > 0 and self._num_needed(sequence, prefix, num_running) <= num_free:
             return []
         priority = sequence.request.priority
         lesser = list(takewhile(lambda it: it.request.priority > priority, reversed(self.running)))
@@ -225,17 +239,8 @@ class Scheduler:
         plan.give(sequence)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
-        """Send a running sequence back to its place among the waiting.
-
-        Its computed blocks stay cached while nobody needs them, so that coming back is cheap.
-        """
         plan.take_back(sequence)
-        self._withdraw(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.timing.preemptions += 1
-        sequence.timing.preempted_at.append(time.monotonic())
-        self.num_preemptions += 1
-        self.add(sequence)
+        self.set_back(sequence)
 
     def _withdraw(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:

@@ -36,6 +36,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
     drafter: Drafter | None = None  # engine, if tokens may be drafted
+    num_shortages: int = 0  # engine; so often since its last token was memory short for it alone
 
     @classmethod
     def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:

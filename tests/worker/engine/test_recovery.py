@@ -56,7 +56,7 @@ def run(
             outputs = engine.recover(error).outputs
         for output in outputs:
             tokens[output.sequence_id] += output.token_ids
-            if output.finish_reason:
+            if output.finish_reason or output.given_back:
                 last[output.sequence_id] = output
     engine.check_integrity()
     assert engine.stats.num_used_blocks == 0
@@ -110,3 +110,51 @@ def test_an_engine_that_computes_nothing_any_more_blames_nobody() -> None:
 
     with pytest.raises(OSError, match="the device is gone"):
         run(fault, 8)
+
+
+def out_of_memory(since: int, times: int) -> Fault:
+    """Every step fails from launch `since` on, until those of one token have so many times."""
+    failed: list[int] = []
+
+    def fault(batch: Batch, num_launches: int) -> Exception | None:
+        if num_launches < since or len(failed) == times:
+            return None
+        if batch.num_tokens == 1:
+            failed.append(num_launches)
+        return MemoryError("so short")
+
+    return fault
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-step", "a-step-ahead"])
+@pytest.mark.parametrize("since", [0, 5], ids=["prefill", "decode"])
+@pytest.mark.parametrize("times", [1, 7], ids=["for-one", "for-all"])
+def test_memory_that_is_short_at_one_token_for_a_while_fails_nobody(
+    ahead: bool, since: int, times: int
+) -> None:
+    """Who finds none waits without blocks, and goes on behind what it has."""
+    tokens, last, _, engine = run(out_of_memory(since, times), 5, async_scheduling=ahead)
+    assert tokens == {n: tokens_of(n, 10) for n in range(5)}
+    assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}
+    assert engine.stats.num_preemptions == times
+
+
+def test_one_that_needs_more_memory_than_there_is_goes_back_alone() -> None:
+    """With its progress; it is no longer here, and nobody else has noticed."""
+
+    def fault(batch: Batch, num_launches: int) -> Exception | None:
+        return MemoryError("so short") if num_launches >= 5 and is_in(batch, 2) else None
+
+    tokens, last, _, _ = run(fault, 4)
+    assert last[2].given_back
+    assert last[2].finish_reason is None
+    assert tokens[2] == tokens_of(2, len(tokens[2]))
+    assert 0 < len(tokens[2]) < 10
+    for n in (0, 1, 3):
+        assert tokens[n] == tokens_of(n, 10)
+        assert last[n].finish_reason is FinishReason.LENGTH
+
+
+def test_memory_that_is_short_for_everything_and_for_good_is_the_engines_end() -> None:
+    with pytest.raises(MemoryError, match="so short"):
+        run(out_of_memory(5, 10**9), 5)
