@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,19 +62,24 @@ REQUESTS: dict[str, dict[str, Any]] = {
         },
     },
 }
+LONG_STOP = "a stop string that begins before the fault and ends behind it"
+BEFORE_STOP = 8
+"""Characters of text, of a few tokens; behind the stop string are about as many."""
 
 
-def enqueue(client: Client, name: str) -> str:
-    fields = {"prompt": STORY, "max_tokens": NUM_TOKENS, "ignore_eos": True} | REQUESTS[name]
+def enqueue(client: Client, request: dict[str, Any]) -> str:
+    fields = {"prompt": STORY, "max_tokens": NUM_TOKENS, "ignore_eos": True} | request
     if "response_format" in fields:
         del fields["ignore_eos"]
     return client.enqueue(fields.pop("prompt"), **fields)
 
 
-def worker(url: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
+def worker(
+    url: str, *options: str, module: str = "worker"
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """A worker of the shipped model that has said it is ready."""
     fixed = ("--redis", as_role("worker", url), "--dtype", "float32", "--lease-ms", str(LEASE_MS))
-    return started(*fixed, *options)
+    return started(*fixed, *options, module=module)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +89,26 @@ def url() -> Iterator[str]:
         yield as_role("producer", server.url)
 
 
-@pytest.fixture(scope="module")
-def expected(url: str) -> dict[str, list[Any]]:
+@dataclass
+class Quiet:
     """What each request gives in a quiet run."""
+
+    requests: dict[str, dict[str, Any]]
+    expected: dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def quiet(url: str) -> Quiet:
     with worker(url), Client(url) as client, ThreadPoolExecutor(len(REQUESTS)) as threads:
-        ids = {name: enqueue(client, name) for name in REQUESTS}
+        ids = {name: enqueue(client, request) for name, request in REQUESTS.items()}
         streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
-        return {name: told(stream.result()) for name, stream in streams.items()}
+        expected = {name: told(stream.result()) for name, stream in streams.items()}
+        text = expected["seeded"][0]
+        with_stop = REQUESTS["seeded"] | {"stop": text[BEFORE_STOP:-BEFORE_STOP], "logprobs": 1}
+        expected[LONG_STOP] = told(read(client, enqueue(client, with_stop)))
+        assert expected[LONG_STOP][0] == text[:BEFORE_STOP]
+        assert expected[LONG_STOP][-1] == "stop"
+        return Quiet(REQUESTS | {LONG_STOP: with_stop}, expected)
 
 
 def read(client: Client, request_id: str) -> list[TokenEvent]:
@@ -113,25 +132,27 @@ def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed"])
-def test_the_whole_text_is_that_of_a_quiet_run(
-    fault: str, url: str, expected: dict[str, list[Any]]
-) -> None:
+@pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "short of memory"])
+def test_the_whole_text_is_that_of_a_quiet_run(fault: str, url: str, quiet: Quiet) -> None:
+    module = "tests.integration.short_of_memory" if fault == "short of memory" else "worker"
     with (
         redis.Redis.from_url(as_role("", url)) as server,
         Client(url) as client,
-        ThreadPoolExecutor(len(REQUESTS)) as threads,
+        ThreadPoolExecutor(len(quiet.requests)) as threads,
     ):
         server.flushall()
-        with worker(url, "--drain-seconds", "0") as victim:
-            ids = {name: enqueue(client, name) for name in REQUESTS}
+        with worker(url, "--drain-seconds", "0", module=module) as victim:
+            ids = {name: enqueue(client, request) for name, request in quiet.requests.items()}
             streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
-            wait_for_progress(server, list(ids.values()))
+            if fault == "short of memory":
+                assert victim.wait() == 1
+            else:
+                wait_for_progress(server, list(ids.values()))
             if fault == "killed":
                 victim.kill()
             elif fault == "frozen":
                 victim.send_signal(signal.SIGSTOP)
-            else:
+            elif fault == "redeployed":
                 victim.send_signal(signal.SIGTERM)
                 assert victim.wait() == 0
             with worker(url) as other:
@@ -148,7 +169,7 @@ def test_the_whole_text_is_that_of_a_quiet_run(
                 other.send_signal(signal.SIGTERM)
                 assert other.wait() == 0
         for name, found in events.items():
-            assert told(found) == expected[name], name
+            assert told(found) == quiet.expected[name], name
             ends = [event.end for event in found]
             assert [event.index for event in found] == [0, *ends[:-1]], name
             attempts = [event.attempt for event in found]
@@ -156,7 +177,8 @@ def test_the_whole_text_is_that_of_a_quiet_run(
         carried_on = [
             name for name, found in events.items() if found[0].attempt < found[-1].attempt
         ]
-        assert len(carried_on) > len(REQUESTS) // 2, "the fault came too late"
+        assert len(carried_on) > len(ids) // 2, "the fault came too late"
+        assert LONG_STOP in carried_on
         for name, request_id in ids.items():
             log = server.xrange(Keys("default").tokens(request_id))
             assert log[-1][0].endswith(b"-1"), "nothing was written behind the last event"

@@ -42,9 +42,10 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def started(*options: str) -> Iterator[subprocess.Popen[str]]:
+def started(*options: str, module: str = "worker") -> Iterator[subprocess.Popen[str]]:
     """A worker that has said it is ready."""
-    process = subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", module, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         with process.stdout:
