@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.endings import ALLOWED, Ending
 from tests.chaos.fleet import LEASE_MS
-from tests.chaos.records import Claimed, Expected, Kind, Queue, Seen, Sent
+from tests.chaos.records import Claimed, Expected, Kind, Logprob, Queue, Seen, Sent
 
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}
 _HOLDS = {"pending", "leases", "deadlines", "delayed"}
@@ -44,6 +45,8 @@ class Snapshot:
     """Ids in the sorted sets that say where a request is."""
     workers: list[dict[str, Any]] = field(default_factory=list)
     """The last heartbeat of each living worker, told when nothing ran any more."""
+    silent: list[str] = field(default_factory=list)
+    """Workers of this queue of which there is no such heartbeat."""
 
 
 def audit(
@@ -69,6 +72,10 @@ def audit(
         if result := state.get("result"):
             expected = request.expected(references)
             yield from _check_tokens(None, result["token_ids"], result["text"], expected, request)
+            yield from _check_logprobs(
+                *("the server's result", 0, result["token_ids"], _logprobs(result)),
+                *(expected, request),
+            )
     unseen = set(requests)
     for stream in seen:
         unseen.discard(stream.request_id)
@@ -76,6 +83,11 @@ def audit(
         if found := requests.get(stream.request_id):
             expected = found.expected(references)
             yield from _check_tokens(stream, stream.token_ids, stream.text, expected, found)
+            for event in stream.events:
+                yield from _check_logprobs(
+                    *(stream.subscriber, event.index, event.token_ids, event.logprobs or []),
+                    *(expected, found),
+                )
             yield from _check_same(stream, snapshots[found.queue].requests.get(stream.request_id))
     for request_id in sorted(unseen):
         yield Violation("unseen", request_id, "no subscriber's record tells of it")
@@ -193,6 +205,37 @@ def _check_tokens(
             yield Violation("cut short", request_id, told)
 
 
+def _check_logprobs(
+    who: str,
+    index: int,
+    token_ids: list[int],
+    logprobs: Sequence[Logprob],
+    expected: Expected,
+    request: Sent,
+) -> Iterator[Violation]:
+    """Of these tokens, the first of which is the request's token `index`: one each, if asked."""
+    asked = request.fields.get("logprobs") is not None
+    named = [token_id for token_id, _, _ in logprobs]
+    if named != (token_ids if asked else []):
+        told = f"{who}: at token {index} those of {named} came with the tokens {token_ids}"
+        yield Violation("logprobs", request.request_id, told)
+        return
+    for position, found in enumerate(logprobs, index):
+        wanted = (expected.logprobs or [])[position : position + 1]
+        if wanted and (abs(found[1] - wanted[0][1]) > _ROUNDING or found[2] != wanted[0][2]):
+            told = f"{who}: token {position} has {tuple(found)}, not {tuple(wanted[0])}"
+            yield Violation("logprobs", request.request_id, told)
+            return
+
+
+_ROUNDING = 1e-3
+"""Between a step alone and one with others, in fp32."""
+
+
+def _logprobs(result: dict[str, Any]) -> list[Logprob]:
+    return [(it["token_id"], it["logprob"], it["rank"]) for it in result.get("logprobs") or ()]
+
+
 def _first_difference(token_ids: list[int], expected: list[int]) -> int | None:
     for position, token_id in enumerate(token_ids):
         if position >= len(expected) or token_id != expected[position]:
@@ -205,10 +248,12 @@ def _check_same(stream: Seen, state: dict[str, Any] | None) -> Iterator[Violatio
     result = (state or {}).get("result")
     if not result or not stream.events or not stream.events[-1].finish_reason:
         return
-    seen = (stream.token_ids, stream.text, stream.events[-1].finish_reason)
-    if seen != (result["token_ids"], result["text"], result["finish_reason"]):
-        told = f"{stream.subscriber}: {len(seen[0])} tokens, {seen[2]}; the server's result has"
-        told += f" {len(result['token_ids'])} tokens, {result['finish_reason']}"
+    reason = stream.events[-1].finish_reason
+    seen = (stream.token_ids, stream.text, reason, stream.logprobs)
+    kept = (result["token_ids"], result["text"], result["finish_reason"], _logprobs(result))
+    if seen != kept:
+        told = f"{stream.subscriber}: {len(seen[0])} tokens, {seen[2]}, {len(seen[3])} logprobs;"
+        told += f" the server's result has {len(kept[0])}, {kept[2]}, {len(kept[3])}"
         yield Violation("not the result", stream.request_id, told)
 
 
@@ -226,12 +271,28 @@ def check_leftovers(queue: Queue, snapshot: Snapshot, known: set[str]) -> Iterat
         elif ttl_ms < 0 and snapshot.requests.get(rest, {}).get("state") != "dead":
             yield Violation("leaked key", rest, f"{name} lives for ever")
     for worker in snapshot.workers:
-        in_use = {name: worker[name] for name in _IN_USE if int(worker.get(name, 0)) != 0}
+        in_use = {name: worker.get(name) for name in _IN_USE if worker.get(name) != "0"}
         if in_use:
             yield Violation("leaked block", "", f"worker {worker['worker_id']} idles with {in_use}")
+    for name in snapshot.silent:
+        yield Violation("leaked block", "", f"worker {name} of {queue} does not tell that it idles")
 
 
 _IN_USE = ("kv_used_tokens", "num_running", "num_waiting", "num_prefetched")
+
+
+def check_endings(endings: Iterable[Ending]) -> Iterator[Violation]:
+    """No worker ends but by what the run does to it, and then as it must."""
+    for ending in endings:
+        if ending.reason not in ALLOWED:
+            told = f"a worker of {ending.queue} ended {ending.reason}: {ending.last_words}"
+            yield Violation("bad exit", "", told)
+
+
+def check_refusals(told: Iterable[str]) -> Iterator[Violation]:
+    """The rules of access let every role do all it has to."""
+    for refusal in told:
+        yield Violation("refused", "", refusal)
 
 
 def _brief(state: dict[str, Any]) -> str:

@@ -27,6 +27,9 @@ POISON = 7
 POISONED_TOKENS = 40
 """So many tokens of an attempt come before it does, and others aboard gain as many."""
 
+POISONED_CODE = 42
+"""That nothing else exits with."""
+
 STEP_SECONDS = 0.02
 _NUM_BLOCKS = 56  # so few that a full batch preempts
 _BLOCK_SIZE = 16
@@ -40,7 +43,7 @@ class PoisonableRunner(ModelFreeRunner):
             request = share.sequence.request
             gained = share.sequence.num_output_tokens - len(request.output_token_ids)
             if gained >= POISONED_TOKENS and POISON in request.prompt_token_ids:
-                os._exit(1)
+                os._exit(POISONED_CODE)
         return super().launch(batch, after)
 
 

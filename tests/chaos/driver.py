@@ -18,7 +18,7 @@ import redis.asyncio
 
 from producer.async_client import AsyncClient
 from shared.keys import Keys
-from tests.chaos.auditor import Violation
+from tests.chaos.auditor import Violation, check_endings, check_refusals
 from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.chaos.group import ProcessGroup
 from tests.chaos.mutants import VARIABLE
@@ -36,7 +36,7 @@ from tests.chaos.records import (
 from tests.chaos.requests import TEMPLATES
 from tests.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
 from tests.chaos.server import PersistentServer
-from tests.chaos.snapshot import hold_names
+from tests.chaos.snapshot import hold_names, told_since
 from tests.roles import as_role, refusals
 
 WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
@@ -53,7 +53,8 @@ _PATIENCE_WITH_CIRCLES = 5
 _PATIENCE_UNDISTURBED_SECONDS = 600.0
 """So long may the shipped model take for one answer, loading included, before any fault."""
 _CONFIG = {"result_ttl_ms": 12 * 3600 * 1000, "crash_backoff_ms": CRASH_BACKOFF_MS}
-_IDLE_SECONDS = 2.5  # two heartbeats
+_SETTLING_MS = 1000
+"""After the last end, before a worker's heartbeat must tell of nothing any more."""
 _LOOK_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
 
@@ -101,6 +102,7 @@ class Run:
         self._server = PersistentServer(folder, self._group)
         self._proxy = Proxy(self._server.port)
         self._clients: list[asyncio.subprocess.Process] = []
+        self._refused: list[str] = []
         self._hurting: set[asyncio.Task[None]] = set()
         self._server_is_ours = asyncio.Lock()
         self._started = self._faults_end = time.monotonic()
@@ -143,9 +145,9 @@ class Run:
         """Let all come to its end, and audit."""
         self._say("faults are over; what was accepted ends")
         await self._let_finish()
-        await asyncio.sleep(_IDLE_SECONDS)
+        await self._let_workers_tell()
         self._say("auditing")
-        self._audit(references)
+        self._audit(references, is_over=True)
         await self._fleet.end()
         await self._server.stop()
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
@@ -220,7 +222,7 @@ class Run:
         while not hurting.done() and not self.outcome.violations:
             await asyncio.wait({hurting}, timeout=_WATCH_SECONDS)
             with suppress(redis.RedisError):  # the server may just be down
-                await asyncio.to_thread(self._audit, references, is_over=False)
+                await asyncio.to_thread(self._audit, references)
         if self.outcome.violations:
             self.outcome.caught_after = time.monotonic() - started
         tasks = [hurting, *self._hurting]
@@ -233,16 +235,17 @@ class Run:
 
     async def _inflict(self, planned: Planned) -> None:
         rng = random.Random(planned.chance)
-        if await self._action(planned.fault, rng):
-            self.outcome.faults[planned.fault] += 1
+        while not await self._action(planned.fault, rng):
+            if time.monotonic() >= self._faults_end:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)  # models take long to load; until then nobody is up
+        self.outcome.faults[planned.fault] += 1
 
     async def _action(self, fault: Fault, rng: random.Random) -> bool:
         """Whether there was anybody to hurt."""
         role = _ROLES.get(fault)
         match fault.name.split("_")[0]:
             case "KILL":
-                if fault is Fault.KILL_REAL:
-                    await self._wait_for_worker(Queue.REAL)
                 return self._signal(fault, signal.SIGKILL, rng)
             case "DRAIN":
                 return self._signal(fault, signal.SIGTERM, rng)
@@ -269,11 +272,6 @@ class Run:
                 await self._proxy.slow(role, rng.uniform(0.01, 0.1), rng.uniform(1, 3))
         return True
 
-    async def _wait_for_worker(self, queue: Queue) -> None:
-        """As long as faults come: a model is so long in loading that most would find nobody."""
-        while not self._fleet.of(queue) and time.monotonic() < self._faults_end:
-            await asyncio.sleep(_LOOK_SECONDS)
-
     def _signal(self, fault: Fault, number: signal.Signals, rng: random.Random) -> bool:
         places = self._fleet.of(_queue_of(fault))
         return bool(places) and rng.choice(places).send(number)
@@ -295,16 +293,21 @@ class Run:
 
     async def _restart_server(self, is_kill: bool, down_seconds: float) -> bool:
         async with self._server_is_ours:
+            self._refused += refusals(self._server.url)  # which it forgets
             await self._server.stop(signal.SIGKILL if is_kill else signal.SIGTERM)
             await asyncio.sleep(down_seconds)
             await self._server.start()
         return True
 
+    @property
+    def _patience(self) -> float:
+        return _PATIENCE_WITH_MUTANTS_SECONDS if self._mutant else _PATIENCE_SECONDS
+
     async def _let_finish(self) -> None:
         """No more faults, no more requests: all that was accepted must now come to its end."""
         for process in self._clients:
             process.terminate()
-        patience = _PATIENCE_WITH_MUTANTS_SECONDS if self._mutant else _PATIENCE_SECONDS
+        patience = self._patience
         waits: list[Coroutine[Any, Any, Any]] = [process.wait() for process in self._clients]
         ending = asyncio.gather(*waits)
         most_looks = _PATIENCE_WITH_CIRCLES * patience / _LOOK_SECONDS
@@ -334,17 +337,27 @@ class Run:
         sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
         return (sizes, *[await client.zcard(name) for name in holds])
 
-    def _audit(self, references: dict[str, Expected], is_over: bool = True) -> None:
-        self.outcome.audit(self._folder, self._server.port, references, is_over)
-        for told in refusals(self._server.url):  # since the server's last start
-            self.outcome.violations.append(Violation("refused", "", told))
+    async def _let_workers_tell(self) -> None:
+        """Until every worker is up and has told how it fares, idle; who does not is a violation."""
+        give_up_at = time.monotonic() + self._patience
+        silent = self._fleet.places
+        with redis.Redis(port=self._server.port) as client:
+            seconds, microseconds = client.time()
+            since = seconds * 1000 + microseconds // 1000 + _SETTLING_MS
+            while silent and time.monotonic() < give_up_at:
+                await asyncio.sleep(_LOOK_SECONDS)
+                told = {it: told_since(client, Keys(it), since) for it in self._queues}
+                silent = [it for it in silent if it.pid not in told[it.queue]]
+
+    def _audit(self, references: dict[str, Expected], is_over: bool = False) -> None:
+        places = self._fleet.pids() if is_over else None
+        self.outcome.audit(self._folder, self._server.port, references, places)
+        refused = [*self._refused, *refusals(self._server.url)]
+        self.outcome.violations += check_refusals(dict.fromkeys(refused))
 
     def _bad_ends(self) -> Iterator[Violation]:
-        """At the end nothing runs, so every worker must go cleanly; clients must have, too."""
-        for queue, ends in self.outcome.ends.items():
-            for reason, count in ends.items():
-                if reason.endswith("at the end") and reason != "exit code 0 at the end":
-                    yield Violation("bad exit", "", f"{count} workers of {queue}: {reason}")
+        """Whoever ended in a way that the run did not cause; clients must have ended cleanly."""
+        yield from check_endings(self._fleet.endings)
         for process in self._clients:
             if process.returncode != 0:
                 yield Violation("bad exit", "", f"clients: exit code {process.returncode}")

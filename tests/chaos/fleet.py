@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.chaos.endings import Ending
 from tests.chaos.group import ProcessGroup
 from tests.chaos.nursery import Nursery, WorkerProcess
 from tests.chaos.records import Queue
@@ -44,8 +45,8 @@ class Place:
     ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
-        self.ends: Counter[str] = Counter()
-        """Why its processes ended, and how often."""
+        self.endings: list[Ending] = []
+        """Of its processes."""
         self.is_ready = False
         self.is_frozen = False
         self._url = url
@@ -54,7 +55,9 @@ class Place:
         self._nursery = nursery
         self._environment = environment
         self._process: WorkerProcess | None = None
-        self._asked_to_end = False
+        self._sent: set[signal.Signals] = set()
+        self._last_words = ""
+        self._was_ready = False
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,7 +77,7 @@ class Place:
             os.kill(self.pid, signal_number)
         except ProcessLookupError:  # it has just died, and nobody has heard of it yet
             return False
-        self._asked_to_end = self._asked_to_end or signal_number is signal.SIGTERM
+        self._sent.add(signal_number)
         self.is_ready = self.is_ready and signal_number is not signal.SIGKILL
         return True
 
@@ -107,16 +110,19 @@ class Place:
             try:
                 async with asyncio.timeout(10 * _DRAIN_SECONDS):
                     await process.wait()
-                if self.is_ready:  # else it may not have had its say about signals yet
-                    self.ends[f"exit code {process.returncode} at the end"] += 1
+                code = process.returncode
             except TimeoutError:
                 process.kill()
                 await process.wait()
-                self.ends["did not drain at the end"] += 1
+                code = None
+            if self.is_ready:  # else it may not have had its say about signals yet
+                self.endings.append(self._ending(code, is_last=True))
 
     async def _keep(self) -> None:
         while True:
-            self._asked_to_end = False
+            self._sent.clear()
+            self._last_words = ""
+            self._was_ready = False
             arguments = [
                 *_OPTIONS[self.queue],
                 *["--redis", self._url, "--queue", self.queue, "--redis-wait", "30"],
@@ -126,23 +132,23 @@ class Place:
             self._process = self._nursery.start(arguments, self._environment, self._group.id)
             await self._read(self._process)
             code = await self._process.wait()
+            self.endings.append(self._ending(code))
             self.is_ready = False
-            self.ends[self._reason(code)] += 1
             await asyncio.sleep(_RESTART_SECONDS)
 
     async def _read(self, process: WorkerProcess) -> None:
         with self._log.open("ab") as log:
             async for line in process.lines():
-                self.is_ready = self.is_ready or line.startswith(b"ready")
+                if line.startswith(b"ready"):
+                    self.is_ready = self._was_ready = True
+                if not line.startswith(b"{"):  # those are of its log
+                    self._last_words = line.decode(errors="replace").strip()
                 log.write(line)
                 log.flush()
 
-    def _reason(self, code: int) -> str:
-        if code == -signal.SIGKILL:
-            return "killed"
-        if self._asked_to_end:
-            return f"drained, exit code {code}"
-        return "poisoned" if self.queue is Queue.POISON and code == 1 else f"by itself, code {code}"
+    def _ending(self, code: int | None, is_last: bool = False) -> Ending:
+        sent = frozenset(self._sent)
+        return Ending(self.queue, code, sent, self._was_ready, self._last_words, is_last)
 
 
 class Fleet:
@@ -182,10 +188,18 @@ class Fleet:
     async def end(self) -> None:
         await asyncio.gather(*(place.end() for place in self.places))
 
+    def pids(self) -> dict[Queue, dict[str, int | None]]:
+        """The process of each worker; None where none runs."""
+        found: dict[Queue, dict[str, int | None]] = {place.queue: {} for place in self.places}
+        for place in self.places:
+            found[place.queue][place.name] = place.pid
+        return found
+
+    @property
+    def endings(self) -> list[Ending]:
+        """Of all processes that have ended."""
+        return [ending for place in self.places for ending in place.endings]
+
     def ends(self, queue: Queue) -> Counter[str]:
         """Why processes of this queue ended, and how often."""
-        total: Counter[str] = Counter()
-        for place in self.places:
-            if place.queue is queue:
-                total += place.ends
-        return total
+        return Counter(ending.reason for ending in self.endings if ending.queue is queue)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,18 +45,26 @@ class Outcome:
         return sum(ends["killed"] + ends["poisoned"] for ends in self.ends.values())
 
     def audit(
-        self, folder: Path, port: int, references: dict[str, Expected], is_over: bool = True
+        self,
+        folder: Path,
+        port: int,
+        references: dict[str, Expected],
+        places: Mapping[Queue, Mapping[str, int | None]] | None = None,
     ) -> None:
         """Hold the records in the folder against the server on this port.
 
-        While the run goes on, only the requests that have ended are looked at.
+        `places` are the workers of each queue and their process ids, all idle now. None while the
+        run goes on: only the requests that have ended are looked at.
         """
         paths = sorted(folder.glob("*.jsonl"))
         sent = [record for path in paths for record in read_sent(path)]
         with redis.Redis(port=port) as client:
-            snapshots = {queue: take_snapshot(client, Keys(queue)) for queue in Queue}
+            snapshots = {
+                queue: take_snapshot(client, Keys(queue), (places or {}).get(queue))
+                for queue in Queue
+            }
             strays = find_strays(client, tuple(Keys(queue).prefix for queue in Queue))
-        if not is_over:
+        if places is None:
             snapshots = {it: Snapshot(requests=held.requests) for it, held in snapshots.items()}
         states = [snapshots[it.queue].requests.get(it.request_id, {}).get("state") for it in sent]
         told = zip(sent, states, strict=True)

@@ -24,6 +24,10 @@ class Queue(StrEnum):
     """Model-free workers that die of some requests and of nothing else."""
 
 
+Logprob = tuple[int, float, int]
+"""Of one token that was chosen: its id, its log-probability, its rank."""
+
+
 class Kind(StrEnum):
     """What is to become of a request."""
 
@@ -43,6 +47,8 @@ class Expected:
     token_ids: list[int]
     text: str
     finish_reason: str
+    logprobs: list[Logprob] | None = None
+    """One for each token, if they were asked for."""
 
 
 @dataclass(slots=True)
@@ -70,9 +76,11 @@ class Sent:
         text = bytes(tokens).decode()
         stop = self.fields.get("stop")
         at = text.find(stop) if stop else -1
-        if at < 0:
-            return Expected(tokens, text, "length")
-        return Expected(tokens[: at + len(stop)], text[:at], "stop")
+        reason = "length"
+        if at >= 0:
+            tokens, text, reason = tokens[: at + len(stop)], text[:at], "stop"
+        asked = self.fields.get("logprobs") is not None
+        return Expected(tokens, text, reason, [(it, 0.0, 1) for it in tokens] if asked else None)
 
 
 @dataclass(slots=True)
@@ -84,11 +92,15 @@ class SeenEvent:
     text: str
     finish_reason: str | None = None
     attempt: int = 0
+    logprobs: list[Logprob] | None = None
 
     @classmethod
     def of(cls, event: TokenEvent) -> SeenEvent:
         reason = event.finish_reason.value if event.finish_reason else None
-        return cls(event.index, event.token_ids, event.text, reason, event.attempt)
+        logprobs = None
+        if event.logprobs is not None:
+            logprobs = [(it.token_id, it.logprob, it.rank) for it in event.logprobs]
+        return cls(event.index, event.token_ids, event.text, reason, event.attempt, logprobs)
 
 
 @dataclass(slots=True)
@@ -108,6 +120,10 @@ class Seen:
     @property
     def text(self) -> str:
         return "".join(event.text for event in self.events)
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        return [it for event in self.events for it in event.logprobs or ()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +159,7 @@ def read_sent(path: Path) -> Iterator[Sent]:
 def read_seen(path: Path) -> Iterator[Seen]:
     """What was seen, of a file of records."""
     for fields in _records(path, "Seen"):
-        events = [SeenEvent(**event) for event in fields.pop("events")]
-        yield Seen(events=events, **fields)
+        yield Seen(events=[_seen_event(**event) for event in fields.pop("events")], **fields)
 
 
 def read_claimed(path: Path) -> Iterator[Claimed]:
@@ -154,6 +169,11 @@ def read_claimed(path: Path) -> Iterator[Claimed]:
             if line.startswith("{") and '"event": "claimed"' in line and line.endswith("\n"):
                 told = json.loads(line)
                 yield Claimed(told["request_id"], told["attempt"], told["num_tokens"])
+
+
+def _seen_event(logprobs: list[list[Any]] | None, **fields: Any) -> SeenEvent:
+    found = None if logprobs is None else [(int(it[0]), it[1], it[2]) for it in logprobs]
+    return SeenEvent(**fields, logprobs=found)
 
 
 def _records(path: Path, name: str) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,13 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TEMPLATES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "Once upon a time", "temperature": 0.0, "max_tokens": 400},
     "long": {"prompt": "The old man", "temperature": 0.0, "max_tokens": 900, "ignore_eos": True},
-    "seeded": {"prompt": "A little girl", "seed": 11, "max_tokens": 600, "ignore_eos": True},
+    "seeded": {
+        "prompt": "A little girl",
+        "seed": 11,
+        "max_tokens": 600,
+        "ignore_eos": True,
+        "logprobs": 0,
+    },
     "narrow": {
         "prompt": "In the garden",
         "seed": 12,
@@ -98,6 +104,6 @@ def _model_free_fields(queue: Queue, kind: Kind, rng: random.Random) -> dict[str
         fields["stop"] = "".join(rng.choices(_LETTERS, k=2))
     if rng.random() < 0.2:
         fields["priority"] = rng.randint(-2, 2)
-    if rng.random() < 0.1:
+    if rng.random() < 0.2:
         fields["logprobs"] = rng.randint(0, 3)
     return fields

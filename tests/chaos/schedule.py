@@ -71,13 +71,19 @@ class Planned:
 def schedule(
     seed: int, seconds: float, means: Mapping[Fault, float] = MEAN_SECONDS
 ) -> Iterator[Planned]:
-    """All faults of a run, in order of time. Kinds that `means` leaves out do not come."""
+    """All faults of a run, in order of time, each kind at least once in the first half.
+
+    Kinds that `means` leaves out do not come.
+    """
     return merge(*(_of_kind(fault, seed, seconds, mean) for fault, mean in means.items()))
 
 
 def _of_kind(fault: Fault, seed: int, seconds: float, mean: float) -> Iterator[Planned]:
     rng = random.Random(f"{seed} {fault.name}")
     at = rng.expovariate(1 / mean)
+    if at > seconds / 2:
+        early = random.Random(f"{seed} {fault.name} early")
+        yield Planned(early.uniform(0, seconds / 2), fault, early.random())
     while at < seconds:
         yield Planned(at, fault, rng.random())
         at += rng.expovariate(1 / mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import redis
@@ -18,8 +19,13 @@ def hold_names(keys: Keys) -> list[str]:
     return [keys.pending, keys.leases, keys.deadlines, keys.delayed]
 
 
-def take_snapshot(client: redis.Redis, keys: Keys) -> Snapshot:
-    """Everything of the queue, key by key."""
+def take_snapshot(
+    client: redis.Redis, keys: Keys, places: Mapping[str, int | None] | None = None
+) -> Snapshot:
+    """Everything of the queue, key by key.
+
+    `places` are its workers and their process ids, None for one that does not run.
+    """
     snapshot = Snapshot()
     names = [name.decode() for name in client.scan_iter(match=f"{keys.prefix}*", count=_PAGE)]
     for start in range(0, len(names), _PAGE):
@@ -41,8 +47,16 @@ def take_snapshot(client: redis.Redis, keys: Keys) -> Snapshot:
     for name in hold_names(keys) + by_tenant:
         ids = [it.decode() for it in client.zrange(name, 0, -1)]
         snapshot.holds[name.removeprefix(keys.prefix)] = ids
-    snapshot.workers = list(_workers(client, keys))
+    snapshot.workers = list(_workers(client, keys, places or {}))
+    told = {int(worker["pid"]) for worker in snapshot.workers}
+    snapshot.silent = [name for name, pid in (places or {}).items() if pid not in told]
     return snapshot
+
+
+def told_since(client: redis.Redis, keys: Keys, since_ms: int) -> set[int]:
+    """The process ids of workers with a heartbeat behind this time of the server."""
+    found = list(_heartbeats(client, keys))
+    return {int(it["pid"]) for it in found if int(it["heartbeat_at"]) > since_ms}
 
 
 def find_strays(client: redis.Redis, prefixes: tuple[str, ...]) -> list[str]:
@@ -59,14 +73,16 @@ def _request(reply: dict[bytes, bytes]) -> dict[str, Any]:
     return fields
 
 
-def _workers(client: redis.Redis, keys: Keys) -> list[dict[str, Any]]:
-    """Heartbeats not older than two seconds: who was killed a while ago is still listed."""
-    seconds, microseconds = client.time()
-    now = seconds * 1000 + microseconds // 1000
-    found = []
+def _workers(
+    client: redis.Redis, keys: Keys, places: Mapping[str, int | None]
+) -> Iterator[dict[str, Any]]:
+    """Heartbeats of those that run: who was killed a while ago is still listed."""
+    pids = {str(pid) for pid in places.values()}
+    return (worker for worker in _heartbeats(client, keys) if worker.get("pid") in pids)
+
+
+def _heartbeats(client: redis.Redis, keys: Keys) -> Iterator[dict[str, Any]]:
     for worker_id in client.zrange(keys.workers, 0, -1):
         reply = client.hgetall(keys.worker(worker_id.decode()))
-        fields = {key.decode(): value.decode() for key, value in reply.items()}
-        if fields and now - int(fields["heartbeat_at"]) < 2000:
-            found.append(fields)
-    return found
+        if reply:
+            yield {key.decode(): value.decode() for key, value in reply.items()}

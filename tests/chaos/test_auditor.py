@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import random
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import redis
 
-from tests.chaos.auditor import Snapshot, Violation, audit
+from shared.keys import Keys
+from tests.chaos.auditor import Snapshot, Violation, audit, check_endings, check_refusals
+from tests.chaos.chaotic_worker import POISONED_CODE
+from tests.chaos.endings import Ending
 from tests.chaos.fleet import LEASE_MS
+from tests.chaos.outcome import Outcome
 from tests.chaos.records import Claimed, Expected, Kind, Queue, Seen, SeenEvent, Sent
+from tests.chaos.snapshot import take_snapshot, told_since
+from tests.roles import as_role, forget_refusals, refusals
 
 SEED, LENGTH = 5, 12
 PREFIX_LENGTH = 7
+IN_USE = ["kv_used_tokens", "num_running", "num_waiting", "num_prefetched"]
 
 
 @dataclass
@@ -50,8 +62,13 @@ def story(kind: Kind = Kind.PLAIN, num_tokens: int = LENGTH, **fields: Any) -> S
     text = expected.text[: len(tokens)]
     reason = expected.finish_reason if is_whole else "cancelled"
     state = "completed" if is_whole else "cancelled"
+    logprobs = expected.logprobs
     events = [
-        SeenEvent(start, tokens[start : start + 3], text[start : start + 3], attempt=1)
+        SeenEvent(
+            *(start, tokens[start : start + 3], text[start : start + 3]),
+            attempt=1,
+            logprobs=None if logprobs is None else logprobs[start : start + 3],
+        )
         for start in range(0, len(tokens), 3)
     ]
     events.append(SeenEvent(len(tokens), [], "", reason, 1))
@@ -61,8 +78,12 @@ def story(kind: Kind = Kind.PLAIN, num_tokens: int = LENGTH, **fields: Any) -> S
         "finished_at": "2000",
         "result": {"token_ids": tokens, "text": text, "finish_reason": reason},
     }
+    if logprobs is not None:
+        kept = [{"token_id": it, "logprob": 0.0, "rank": 1} for it in tokens]
+        record["result"] |= {"logprobs": kept}
     keys = {"request:r": 3_600_000, "tokens:r": 60_000, "config": -1, "outputs": -1, "workers": -1}
-    worker = {"worker_id": "w", "kv_used_tokens": "0", "num_running": "0"}
+    in_use = dict.fromkeys(IN_USE, "0")
+    worker = {"worker_id": "w", **in_use}
     return Story(sent, Seen("s", "r", events), Snapshot({"r": record}, keys, {}, [worker]))
 
 
@@ -78,6 +99,7 @@ def ended(kind: Kind, reason: str, lived_ms: int, **fields: Any) -> Story:
 def test_a_run_without_fault_passes() -> None:
     assert story().violations() == []
     assert story(stop="zzz").violations() == []
+    assert story(logprobs=1).violations() == []
     cancelled = story(Kind.CANCEL, PREFIX_LENGTH)
     cancelled.sent.cancel_status = "flagged"
     assert cancelled.violations() == []
@@ -321,11 +343,123 @@ def test_finds_a_request_that_is_still_held(name: str) -> None:
     assert told.rules() == {f"left in {name}"}
 
 
-@pytest.mark.parametrize("name", ["kv_used_tokens", "num_running", "num_waiting", "num_prefetched"])
+@pytest.mark.parametrize("name", IN_USE)
 def test_finds_a_leaked_block(name: str) -> None:
     told = story()
     told.snapshot.workers[0][name] = "16"
     assert told.rules() == {"leaked block"}
+    del told.snapshot.workers[0][name]
+    assert told.rules() == {"leaked block"}
+
+
+def test_finds_a_worker_that_does_not_tell_how_it_fares(redis_url: str) -> None:
+    told = story()
+    told.snapshot.silent = ["volume-3"]
+    assert told.rules() == {"leaked block"}
+    with redis.Redis.from_url(as_role("", redis_url)) as client:
+        keys = Keys(Queue.VOLUME)
+        stats = {"pid": 7, "heartbeat_at": 1000, "kv_used_tokens": 0}
+        client.zadd(keys.workers, {"w": 9000})
+        client.hset(keys.worker("w"), mapping=stats)
+        snapshot = take_snapshot(client, keys, {"volume-0": 7, "volume-1": 8, "volume-2": None})
+        assert [worker["pid"] for worker in snapshot.workers] == ["7"]
+        assert snapshot.silent == ["volume-1", "volume-2"]
+        assert told_since(client, keys, 999) == {7}
+        assert told_since(client, keys, 1000) == set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda event: event.logprobs.pop(),
+        lambda event: event.logprobs.append(event.logprobs[0]),
+        lambda event: event.logprobs.reverse(),
+        lambda event: event.logprobs.__setitem__(1, (event.token_ids[1], -0.1, 1)),
+        lambda event: event.logprobs.__setitem__(1, (event.token_ids[1], 0.0, 2)),
+        lambda event: setattr(event, "logprobs", None),
+    ],
+    ids=["missing", "twice", "out of order", "another value", "another rank", "none"],
+)
+def test_finds_wrong_logprobs(change: Callable[[SeenEvent], object]) -> None:
+    told = story(logprobs=0)
+    change(told.seen.events[1])
+    assert told.rules() == {"logprobs", "not the result"}
+
+
+def test_finds_wrong_logprobs_in_the_servers_result() -> None:
+    told = story(logprobs=0)
+    told.state["result"]["logprobs"][4]["logprob"] = -1.0
+    assert told.rules() == {"logprobs", "not the result"}
+
+
+def test_finds_logprobs_that_nobody_asked_for() -> None:
+    told = story()
+    told.seen.events[0].logprobs = [(it, 0.0, 1) for it in told.seen.events[0].token_ids]
+    assert told.rules() == {"logprobs", "not the result"}
+
+
+SIGTERM, SIGKILL = signal.SIGTERM, signal.SIGKILL
+NO_SERVER = "promptq worker: no Redis server answers at redis://x: Connection refused"
+ALLOWED_ENDS = [
+    Ending(Queue.REAL, -9, frozenset({SIGKILL})),
+    Ending(Queue.REAL, -9, frozenset({SIGTERM, SIGKILL})),
+    Ending(Queue.POISON, POISONED_CODE),
+    Ending(Queue.VOLUME, 0, frozenset({SIGTERM})),
+    Ending(Queue.VOLUME, 1, was_ready=False, last_words=NO_SERVER),
+    Ending(Queue.VOLUME, 0, is_last=True),
+]
+BAD_ENDS = [
+    Ending(Queue.VOLUME, 1, last_words="RuntimeError: block 3 has 2 references"),
+    Ending(Queue.VOLUME, 0),
+    Ending(Queue.VOLUME, -9, frozenset({SIGTERM})),
+    Ending(Queue.VOLUME, -11, frozenset({SIGKILL})),
+    Ending(Queue.POISON, 1),
+    Ending(Queue.VOLUME, POISONED_CODE),
+    Ending(Queue.VOLUME, 1, frozenset({SIGTERM})),
+    Ending(Queue.VOLUME, 1, last_words=NO_SERVER),
+    Ending(Queue.VOLUME, 1, was_ready=False, last_words="ImportError: no"),
+    Ending(Queue.VOLUME, 1, is_last=True),
+    Ending(Queue.VOLUME, None, is_last=True),
+]
+
+
+@pytest.mark.parametrize("ending", ALLOWED_ENDS)
+def test_allows_the_ends_that_a_run_causes(ending: Ending) -> None:
+    assert list(check_endings([ending])) == []
+
+
+@pytest.mark.parametrize("ending", BAD_ENDS)
+def test_finds_a_bad_exit(ending: Ending) -> None:
+    [violation] = check_endings([ending])
+    assert violation.rule == "bad exit"
+    assert ending.last_words in violation.seen
+
+
+def test_finds_a_refusal(redis_url: str) -> None:
+    try:
+        with (
+            redis.Redis.from_url(as_role("subscriber", redis_url)) as client,
+            pytest.raises(redis.exceptions.NoPermissionError),
+        ):
+            client.flushall()
+        [violation] = check_refusals(refusals(redis_url))
+    finally:
+        forget_refusals(redis_url)
+    assert violation.rule == "refused"
+    assert "subscriber may not flushall" in violation.seen
+
+
+def test_finds_a_key_of_no_queue(redis_url: str, tmp_path: Path) -> None:
+    outcome = Outcome(0, 0.0)
+    port = urlsplit(redis_url).port or 0
+    with redis.Redis(port=port) as client:
+        outcome.audit(tmp_path, port, {})
+        assert outcome.violations == []
+        client.set("promptq:astray", 1)
+        outcome.audit(tmp_path, port, {})
+    assert [str(it) for it in outcome.violations] == [
+        "leaked key: (no request): promptq:astray is no queue's"
+    ]
 
 
 def test_any_single_change_to_a_token_is_found() -> None:

@@ -22,6 +22,7 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
     outcome = await Run(random.randrange(10**6), SECONDS, tmp_path).run()
     print(report(outcome))
     assert not outcome.violations, report(outcome)
+    assert set(outcome.faults) == set(Fault)
     assert outcome.num_deaths > 10
     assert outcome.num_carried_on > 10
 
@@ -58,3 +59,12 @@ def test_a_schedule_holds_every_fault_in_order_of_time() -> None:
     kills = sum(it.fault is Fault.KILL for it in planned)
     assert kills > 900
     assert sum(it.fault is Fault.KILL_REAL for it in planned) > 140
+
+
+def test_a_short_schedule_holds_every_fault_early_enough_to_be_carried_out() -> None:
+    for seed in range(100):
+        first: dict[Fault, float] = {}
+        for planned in schedule(seed, SECONDS):
+            first.setdefault(planned.fault, planned.at)
+        assert set(first) == set(Fault)
+        assert max(first.values()) <= SECONDS / 2
