@@ -139,6 +139,21 @@ def test_memory_that_is_short_at_one_token_for_a_while_fails_nobody(
     assert engine.stats.num_preemptions == times
 
 
+def test_one_that_found_no_memory_waits_for_another_to_leave() -> None:
+    done: set[int] = set()
+
+    def fault(batch: Batch, _: int) -> Exception | None:
+        for sequence in (share.sequence for share in batch.scheduled):
+            if sequence.sequence_id != 2 and sequence.num_output_tokens == 9:
+                done.add(sequence.sequence_id)
+        return MemoryError("so short") if is_in(batch, 2) and len(done) < 3 else None
+
+    tokens, last, _, engine = run(fault, 4)
+    assert tokens == {n: tokens_of(n, 10) for n in range(4)}
+    assert last[2].finish_reason is FinishReason.LENGTH
+    assert engine.stats.num_preemptions == 1
+
+
 def test_one_that_needs_more_memory_than_there_is_goes_back_alone() -> None:
     """With its progress; it is no longer here, and nobody else has noticed."""
 
