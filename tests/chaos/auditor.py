@@ -236,6 +236,11 @@ def _logprobs(result: dict[str, Any]) -> list[Logprob]:
     return [(it["token_id"], it["logprob"], it["rank"]) for it in result.get("logprobs") or ()]
 
 
+def _rounded(logprobs: Sequence[Logprob]) -> list[tuple[int, str, int]]:
+    """To nine digits, which tell any two numbers in fp32 apart: the scripts write only fourteen."""
+    return [(token_id, f"{value:.9g}", rank) for token_id, value, rank in logprobs]
+
+
 def _first_difference(token_ids: list[int], expected: list[int]) -> int | None:
     for position, token_id in enumerate(token_ids):
         if position >= len(expected) or token_id != expected[position]:
@@ -249,8 +254,9 @@ def _check_same(stream: Seen, state: dict[str, Any] | None) -> Iterator[Violatio
     if not result or not stream.events or not stream.events[-1].finish_reason:
         return
     reason = stream.events[-1].finish_reason
-    seen = (stream.token_ids, stream.text, reason, stream.logprobs)
-    kept = (result["token_ids"], result["text"], result["finish_reason"], _logprobs(result))
+    seen = (stream.token_ids, stream.text, reason, _rounded(stream.logprobs))
+    logprobs = _rounded(_logprobs(result))
+    kept = (result["token_ids"], result["text"], result["finish_reason"], logprobs)
     if seen != kept:
         told = f"{stream.subscriber}: {len(seen[0])} tokens, {seen[2]}, {len(seen[3])} logprobs;"
         told += f" the server's result has {len(kept[0])}, {kept[2]}, {len(kept[3])}"

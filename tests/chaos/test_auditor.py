@@ -392,6 +392,18 @@ def test_finds_wrong_logprobs_in_the_servers_result() -> None:
     assert told.rules() == {"logprobs", "not the result"}
 
 
+def test_a_result_may_tell_fewer_digits_than_an_event() -> None:
+    told = story(logprobs=0)
+    value = -0.000560760498046875
+    for event in told.seen.events:
+        event.logprobs = [(it, value, 1) for it in event.token_ids]
+    for kept in told.state["result"]["logprobs"]:
+        kept["logprob"] = float(f"{value:.14g}")
+    assert told.violations() == []
+    told.state["result"]["logprobs"][2]["logprob"] = value * (1 + 1e-7)
+    assert told.rules() == {"not the result"}
+
+
 def test_finds_logprobs_that_nobody_asked_for() -> None:
     told = story()
     told.seen.events[0].logprobs = [(it, 0.0, 1) for it in told.seen.events[0].token_ids]
