@@ -205,7 +205,7 @@ def test_one_that_needs_too_much_memory_goes_on_elsewhere_and_nobody_else_notice
     """It goes back with its progress, and as a crash of its own; its worker stays."""
     large = put(queue, prompt="!", seed=7, max_tokens=100)
     innocents = [put(queue, seed=n, max_tokens=200) for n in range(5)]
-    options = ["--drain-seconds", "0"]
+    options = ["--drain-seconds", "0", "--max-crashes", "1000"]  # it comes back to this worker too
     with started(tmp_path, redis_url, *options, module=FAULTY, FAULT="memory-for-one") as worker:
         for n, request_id in enumerate(innocents):
             result = result_of(queue, request_id)
