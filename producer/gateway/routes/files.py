@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -12,6 +11,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from producer.gateway.access import ThisCaller
+from producer.gateway.bodies import body_pieces
 from producer.gateway.context import ThisGateway
 from producer.gateway.errors import ApiError, described
 from producer.jobs.batch_lines import MAX_FILE_BYTES
@@ -57,7 +57,9 @@ def not_found(error: Exception) -> ApiError:
 @router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413))
 async def upload(request: Request, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
     """Take a file in; the body is a multipart form."""
-    parser = MultiPartParser(request.headers, _limited(request), max_files=1)
+    # It goes to the disk as it comes.
+    pieces = body_pieces(request, MAX_FILE_BYTES, most_beside=_FORM_BYTES, what="file")
+    parser = MultiPartParser(request.headers, pieces, max_files=1)
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError) as error:
@@ -142,30 +144,6 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
         "last_id": objects[-1]["id"] if objects else None,
         "has_more": has_more,
     }
-
-
-async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body, up to as much as a file may have. It goes to the disk as it comes."""
-    declared = request.headers.get("content-length", "")
-    size = 0
-    if declared.isdecimal() and int(declared) > MAX_FILE_BYTES + _FORM_BYTES:
-        raise _too_large()
-    async for piece in request.stream():
-        size += len(piece)
-        if size > MAX_FILE_BYTES + _FORM_BYTES:
-            raise _too_large()
-        yield piece
-
-
-def _too_large() -> ApiError:
-    # The rest of the body is not read, so nothing can follow on this connection.
-    return ApiError(
-        413,
-        f"the file is larger than the {MAX_FILE_BYTES} bytes that are allowed",
-        param="file",
-        code="file_too_large",
-        headers={"Connection": "close"},
-    )
 
 
 def _expiry(seconds: object, anchor: object) -> int | None:

@@ -192,7 +192,7 @@ def test_what_is_not_there(http: httpx2.Client) -> None:
 def test_a_body_that_is_too_large(
     start_gateway: Callable[..., LiveGateway], declared: bool
 ) -> None:
-    """It is not read further than that, whether its length was declared or not."""
+    """Whether its length was declared or not."""
     gateway = start_gateway(http_max_body_bytes=1000)
     with httpx2.Client(base_url=gateway.url, timeout=30) as http:
 

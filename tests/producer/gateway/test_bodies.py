@@ -1,0 +1,61 @@
+"""Bodies that are larger than they may be: who sends one reads why, and not for ever."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from producer.gateway import bodies
+from tests.producer.gateway.living import LiveGateway
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture
+def strict(start_gateway: Callable[..., LiveGateway]) -> LiveGateway:
+    return start_gateway(http_max_body_bytes=1000)
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_openai_client_reads_why(strict: LiveGateway, is_declared: bool) -> None:
+    """Though it sends all of the body first, and more than sockets hold."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 1_000_000
+
+    url = strict.base_url
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        content = b"x" * 50_000_000 if is_declared else pieces()
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.post("/completions", cast_to=object, content=content)
+    assert (refused.value.status_code, refused.value.code) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"Content-Length: 1000000000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"],
+    ids=["declared", "chunked"],
+)
+def test_a_body_without_end(
+    strict: LiveGateway, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    """The answer comes at once, and the connection is closed before long."""
+    monkeypatch.setattr(bodies, "_MOST_DROPPED_BYTES", 1_000_000)
+    parts = urlsplit(strict.url)
+    piece = b"1000\r\n%s\r\n" % (b"x" * 4096)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        connection.sendall(POST + head + piece)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+        sent = 0
+        try:
+            while sent < 1_000_000_000:
+                connection.sendall(piece)
+                sent += len(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert 500_000 < sent < 100_000_000, "socket buffers take a few megabytes"
