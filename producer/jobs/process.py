@@ -52,7 +52,10 @@ def run_jobs(settings: JobsSettings) -> None:
     stop = _StopSignal()
     workers = _Workers(settings)
     try:
-        with _open_when_there(settings) as own, open_jobs_redis(settings) as jobs:
+        with (
+            _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))) as own,
+            _open_when_there(settings, lambda: open_jobs_redis(settings)) as jobs,
+        ):
             webhooks = webhook_queue(settings.queue, jobs)
             dispatcher = Dispatcher(own, webhooks, batch_queue(settings.queue, jobs), settings)
             cron = JsonCron(upkeep_queue(settings.queue, jobs))
@@ -85,12 +88,12 @@ def run_jobs(settings: JobsSettings) -> None:
         workers.stop()
 
 
-def _open_when_there(settings: JobsSettings) -> redis.Redis:
-    """The queue's server, which may be started at the same time."""
+def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis]) -> redis.Redis:
+    """A server that may be started at the same time."""
     until = time.monotonic() + settings.redis_wait
     while True:
         try:
-            return open_redis(server_url(settings.redis_url))
+            return connect()
         except RedisUnavailableError:
             if time.monotonic() > until:
                 raise

@@ -23,7 +23,7 @@ from producer.connecting import server_url
 from producer.jobs.batch_job import run_batch_job
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import BACKOFF_SECONDS, deliver_webhook
-from shared.connection import open_redis
+from shared.connection import open_redis, without_password
 from shared.errors import ConfigurationError, PromptqError
 from shared.logs import get_logger
 
@@ -36,14 +36,30 @@ _BATCH_JOB = "promptq-"
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
-    """The server that RQ lives on. Raises ConfigurationError for a Sentinel's."""
+    """The server that RQ lives on. Raises ConfigurationError for a Sentinel's and a Cluster's."""
     url = settings.jobs_redis_url or server_url(settings.redis_url)
     if "+sentinel://" in url:
-        raise ConfigurationError(
-            "jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a standalone server of its own where"
-            " the queue is behind Sentinel"
-        )
-    return open_redis(url)
+        raise _not_standalone(url, "is reached through Sentinel")
+    connection = open_redis(url)
+    if _is_of_a_cluster(connection):
+        connection.close()
+        raise _not_standalone(url, "is part of a Cluster")
+    return connection
+
+
+def _is_of_a_cluster(connection: redis.Redis) -> bool:
+    client: Any = connection
+    try:
+        return bool(client.info("cluster").get("cluster_enabled"))
+    except redis.exceptions.NoPermissionError:  # the role may not ask
+        return False
+
+
+def _not_standalone(url: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a standalone server, and"
+        f" {without_password(url)} {why}; name another one, for RQ alone"
+    )
 
 
 def webhook_queue(queue: str, connection: redis.Redis) -> Queue:

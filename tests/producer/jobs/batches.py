@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import redis
+import redis.asyncio
 
+from producer.jobs.batch_records import Batches
 from shared.keys import Keys
 from tests.helpers import text_of
 
@@ -58,3 +62,22 @@ def keys_of(server: redis.Redis, prompt: str) -> list[bytes]:
     """Hashes of requests with this prompt."""
     wanted = f'"prompt":"{prompt}"'.encode()
     return [key for key in server.keys(KEYS.request("*")) if wanted in server.hget(key, "payload")]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:
+    """As if all that a killed process held had run out."""
+    connection.delete(KEYS.batch_runner(batch_id), KEYS.jobs_leader)
+
+
+async def finished_batch(url: str, batch_id: str) -> Any:
+    async with redis.asyncio.Redis.from_url(url) as connection:
+        while True:
+            record = await Batches(connection, KEYS).get(batch_id)
+            if record.is_final:
+                return record
+            await asyncio.sleep(0.05)

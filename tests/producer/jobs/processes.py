@@ -1,11 +1,18 @@
-"""What belongs to a process, so that a test can kill all of it."""
+"""`promptq jobs` as a process with all that belongs to it, so that a test can kill it whole."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+
+async def until_ready(process: Any) -> None:
+    told = await asyncio.to_thread(process.stdout.readline)
+    assert told.startswith("ready"), told + process.stderr.read()
 
 
 def family_of(pid: int) -> list[int]:

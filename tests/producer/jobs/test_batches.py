@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ from tests.producer.jobs.batches import (
     NUM_TOKENS,
     attempts,
     expected_texts,
+    finished_batch,
     line,
+    pass_lease_time,
     texts_in,
+    until,
     write_lines,
 )
-from tests.producer.jobs.processes import family_of, is_running, kill_all
+from tests.producer.jobs.processes import family_of, is_running, kill_all, until_ready
 from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Start
 from tests.roles import as_role, bring_in_roles
@@ -44,16 +47,6 @@ async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[openai.AsyncOp
         base_url = gateway.base_url
         async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0) as client:
             yield client
-
-
-async def until_ready(process: Any) -> None:
-    told = await asyncio.to_thread(process.stdout.readline)
-    assert told.startswith("ready"), told + process.stderr.read()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> openai.types.Batch:
@@ -211,20 +204,6 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         await until(lambda: not any(map(is_running, family)))
     finally:
         server.stop()
-
-
-def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:
-    """As if all that a killed process held had run out."""
-    connection.delete(KEYS.batch_runner(batch_id), KEYS.jobs_leader)
-
-
-async def finished_batch(url: str, batch_id: str) -> Any:
-    async with redis.asyncio.Redis.from_url(url) as connection:
-        while True:
-            record = await Batches(connection, KEYS).get(batch_id)
-            if record.is_final:
-                return record
-            await asyncio.sleep(0.05)
 
 
 async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:

