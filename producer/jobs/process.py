@@ -73,9 +73,9 @@ def run_jobs(settings: JobsSettings) -> None:
                         dispatcher.hand_out_webhooks()
                         dispatcher.hand_out_batches()
                         cron.enqueue_jobs()
-                    if time.monotonic() - scheduled > _SCHEDULE_SECONDS:
-                        scheduled = time.monotonic()
-                        scheduler.run_once()
+                        if time.monotonic() - scheduled > _SCHEDULE_SECONDS:
+                            scheduled = time.monotonic()
+                            scheduler.run_once()
                 except redis.RedisError as error:
                     get_logger().warning("the server is away", reason=str(error))
                     stop.wait(_BACKOFF_SECONDS)

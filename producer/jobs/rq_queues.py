@@ -139,7 +139,11 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 class Scheduler:
-    """Puts webhooks whose next attempt is due back into their queue."""
+    """Puts webhooks whose next attempt is due back into their queue.
+
+    All bear one name, for the leader alone runs: the lock that RQ keeps by name would for a minute
+    be that of a killed process.
+    """
 
     def __init__(self, queue: Queue) -> None:
         self._scheduler: Any = RQScheduler(  # its methods are untyped
@@ -147,10 +151,11 @@ class Scheduler:
             connection=queue.connection,
             serializer=JSONSerializer,
             logging_level="WARNING",
+            name=queue.name,
         )
 
     def run_once(self) -> None:
-        """To be called once a second; of several schedulers one has the queue's lock."""
+        """To be called once a second, by the leader."""
         if self._scheduler.acquire_locks():
             self._scheduler.enqueue_scheduled_jobs()
 

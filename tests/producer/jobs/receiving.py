@@ -19,8 +19,8 @@ SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode
 
 @dataclass
 class Receiver:
-    """What came, by path. `/status/NNN` answers so; `/never` takes the request and says nothing;
-    `/huge` answers 200 and more than anybody wants to read."""
+    """What came, by path. `/status/NNN` answers so; `/later` does with 503 the first time; `/never`
+    takes the request and says nothing; `/huge` answers 200 and more than anybody wants to read."""
 
     port: int
     scheme: str = "http"
@@ -60,7 +60,9 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
                 found.over.wait()
                 return
             _, kind, *rest = self.path.split("/")
-            self.send_response(int(rest[0]) if kind == "status" else 200)
+            is_too_soon = kind == "later" and len(found.headers_at("/later")) == 1
+            status = int(rest[0]) if kind == "status" else 503 if is_too_soon else 200
+            self.send_response(status)
             self.send_header("location", found.url("/redirected"))
             self.send_header("content-length", "0" if kind != "huge" else str(2**40))
             self.end_headers()
