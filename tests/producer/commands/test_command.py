@@ -27,6 +27,7 @@ from shared.embedded import EmbeddedServer
 from shared.events import ErrorInfo
 from shared.keys import Keys
 from shared.schemas import FinishReason
+from tests.producer.jobs.processes import family_of
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, free_port, old_server
 from tests.roles import as_role
 
@@ -406,28 +407,35 @@ def test_worker_passes_everything_on(run: Run, start: Start, own_worker: HandWor
     assert process.wait() == 0
 
 
-def test_up_serves_and_ends_cleanly(run: Run, start: Start) -> None:
+def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> None:
     """One terminal runs all of it; another finds it without an address; Ctrl-C leaves nothing."""
     port = free_port()
-    process = start("up", "--model", "model-free", "--workers", "2", "--port", str(port), url="")
+    options = ["--model", "model-free", "--workers", "2", "--port", str(port)]
+    process = start("up", *options, url="", PROMPTQ_FILES_DIR=str(tmp_path / "files"))
     welcome = read_until(process, "stops all of it.\n")
     server = re.search(r"redis://127\.0\.0\.1:\d+/0", welcome)
     assert server is not None
     assert f"redis-cli -p {server[0].split(':')[2][:-2]}" in welcome
     assert f"http://127.0.0.1:{port}/ is the dashboard" in welcome
-    said = ""
-    while said.count(" | ready ") < 3:
-        said += read_until(process, "\n")
+    not_ready = {"worker 1", "worker 2", "gateway", "jobs"}
+    while not_ready:
+        name, _, said = read_until(process, "\n").partition(" | ")
+        if said.startswith("ready"):
+            not_ready.remove(name)
     asked = json.dumps({"prompt": "Hi", "max_tokens": 3}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", asked) as answer:
         assert len(json.load(answer)["choices"][0]["text"]) == 3
+    with redis.Redis.from_url(server[0]) as connection:
+        wait_until(lambda: connection.exists(KEYS.upkeep))  # which is the jobs' work
     assert run("submit", "Hi", "--max-tokens", "3", "--seed", "1", url="").stdout != ""
     workers = json.loads(run("stats", "--json", url="").stdout)["workers"]
     assert len(workers) == 2
+    family = family_of(process.pid)
+    assert {worker["pid"] for worker in workers} < set(family)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    assert not any(is_alive(worker["pid"]) for worker in workers)
+    wait_until(lambda: not any(map(is_alive, family)))
     assert "there is no Redis server" in run("stats", url="").stderr
 
 
