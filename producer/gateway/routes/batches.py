@@ -10,13 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from producer.connecting import explained
 from producer.gateway.access import ThisCaller
+from producer.gateway.bodies import BoundedRoute
 from producer.gateway.context import Gateway, ThisGateway
 from producer.gateway.errors import ApiError, described
 from producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, not_found, page_of
 from producer.jobs.batch_records import Batches, BatchMissingError, BatchOverError, new_batch
 from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError
 
-router = APIRouter(tags=["batches"], responses=described(400, 401, 404, 503))
+router = APIRouter(
+    tags=["batches"], responses=described(400, 401, 404, 503), route_class=BoundedRoute
+)
 
 
 class Expiry(BaseModel):
@@ -48,7 +51,7 @@ def _batches(gateway: Gateway) -> Batches:
     return Batches(gateway.redis, gateway.keys)
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", responses=described(413))
 async def create(
     asked: NewBatch, gateway: ThisGateway, caller: ThisCaller, store: ThisStore
 ) -> dict[str, object]:

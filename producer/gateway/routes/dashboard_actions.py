@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Body, Depends, Request
 from pydantic import BaseModel, Field
-from starlette.types import Message
 
 from producer.gateway.access import ThisAdmin
 from producer.gateway.answering import enqueue
-from producer.gateway.bodies import read_body
+from producer.gateway.bodies import BoundedRoute
 from producer.gateway.context import ThisGateway
 from producer.gateway.errors import ApiError
 from producer.gateway.openai.calls import Call
@@ -32,24 +29,6 @@ async def same_origin(request: Request) -> None:
     """
     if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         raise ApiError(403, "another web site may not do this", code="cross_site")
-
-
-class BoundedRoute(APIRoute):
-    """Reads no more of a body than is allowed, whoever sends it."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def bounded(request: Request) -> Response:
-            most = request.app.state.gateway.settings.http_max_body_bytes
-            body = await read_body(request, most)
-
-            async def replay() -> Message:
-                return {"type": "http.request", "body": body, "more_body": False}
-
-            return await handle(Request(request.scope, replay))
-
-        return bounded
 
 
 router = APIRouter(

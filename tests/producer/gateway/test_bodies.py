@@ -12,7 +12,7 @@ import pytest
 from producer.gateway import bodies
 from tests.producer.gateway.living import LiveGateway
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"Transfer-Encoding: chunked"
 
 
 @pytest.fixture
@@ -37,19 +37,24 @@ async def test_openai_client_reads_why(strict: LiveGateway, is_declared: bool) -
 
 
 @pytest.mark.parametrize(
-    "head",
-    [b"Content-Length: 1000000000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"],
-    ids=["declared", "chunked"],
+    ("path", "length"),
+    [
+        (b"/v1/completions", CHUNKED),
+        (b"/v1/completions", b"Content-Length: 1000000000000"),
+        (b"/v1/batches", CHUNKED),
+        (b"/dashboard/api/cancel", CHUNKED),
+    ],
 )
 def test_a_body_without_end(
-    strict: LiveGateway, monkeypatch: pytest.MonkeyPatch, head: bytes
+    strict: LiveGateway, monkeypatch: pytest.MonkeyPatch, path: bytes, length: bytes
 ) -> None:
     """The answer comes at once, and the connection is closed before long."""
     monkeypatch.setattr(bodies, "_MOST_DROPPED_BYTES", 1_000_000)
     parts = urlsplit(strict.url)
     piece = b"1000\r\n%s\r\n" % (b"x" * 4096)
     with socket.create_connection((parts.hostname, parts.port)) as connection:
-        connection.sendall(POST + head + piece)
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % (path, length))
+        connection.sendall(piece)
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
         sent = 0
         try:
