@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import redis.asyncio
 from producer.api_keys import ApiKey
 from producer.jobs.batch_job import run_batch_job
 from producer.jobs.batch_lines import LineReader, request_id_of
-from producer.jobs.batch_records import Batches, BatchRecord, new_batch
+from producer.jobs.batch_records import WINDOW_SECONDS, Batches, BatchRecord, new_batch
 from producer.jobs.files import FileStore
 from shared.schemas import Request
 from shared.script_values import NewRequest
@@ -137,6 +138,35 @@ async def test_a_batch_is_cancelled_in_its_midst(
     assert sorted(texts) == ["first", "late"]
     errors = batch.written(record.error_file_id)
     assert {it["error"]["code"] for it in errors.values()} == {"batch_cancelled"}
+
+
+async def test_a_batchs_window_ends_in_its_midst(
+    redis_url: str, files: FileStore, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was answered until then is kept; what waits and what runs is not finished."""
+    now, passed = time.time, [0]
+    monkeypatch.setattr(time, "time", lambda: now() + passed[0])
+    batch = Batch(redis_url, files, PLAIN, [line(n) for n in range(12)])
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        running = asyncio.create_task(batch.run())
+        await until(lambda: server.zcard(KEYS.pending) == 4)
+        [request] = {server.hget(key, "payload") for key in keys_of(server, "line 0")}
+        left_ms = (batch.record.expires_at - now()) * 1000
+        assert left_ms <= json.loads(request)["deadline_ms"] <= WINDOW_SECONDS * 1000
+        own_worker.finish(own_worker.take(), "first")
+        await until(lambda: server.zcard(KEYS.pending) == 4)
+        cut = own_worker.take()
+        passed[0] = WINDOW_SECONDS
+        await until(lambda: server.zcard(KEYS.pending) == 0)
+        own_worker.send(cut, "x")
+        record = await running
+    assert (record.status, record.completed, record.failed) == ("expired", 1, 11)
+    assert record.expired_at is not None
+    [answer] = batch.written(record.output_file_id).values()
+    assert answer["response"]["body"]["choices"][0]["text"] == "first"
+    errors = batch.written(record.error_file_id)
+    assert {it["error"]["code"] for it in errors.values()} == {"batch_expired"}
+    assert {*errors, answer["custom_id"]} == {f"id-{n}" for n in range(12)}
 
 
 async def test_what_a_killed_process_enqueued_is_cancelled_too(

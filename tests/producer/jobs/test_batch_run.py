@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -31,7 +34,7 @@ from tests.producer.jobs.batches import (
     texts_in,
     write_lines,
 )
-from tests.producer.playing import Run, Start
+from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role, bring_in_roles
 
 
@@ -159,6 +162,36 @@ async def test_a_killed_run_goes_on_without_running_a_line_twice(
         }  # fmt: skip
         assert attempts(server) == [1] * 200, "each line was enqueued once, and begun once"
     assert texts_in(output) == expected_texts(range(200))
+
+
+def test_a_terminal_sees_how_far_it_is(
+    tmp_path: Path, redis_url: str, environment: dict[str, str], own_worker: HandWorker
+) -> None:
+    """A bar with counts, which follows what is done."""
+    lines = ["{broken", *(line(n) for n in range(5))]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*PROMPTQ, "batch", "run", str(source), "-o", str(output), "--in-flight", "3"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    shown, plain = "", ""
+    for done, in_flight in ((0, 3), (1, 3), (2, 3), (3, 2), (4, 1), (5, 0)):
+        wanted = f"{done + 1}/6 1 failed, {in_flight} in flight"
+        while wanted not in plain:
+            shown += os.read(ours, 65536).decode(errors="ignore")
+            plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+        if in_flight:
+            own_worker.finish(own_worker.take())
+    assert "in.jsonl ━" in plain
+    told, _ = process.communicate()
+    os.close(ours)
+    assert process.returncode == 0
+    where = f"1 in {errors_beside(output)}"
+    assert told.decode() == f"5 of 6 lines answered in {output}, {where}\n"
 
 
 async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start: Start) -> None:

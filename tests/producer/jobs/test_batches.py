@@ -17,6 +17,7 @@ import redis.asyncio
 
 from producer import Client
 from producer.api_keys import ApiKey
+from producer.jobs.batch_job import run_batch_job
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.batch_records import Batches, new_batch
 from producer.jobs.files import FileStore
@@ -37,7 +38,7 @@ from tests.producer.jobs.batches import (
 )
 from tests.producer.jobs.processes import family_of, is_running, kill_all, until_ready
 from tests.producer.jobs.receiving import receiver
-from tests.producer.playing import Start
+from tests.producer.playing import HandWorker, Start
 from tests.roles import as_role, bring_in_roles
 
 
@@ -146,6 +147,38 @@ async def test_batches_from_upload_to_answers(
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait) == 0
     assert list((files / "running").iterdir()) == []
+
+
+async def test_a_batch_tells_how_far_it_is(
+    client: openai.AsyncOpenAI,
+    redis_url: str,
+    tmp_path: Path,
+    own_worker: HandWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it runs, counts and usage of what is done so far."""
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", as_role("jobs", redis_url))
+    monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path / "files"))
+    monkeypatch.setenv("PROMPTQ_BATCH_IN_FLIGHT", "3")
+    batch = await create(client, ["{broken\n", *(line(n) for n in range(5))])
+    running = asyncio.create_task(asyncio.to_thread(run_batch_job, "default", batch.id))
+    for done, more in ((0, 2), (2, 3)):
+        while (now := await client.batches.retrieve(batch.id)).status == "validating" or (
+            now.request_counts is not None and now.request_counts.completed < done
+        ):
+            await asyncio.sleep(0.01)
+        assert (now.status, now.completed_at) == ("in_progress", None)
+        assert now.in_progress_at is not None
+        assert now.request_counts is not None
+        assert now.request_counts.total == 6
+        assert now.request_counts.completed == done
+        assert now.usage is not None
+        assert now.usage.output_tokens == done * len("hi")
+        for _ in range(more):
+            await until(lambda: own_worker.redis.zcard(KEYS.pending) > 0)
+            own_worker.finish(own_worker.take(), "hi")
+    assert now.request_counts.failed == 1
+    assert await running == "completed"
 
 
 def waiting_keys(server: redis.Redis) -> list[str]:
