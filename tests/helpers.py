@@ -21,6 +21,7 @@ from shared import lookups
 from shared.request_queue import AsyncRequestQueue
 from shared.script_values import ModelIdentity
 from shared.settings import Settings
+from shared.tracing import Tracing
 from tests.roles import acl_file_for_tests, as_role
 from worker.building import Served
 from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine, tokens_of
@@ -86,14 +87,15 @@ def text_of(seed: int, num_tokens: int) -> str:
 
 @asynccontextmanager
 async def running_worker(
-    url: str, served: Served | None = None, **settings: Any
+    url: str, served: Served | None = None, *, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[Worker]:
     """A worker in this event loop and its role, on the model-free engine unless told otherwise.
 
     It is drained at the end, and must then hold nothing.
     """
     async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
-        worker = Worker(Settings(**settings), served or served_model_free(), client)
+        engine = served or served_model_free()
+        worker = Worker(Settings(**settings), engine, client, tracing=tracing)
         await worker.start()
         stop = asyncio.Event()
         serving = asyncio.create_task(worker.serve(stop))

@@ -15,14 +15,19 @@ from typing import Any
 
 import httpx2
 import pytest
+import redis
+from openai import OpenAI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from producer import AsyncClient, Client
 from producer.gateway.http_tracing import trace_http
+from producer.timeline import Happened
 from shared.errors import RequestExistsError
+from shared.keys import Keys
 from shared.settings import Settings
 from shared.tracing import Tracing, start_tracing
 from tests.helpers import served_model_free
+from tests.producer.gateway.living import live_gateway, live_worker
 from tests.roles import as_role
 from worker.service import Worker
 
@@ -158,6 +163,101 @@ async def test_one_trace_leads_from_an_http_request_to_the_tokens(
     assert told["promptq.worker"] == worker.worker_id
     assert attributes(send)["messaging.message.id"] == "traced"
     assert attributes(http_span)["http.response.status_code"] == 200
+
+
+def test_each_call_of_the_api_is_one_trace(redis_url: str, collector: Collector) -> None:
+    """From OpenAI's client on, streamed or not, with spans of their own for several answers."""
+    of_worker = tracing_to(collector, "worker")
+    parents = [f"00-{number:032x}-b7ad6b7169203331-01" for number in (1, 2)]
+    asked: Any = {
+        "model": "", "messages": [{"role": "user", "content": "Once"}], "n": 2, "max_tokens": 3,
+    }  # fmt: skip
+    with (
+        live_gateway(redis_url, otlp_endpoint=collector.url) as gateway,
+        live_worker(redis_url, tracing=of_worker),
+        OpenAI(base_url=gateway.base_url, api_key="none", max_retries=0) as client,
+    ):
+        create = client.chat.completions.create
+        whole = create(**asked, extra_headers={"traceparent": parents[0]})
+        headers = {"traceparent": parents[1]}
+        chunks: Any = list(create(**asked, stream=True, extra_headers=headers))
+    of_worker.close()
+
+    assert collector.services == {"promptq-gateway", "worker"}
+    assert {span.trace_id.hex() for span in collector.spans} == {it.split("-")[1] for it in parents}
+    for parent, completion_id in zip(parents, (whole.id, chunks[0].id), strict=True):
+        _, trace_id, span_id, _ = parent.split("-")
+        spans = [span for span in collector.spans if span.trace_id.hex() == trace_id]
+        [of_http] = [span for span in spans if span.name == "POST /v1/chat/completions"]
+        assert of_http.parent_span_id.hex() == span_id
+        assert attributes(of_http)["http.response.status_code"] == 200
+        sends = [span for span in spans if span.name == "send default"]
+        assert {span.parent_span_id for span in sends} == {of_http.span_id}
+        answers = [span for span in spans if span.name == "chat model-free"]
+        ids = {f"{completion_id}:{nth}" for nth in range(2)}
+        assert {attributes(span)["messaging.message.id"] for span in sends} == ids
+        for answer in answers:
+            told = attributes(answer)
+            [send] = [it for it in sends if it.span_id == answer.parent_span_id]
+            assert told["gen_ai.response.id"] == attributes(send)["messaging.message.id"]
+            assert told["gen_ai.operation.name"] == "chat"
+            assert told["gen_ai.response.model"] == "model-free"
+            assert told["gen_ai.usage.input_tokens"] == 4
+            assert told["gen_ai.usage.output_tokens"] == told["gen_ai.request.max_tokens"] == 3
+            assert told["gen_ai.response.finish_reasons"] == ["length"]
+            parts = [span.name for span in spans if span.parent_span_id == answer.span_id]
+            assert sorted(parts) == ["decode", "prefill", "queue"]
+        assert len(spans) == 1 + 2 + 2 + 2 * 3
+
+
+def test_a_second_attempt_and_a_preemption_are_told(redis_url: str, collector: Collector) -> None:
+    """An attempt that is given back has a span, and so has the next, from its claim on."""
+    of_worker = tracing_to(collector, "worker")
+
+    def one_slot(**settings: Any) -> Any:
+        served = served_model_free(max_num_seqs=1, step_seconds=0.01)
+        return live_worker(redis_url, served, tracing=of_worker, **settings)
+
+    with (
+        live_gateway(redis_url, otlp_endpoint=collector.url) as gateway,
+        OpenAI(base_url=gateway.base_url, api_key="none", max_retries=0) as client,
+        Client(redis_url) as queue,
+        redis.Redis.from_url(redis_url) as connection,
+    ):
+        with one_slot(drain_seconds=0):
+            stream = client.completions.create(
+                model="", prompt="Once", max_tokens=3000, stream=True,
+                extra_body={"priority": 5}, extra_headers={"traceparent": PARENT},
+            )  # fmt: skip
+            slow = next(stream).id
+        with one_slot():
+            next(event for event in queue.stream(slow) if event.attempt == 2)
+            client.completions.create(
+                model="", prompt="Now", max_tokens=2, extra_body={"priority": -5}
+            )
+            [(latest, _)] = connection.xrevrange(Keys().tokens(slow), count=1)
+            next(queue.stream(slow, from_index=int(latest.split(b"-")[0])))
+            stream.close()
+            assert queue.result(slow, check=False).finish_reason == "cancelled"
+        moments = {it.what: it.at for it in queue.timeline(slow).moments}
+    of_worker.close()
+
+    trace_id = bytes.fromhex(PARENT.split("-")[1])
+    spans = [span for span in collector.spans if span.trace_id == trace_id]
+    [send] = [span for span in spans if span.name == "send default"]
+    first, second = sorted(
+        (span for span in spans if span.name == "text_completion model-free"),
+        key=lambda span: attributes(span)["promptq.attempt"],
+    )
+    assert first.parent_span_id == second.parent_span_id == send.span_id
+    assert attributes(first)["gen_ai.response.finish_reasons"] == ["given_back"]
+    assert attributes(second)["gen_ai.response.finish_reasons"] == ["cancelled"]
+    assert [attributes(it)["promptq.attempt"] for it in (first, second)] == [1, 2]
+    assert first.start_time_unix_nano == moments[Happened.ENQUEUED] * 1_000_000
+    assert second.start_time_unix_nano == moments[Happened.CLAIMED] * 1_000_000
+    assert [event.name for event in second.events] == ["preempted", "resumed"]
+    assert attributes(second)["promptq.preemptions"] == 1
+    assert attributes(first)["promptq.worker"] != attributes(second)["promptq.worker"]
 
 
 def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: Collector) -> None:

@@ -307,17 +307,20 @@ class LLMEngine:
                 finish_reason = FinishReason.STOP
         self._totals.generation_tokens += num_appended
         sequence.num_shortages = 0
-        timing = None
-        if sequence.timing.first_token_at is None:
-            sequence.timing.first_token_at = time.monotonic()
-            timing = sequence.timing.copy()
+        timing, told = sequence.timing, None
+        is_first = timing.first_token_at is None
+        if is_first:
+            timing.first_token_at = time.monotonic()
+        if is_first or timing.preemptions > sequence.num_told_preemptions:
+            sequence.num_told_preemptions = timing.preemptions
+            told = timing.copy()
         logprobs = [it.logprob for it in tokens[:num_appended] if it.logprob is not None]
         return SequenceOutput(
             sequence.sequence_id,
             sequence.token_ids[-num_appended:],
             logprobs=logprobs or None,
             finish_reason=finish_reason,
-            timing=timing,
+            timing=told,
         )
 
     def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:

@@ -80,7 +80,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     timing: SequenceTiming | None = None
-    """With its first token of this attempt, and with its last output."""
+    """With its first token of this attempt and after a preemption, and with its last output."""
     given_back: bool = False
     """It left without an end: memory was short for it alone, and may suffice elsewhere."""
 

@@ -37,6 +37,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
     drafter: Drafter | None = None  # engine, if tokens may be drafted
     num_shortages: int = 0  # engine; so often since its last token was memory short for it alone
+    num_told_preemptions: int = 0  # engine: those that an output has told of
 
     @classmethod
     def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:
