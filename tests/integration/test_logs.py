@@ -19,19 +19,11 @@ GATEWAY = """
 import sys
 import uvicorn
 from producer.gateway.app import create_app
-from producer.gateway.context import ThisGateway
 from producer.gateway.settings import GatewaySettings
-from shared.logs import bind, configure_logs
+from shared.logs import configure_logs
 
 configure_logs("info", "json")
 app = create_app(GatewaySettings(redis_url=sys.argv[1]))
-
-@app.post("/ask")
-async def ask(gateway: ThisGateway) -> str:
-    request_id = await gateway.client.enqueue("x", max_tokens=3)
-    bind(request_id=request_id)
-    await gateway.client.result(request_id)
-    return request_id
 
 class Server(uvicorn.Server):
     async def startup(self, sockets=None):
@@ -71,7 +63,8 @@ def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
     with running(*worker) as (_, of_worker), Client(redis_url) as client:
         with running("-c", GATEWAY, redis_url) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"
-            asked = httpx2.post(f"{url}/ask?key=secret").json()
+            body = {"prompt": "x", "max_tokens": 3}
+            asked = httpx2.post(f"{url}/v1/completions?key=secret", json=body).json()["id"]
             httpx2.get(f"{url}/healthz")
             httpx2.get(f"{url}/nothing")
         refused = client.enqueue("x", model="another")
@@ -94,16 +87,51 @@ def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
 
     answered = [line for line in of_gateway if line["event"] == "answered" and "ms" in line]
     assert [(line["path"], line["status"]) for line in answered] == [
-        ("/ask", 200),
+        ("/v1/completions", 200),
         ("/nothing", 404),
     ]
     assert answered[0]["request_id"] == asked
     assert "request_id" not in answered[1]
     access = [line for line in of_gateway if line.get("logger") == "uvicorn.access"]
-    assert (access[0]["method"], access[0]["path"], access[0]["status"]) == ("POST", "/ask", 200)
-    assert access[0]["request_id"] == asked
+    first = access[0]
+    assert (first["method"], first["path"]) == ("POST", "/v1/completions")
+    assert (first["status"], first["request_id"]) == (200, asked)
     assert "secret" not in json.dumps(of_gateway)
     assert any(line.get("logger") == "uvicorn.error" for line in of_gateway)
+
+
+def test_every_call_about_an_answer_is_logged_with_its_id(redis_url: str) -> None:
+    """Asked for, gone on with, read again, cancelled; workers add a number to each of several."""
+    url = as_role("worker", redis_url)
+    worker = ["-m", "worker", "--model", "model-free", "--redis", url, "--log-level", "debug"]
+    gateway = ["-m", "producer.cli", "gateway", "--port", "0", "--redis", redis_url]
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
+    unknown = "/v1/streams/chatcmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"
+    with running(*worker) as (_, of_worker), running(*gateway) as (ready, of_gateway):
+        base = ready.split()[2].rstrip(",")
+        with httpx2.Client(base_url=base, timeout=None) as http:
+            asked = http.post("/v1/chat/completions", json=body)
+            event_id = asked.text.split("\n")[0].removeprefix("id: ")
+            headers = {"Last-Event-ID": event_id}
+            assert http.post("/v1/chat/completions", json=body, headers=headers).is_success
+            for request in ("GET", "DELETE"):
+                assert http.request(request, asked.headers["X-Stream-Url"]).is_success
+            several = http.post("/v1/completions", json={"prompt": "x", "n": 2}).json()["id"]
+            assert http.get(unknown).status_code == 404
+            assert http.get("/v1/models").is_success
+    one = asked.headers["X-Request-Id"]
+    answered = [(line["method"], line["path"], line.get("request_id")) for line in of_gateway]
+    assert answered == [
+        ("POST", "/v1/chat/completions", one),
+        ("POST", "/v1/chat/completions", one),
+        ("GET", f"/v1/streams/{one}", one),
+        ("DELETE", f"/v1/streams/{one}", one),
+        ("POST", "/v1/completions", several),
+        ("GET", unknown, unknown.rpartition("/")[2]),
+        ("GET", "/v1/models", None),
+    ]
+    ended = {line["request_id"] for line in of_worker if line["event"] == "ended"}
+    assert ended == {one, f"{several}:0", f"{several}:1"}
 
 
 def test_a_traceback_is_one_line_too() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -25,6 +27,30 @@ def test_a_library_that_brings_a_handler_says_each_line_once_and_as_all_others()
     )
     [line] = [json.loads(line) for line in done.stderr.splitlines()]
     assert (line["event"], line["logger"]) == ("careful", "somebody.deep")
+
+
+def test_at_a_terminal_lines_are_in_colour() -> None:
+    """And for people: a terminal gets no JSON, unless it is asked for."""
+    script = """
+import sys
+from shared.logs import configure_logs, get_logger
+
+for form in ("auto", "json"):
+    configure_logs("info", form)
+    get_logger().warning("careful", request_id="r1")
+"""
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", script], stderr=theirs, check=True)
+        shown = os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    coloured, plain = shown.splitlines()
+    assert "\x1b[" in coloured
+    assert all(word in coloured for word in ("warning", "careful", "request_id", "r1"))
+    assert "{" not in coloured
+    assert json.loads(plain)["request_id"] == "r1"
 
 
 def test_lines_of_threads_stay_apart() -> None:

@@ -16,6 +16,7 @@ from producer.gateway.openai.completion import Completion, needed_request_ids, s
 from producer.gateway.openai.positions import read_event_id
 from producer.gateway.records import payloads_of
 from shared.errors import InvalidRequestError
+from shared.logs import bind
 
 router = APIRouter(tags=["streams"], responses=described(400, 401, 404, 503))
 
@@ -59,6 +60,7 @@ async def _find(
 ) -> Completion:
     query = request.query_params
     request_ids = needed_request_ids(completion_id, query)
+    bind(request_id=completion_id)
     payloads = await payloads_of(gateway, caller, request_ids)
     view = await gateway.watch.look()
     return stream_completion(completion_id, query, payloads, view.model)
