@@ -23,6 +23,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 PREFIX = "promptq:"
+ENGINE = "0"
+"""The label `engine`, by which vLLM numbers the engines of a process: a worker has one."""
 
 # fmt: off
 _LATENCY = (
@@ -51,7 +53,7 @@ class Spec:
     kind: Literal["gauge", "counter", "histogram"]
     name: str
     documentation: str
-    labels: tuple[str, ...] = ("model_name",)
+    labels: tuple[str, ...] = ("model_name", "engine")
     buckets: tuple[float, ...] = ()
 
     @property
@@ -71,7 +73,7 @@ PREEMPTIONS = Spec("counter", "num_preemptions", "Preemptions of running request
 PROMPT_TOKENS = Spec("counter", "prompt_tokens", "Prompt tokens, found in the cache or computed.")
 GENERATION_TOKENS = Spec("counter", "generation_tokens", "Generated tokens.")
 SUCCESS = Spec("counter", "request_success", "Requests that ended, by how.",
-               ("model_name", "finished_reason"))
+               ("model_name", "engine", "finished_reason"))
 DRAFTED = Spec("counter", "spec_decode_num_draft_tokens", "Tokens that were drafted.")
 ACCEPTED = Spec("counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were right.")
 FIRST_TOKEN = Spec("histogram", "time_to_first_token_seconds",

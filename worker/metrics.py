@@ -21,7 +21,7 @@ _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
 def readings(worker: Worker) -> Iterator[Reading]:
     """All metrics of a worker as they are now; may be called in any thread."""
     engine, meter, intake = worker.engine.stats, worker.meter, worker.intake
-    model = (worker.served.identity.name,)
+    model = (worker.served.identity.name, metrics.ENGINE)
     gauges_and_counters = {
         metrics.RUNNING: engine.num_running,
         metrics.WAITING: engine.num_waiting + intake.available,

@@ -44,7 +44,7 @@ def families_at(url: str) -> Families:
 def value(families: Families, spec: metrics.Spec, suffix: str = "", **labels: str) -> float:
     suffix = suffix or ("_total" if spec.kind == "counter" else "")
     samples = families[spec.full_name].samples
-    wanted = {"model_name": "model-free", **labels}
+    wanted = {"model_name": "model-free", "engine": "0", **labels}
     found = [
         it.value
         for it in samples
@@ -161,6 +161,52 @@ async def test_a_request_that_another_attempt_took_counts_as_a_lost_fence(
         told = await scrape(worker)
     assert value(told, metrics.FENCES_LOST) == 1
     assert value(told, metrics.SUCCESS, finished_reason="length") == 0
+
+
+async def test_what_was_preempted_and_what_lies_prepared_is_told(
+    redis_url: str, client: AsyncClient
+) -> None:
+    """One slot: a more urgent request takes it, and two more are prepared beyond it."""
+    served = served_model_free(max_num_seqs=1, step_seconds=0.01, block_size=4)
+    async with running_worker(redis_url, served, prefetch_depth=2) as worker:
+        slow = await client.enqueue("a prompt", priority=5, max_tokens=900)
+        await anext(client.stream(slow))
+        before = await scrape(worker)
+        urgent = await client.enqueue("now", priority=-5, max_tokens=900)
+        await anext(client.stream(urgent))
+        later = [await client.enqueue("then", priority=9, max_tokens=2) for _ in range(3)]
+        while worker.intake.available < 2:
+            await asyncio.sleep(0.005)
+        during = await scrape(worker)
+        await client.cancel(urgent)
+        await client.result(urgent, check=False)
+        begun = worker.engine.stats.generation_tokens
+        while worker.engine.stats.generation_tokens < begun + 2:
+            await asyncio.sleep(0.005)
+        await client.cancel(slow)
+        for request_id in later:
+            await client.result(request_id)
+        await until_idle(worker)
+        after = await scrape(worker)
+    assert value(before, metrics.PREEMPTIONS) == value(before, metrics.WAITING) == 0
+    assert value(during, metrics.PREEMPTIONS) == value(after, metrics.PREEMPTIONS) == 1
+    assert value(during, metrics.RUNNING) == 1
+    assert value(during, metrics.PREFETCHED) == 2
+    assert value(during, metrics.WAITING) == value(during, metrics.LEASES) - 1 >= 3
+    assert value(during, metrics.RECOMPUTED) == 0
+    assert 0 < value(after, metrics.RECOMPUTED) < 900
+    assert value(after, metrics.WAITING) == value(after, metrics.PREFETCHED) == 0
+
+
+async def test_drafted_tokens_are_told(redis_url: str, client: AsyncClient) -> None:
+    """The prompt is what the answer will be, so that what is drafted from it holds."""
+    async with running_worker(redis_url, served_model_free(speculative_tokens=4)) as worker:
+        result = await client.generate(text_of(3, 40), seed=3, max_tokens=30)
+        await until_idle(worker)
+        told = await scrape(worker)
+    assert result.text == text_of(3, 30)
+    assert 0 < value(told, metrics.ACCEPTED) <= value(told, metrics.DRAFTED)
+    assert value(told, metrics.GENERATION_TOKENS) == 30
 
 
 async def test_a_port_that_is_taken_is_named(redis_url: str) -> None:

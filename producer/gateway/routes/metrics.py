@@ -35,7 +35,7 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     yield metrics.QUEUE_UP, (queue,), float(overview is not None)
     if overview is None:
         return
-    yield metrics.WAITING, (overview.model,), float(overview.waiting)
+    yield metrics.WAITING, (overview.model, metrics.ENGINE), float(overview.waiting)
     for priority, count in overview.priorities.items():
         yield metrics.QUEUE_WAITING, (queue, str(priority)), float(count)
     yield metrics.QUEUE_DELAYED, (queue,), float(overview.delayed)

@@ -15,7 +15,8 @@ from producer.gateway.app import create_app
 from producer.gateway.http_meter import measure_http
 from shared import metrics
 from shared.settings import Settings
-from tests.helpers import running_worker
+from tests.helpers import running_worker, served_model_free
+from tests.producer.commands.test_queue_commands import bury
 
 
 @asynccontextmanager
@@ -55,7 +56,7 @@ async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> N
             await client.get(path)
         told = await scrape(client)
     assert values(told, metrics.QUEUE_UP) == {("default",): 1}
-    assert values(told, metrics.WAITING) == {("model-free",): 3}
+    assert values(told, metrics.WAITING) == {("model-free", "0"): 3}
     assert values(told, metrics.QUEUE_WAITING) == {("default", "-3"): 1, ("default", "0"): 2}
     assert values(told, metrics.QUEUE_DELAYED) == {("default",): 1}
     assert values(told, metrics.WORKERS) == {("default",): 0}
@@ -65,6 +66,25 @@ async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> N
     assert answered["unknown", "GET", "404"] == 2
     assert values(told, metrics.HTTP_SECONDS)["/healthz", "GET"] == 2
     assert values(told, metrics.HTTP_OPEN) == {(): 1}  # this scrape
+
+
+async def test_tells_what_runs_what_was_given_up_and_of_a_pause(redis_url: str) -> None:
+    bury(redis_url, "one", "two")
+    app = create_app(Settings(redis_url=redis_url))
+    async with client_of(app) as client, AsyncClient(redis_url) as queue:
+        served = served_model_free(step_seconds=0.01)
+        async with running_worker(redis_url, served):
+            running = await queue.enqueue("x", max_tokens=3000)
+            await anext(queue.stream(running))
+            busy = await scrape(client)
+            await queue.cancel(running)
+            await queue.result(running, check=False)
+        await queue.pause()
+        paused = await scrape(client)
+    told = [(metrics.QUEUE_ACTIVE, 1, 0), (metrics.QUEUE_PAUSED, 0, 1), (metrics.QUEUE_DEAD, 2, 2)]
+    for spec, while_busy, while_paused in told:
+        assert values(busy, spec) == {("default",): while_busy}
+        assert values(paused, spec) == {("default",): while_paused}
 
 
 async def test_answers_while_redis_is_away() -> None:
