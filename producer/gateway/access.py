@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from producer import api_keys
 from producer.api_keys import ApiKey
 from producer.gateway.context import Gateway, ThisGateway
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import NOT_AGAIN, ApiError
 from shared.rates import Rate, take_of_rates
 from shared.schemas import MAX_PRIORITY
 
@@ -116,7 +116,7 @@ def beyond_rates(
         429,
         f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
         code="rate_limit_exceeded",
-        headers=headers,
+        headers={**(headers or {}), **NOT_AGAIN},
     )
 
 

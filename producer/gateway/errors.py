@@ -46,6 +46,10 @@ _MEANINGS = {
 }
 
 
+NOT_AGAIN = {"x-should-retry": "false"}
+"""Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that it would end the same way."""
+_FINAL = (408, 409)
+
 _CLIENT_LEFT = 499
 """What nginx logs for a client that closed its connection; nobody is there to read it."""
 
@@ -85,7 +89,7 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
 
     @property
     def body(self) -> dict[str, object]:

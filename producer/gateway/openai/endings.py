@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from producer.gateway.errors import ApiError
+from producer.gateway.errors import NOT_AGAIN, ApiError
 from shared.events import ErrorInfo
 from shared.schemas import FinishReason
-
-_OURS_TO_MEND = {"x-should-retry": "false"}
-"""Tells OpenAI's clients that the same call would end the same way."""
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int) -> str:
@@ -25,21 +22,20 @@ def failure(
         case FinishReason.ERROR:
             return _failed(error or ErrorInfo(type="internal_error", message="it failed"))
         case FinishReason.CANCELLED:
-            return ApiError(
-                409, "the request was cancelled", code="cancelled", headers=_OURS_TO_MEND
-            )
+            return ApiError(409, "the request was cancelled", code="cancelled")
         case FinishReason.EXPIRED if num_tokens == 0:
             return ApiError(
                 408,
                 "deadline_ms: the deadline passed before the answer began",
                 param="deadline_ms",
                 code="deadline_exceeded",
-                headers=_OURS_TO_MEND,
             )
     return None
 
 
 def _failed(error: ErrorInfo) -> ApiError:
+    if error.type == "dead_letter":  # each run of it may cost workers
+        return ApiError(500, error.message, code=error.type, headers=NOT_AGAIN)
     if error.type not in ("invalid_request", "unsupported"):
         return ApiError(500, error.message, code=error.type)
     field = error.message.partition(":")[0]

@@ -119,6 +119,21 @@ async def test_from_the_first_key_on_nobody_gets_in_without_one(redis_url: str) 
         assert secret not in answer.text
 
 
+async def test_what_answers_without_a_key(redis_url: str) -> None:
+    """Nothing of the API; what probes, Prometheus and browsers ask before they have a key."""
+    make_key(redis_url, name="web")
+    async with calling(redis_url) as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        api = [(way, it) for it in paths if it.startswith("/v1/") for way in paths[it]]
+        assert len(api) > 12
+        for method, path in api:
+            answer = await http.request(method, re.sub(r"{\w+}", "x", path))
+            assert answer.status_code == 401, (method, path)
+        for path in ("/healthz", "/metrics", "/docs", "/openapi.json", "/"):
+            assert (await http.get(path)).status_code == 200, path
+        assert (await http.get("/readyz")).json()["error"]["code"] == "no_worker"
+
+
 async def test_only_an_admin_may_steer(redis_url: str) -> None:
     plain = make_key(redis_url, name="web")
     admin = make_key(redis_url, name="operator", is_admin=True)
@@ -151,8 +166,10 @@ async def test_rates_are_taken_whole_or_not_at_all(redis_url: str) -> None:
             429,
             "0",
         )
+        assert "x-should-retry" not in none_left.headers
         never = await take(1, 2000)
         assert never.status_code == 429
+        assert never.headers["x-should-retry"] == "false"
         assert "never has more" in never.json()["error"]["message"]
         assert "retry-after" not in never.headers
 
@@ -297,3 +314,53 @@ def test_openai_client_with_a_key(
             client.completions.create(model="", prompt="Once")
     assert refused.value.code == "rate_limit_exceeded"
     assert int(refused.value.response.headers["retry-after"]) > 0
+
+
+def test_openai_client_beyond_its_tokens(
+    start_gateway: Callable[..., LiveGateway], redis_url: str
+) -> None:
+    """Now, and for good: what a key never has is not asked for again."""
+    gateway = start_gateway(http_header_seconds=0)
+    secret = make_key(redis_url, name="web", tokens_per_minute=100)
+    asked: dict[str, Any] = {"model": "", "prompt": "Once", "max_tokens": 60}
+    with openai.OpenAI(base_url=gateway.base_url, api_key=secret, max_retries=0) as client:
+        first = client.completions.with_raw_response.create(**asked, stream=True)
+        assert first.headers["x-ratelimit-limit-tokens"] == "100"
+        first.http_response.close()
+        with pytest.raises(openai.RateLimitError, match="has used its 100 tokens") as refused:
+            client.chat.completions.create(
+                model="", messages=[{"role": "user", "content": "Once"}], max_tokens=60
+            )
+        assert refused.value.code == "rate_limit_exceeded"
+        assert 0 < int(refused.value.response.headers["retry-after"]) <= 60
+        asked["max_tokens"] = 101
+        with pytest.raises(openai.RateLimitError, match="never has more than 100 tokens") as never:
+            client.completions.create(**asked)
+        assert "retry-after" not in never.value.response.headers
+
+
+def test_a_tenant_over_its_limit_of_the_queue(
+    start_gateway: Callable[..., LiveGateway], redis_url: str
+) -> None:
+    """One of its requests waits, and more are not to; other tenants come in."""
+    gateway = start_gateway(http_header_seconds=0)
+    with redis.Redis.from_url(redis_url) as connection:
+        connection.hset(Keys().config, "max_pending:shop", 1)
+    asked: dict[str, Any] = {"model": "", "prompt": "Once", "stream": True}
+
+    def ask(client: openai.OpenAI) -> None:
+        answer = client.completions.with_raw_response.create(**asked, extra_body={"detach": True})
+        answer.http_response.close()
+
+    options = {"base_url": gateway.base_url, "max_retries": 0}
+    shop, other = (make_key(redis_url, name=it, tenant=it) for it in ("shop", "other"))
+    with (
+        openai.OpenAI(api_key=shop, **options) as ours,
+        openai.OpenAI(api_key=other, **options) as theirs,
+    ):
+        ask(ours)
+        with pytest.raises(openai.RateLimitError, match="max_pending") as refused:
+            ask(ours)
+        ask(theirs)
+    assert refused.value.code == "queue_full"
+    assert int(refused.value.response.headers["retry-after"]) >= 1

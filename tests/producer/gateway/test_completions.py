@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -26,6 +27,23 @@ def test_a_completion(letters: OpenAI) -> None:
     assert got.usage is not None
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (4, 7)
     assert got.usage.total_tokens == 11
+
+
+def test_a_whole_answer_says_where_it_can_be_read_again(
+    letters: OpenAI, letters_gateway: LiveGateway
+) -> None:
+    """In its headers, as a stream does."""
+    raw = letters.completions.with_raw_response.create(
+        model="", prompt="Once", max_tokens=7, seed=3, n=2
+    )
+    answer = raw.parse()
+    assert raw.headers["X-Request-Id"] == answer.id
+    again = httpx2.get(letters_gateway.url + raw.headers["X-Stream-Url"])
+    chunks = [json.loads(it[6:]) for it in again.text.splitlines() if it.startswith("data: {")]
+    for choice in answer.choices:
+        pieces = [it["choices"][0] for it in chunks if it["choices"][0]["index"] == choice.index]
+        assert "".join(it["text"] for it in pieces) == choice.text
+    assert {chunk["created"] for chunk in chunks} == {answer.created}
 
 
 def test_a_completion_has_16_tokens_unless_told(letters: OpenAI) -> None:
@@ -221,6 +239,16 @@ def test_every_field_of_a_payload_goes_through(
     )  # fmt: skip
     expected = {**known, **extra, "messages": MESSAGES, "logprobs": 2}
     assert payload == expected
+
+
+def test_fields_that_mean_nothing_here_are_taken(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    payload = sent_by(
+        gateway, own_worker, user="me", store=False, service_tier="auto", safety_identifier="me",
+        prompt_cache_key="mine", parallel_tool_calls=False,
+    )  # fmt: skip
+    assert payload == {"messages": MESSAGES}
 
 
 def test_priority_and_deadline_as_headers(gateway: LiveGateway, own_worker: HandWorker) -> None:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import openai
 import pytest
+import redis.asyncio
 from openai import OpenAI
 
+from producer.api_keys import ApiKey
+from producer.jobs.batch_records import Batches, new_batch
 from shared import lookups
 from shared.embedded import EmbeddedServer
 from shared.events import ErrorInfo
 from shared.schemas import FinishReason
 from shared.script_values import Claim
+from tests.integration.faults import Network
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker, free_port
-from tests.roles import bring_in_roles
+from tests.roles import as_role, bring_in_roles
 
 
 def complete(client: OpenAI, **fields: Any) -> Any:
@@ -227,6 +233,7 @@ def test_an_error_of_a_worker(openai_client: OpenAI, own_worker: HandWorker, str
     with failing(own_worker, error), pytest.raises(openai.InternalServerError) as raised:
         openai_client.completions.create(model="", prompt="Hi", stream=stream)
     assert raised.value.code == "internal_error"
+    assert "x-should-retry" not in raised.value.response.headers
 
 
 def test_an_error_in_a_stream_that_has_begun(openai_client: OpenAI, own_worker: HandWorker) -> None:
@@ -266,6 +273,31 @@ def test_a_cancelled_request(openai_client: OpenAI, own_worker: HandWorker) -> N
     with removing, pytest.raises(openai.ConflictError) as raised:
         complete(openai_client)
     assert raised.value.code == "cancelled"
+    assert raised.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_request_that_was_given_up(openai_client: OpenAI, own_worker: HandWorker) -> None:
+    """Another run of it would crash further workers, so no client is to try it by itself."""
+    error = ErrorInfo(type="dead_letter", message="it crashed 3 workers")
+    with failing(own_worker, error), pytest.raises(openai.InternalServerError) as raised:
+        complete(openai_client)
+    assert raised.value.code == "dead_letter"
+    assert raised.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_batch_that_is_over(openai_client: OpenAI, redis_url: str) -> None:
+    """It cannot be cancelled, however often the client tries."""
+    record = new_batch("/v1/completions", "file-1", ApiKey(name="web"))
+
+    async def put_in() -> None:
+        async with redis.asyncio.Redis.from_url(as_role("jobs", redis_url)) as connection:
+            await Batches(connection, KEYS).add(record)
+            await Batches(connection, KEYS).end(record.id, "completed")
+
+    asyncio.run(put_in())
+    with pytest.raises(openai.ConflictError) as raised:
+        openai_client.batches.cancel(record.id)
+    assert raised.value.code == "batch_over"
     assert raised.value.response.headers["x-should-retry"] == "false"
 
 
@@ -324,3 +356,32 @@ def test_redis_away() -> None:
             assert answer.status_code == 200
             assert len(answer.json()["choices"][0]["text"]) == 16
         check_away()
+
+
+def test_redis_that_takes_connections_and_says_nothing(redis_url: str) -> None:
+    """503 when the time is over that the URL gives it, and all works again when it speaks."""
+    port = urlsplit(redis_url).port
+    assert port is not None
+    with (
+        closing(Network(port)) as network,
+        live_gateway(f"{network.url}?socket_timeout=0.2") as gateway,
+        httpx2.Client(base_url=gateway.url, timeout=None) as http,
+    ):
+        assert http.get("/v1/models").status_code == 200
+        network.hold()
+        for _ in range(2):
+            for answer in (
+                http.post("/v1/completions", json={"prompt": "Hi"}),
+                http.get("/v1/streams/cmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"),
+                http.get("/v1/models"),
+            ):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "queue_unavailable"
+        assert http.get("/readyz").status_code == 503
+        assert http.get("/healthz").status_code == 200
+        assert 'promptq:queue_up{queue="default"} 0.0' in http.get("/metrics").text
+        network.mend()
+        with live_worker(redis_url):
+            answer = http.post("/v1/completions", json={"prompt": "Hi"})
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"][0]["text"]) == 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,14 @@ import httpx2
 import pytest
 
 from shared.script_values import Claim
-from tests.producer.gateway.test_streams import continued, is_cancelled, read_frames, texts_of
+from tests.producer.gateway.test_streams import (
+    PROMPT,
+    continued,
+    is_cancelled,
+    opened,
+    read_frames,
+    texts_of,
+)
 from tests.producer.playing import HandWorker, Run, Start, free_port
 
 
@@ -99,3 +107,35 @@ def test_streams_go_on_at_the_next_gateway(
             assert not is_cancelled(own_worker, claim.request_id)
             own_worker.finish(claim, "b")
             assert texts_of(again.rest()) == "b"
+
+
+def test_what_streams_when_it_is_told_to_stop_comes_to_its_end(
+    start: Start, own_worker: HandWorker
+) -> None:
+    """Nobody else gets in meanwhile."""
+    gateway = start("gateway", "--port", "0", PROMPTQ_HTTP_DRAIN_SECONDS="600")
+    url = url_of(gateway)
+
+    def takes_connections() -> bool:
+        host, port = url.removeprefix("http://").split(":")
+        try:
+            socket.create_connection((host, int(port))).close()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    with (
+        httpx2.Client(base_url=url, timeout=None) as http,
+        opened(http, own_worker, PROMPT) as (reading, claim),
+    ):
+        reading.next()
+        gateway.terminate()
+        while takes_connections():
+            pass
+        own_worker.send(claim, "b")
+        assert reading.text(1) == "b"
+        own_worker.finish(claim, "c")
+        frames = reading.rest()
+    assert texts_of(frames) == "c"
+    assert frames[-1][1] == "[DONE]"
+    assert gateway.wait() == 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
 from pydantic import BaseModel
+
+from tests.producer.gateway.living import LiveGateway
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a fox."}]
 TOOL: Any = {
@@ -73,8 +76,11 @@ def test_the_call_of_a_tool(stories: OpenAI, tool_choice: Any) -> None:
     assert after.choices[0].message.content
 
 
-def test_the_streamed_call_of_a_tool(stories: OpenAI) -> None:
-    """OpenAI's client puts the pieces together to what it gets unstreamed."""
+def test_the_streamed_call_of_a_tool(stories: OpenAI, stories_gateway: LiveGateway) -> None:
+    """OpenAI's client puts the pieces together to what it gets unstreamed.
+
+    The call has the same id when the stream is read again.
+    """
     fields: dict[str, Any] = {
         "model": "", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "seed": 3,
     }  # fmt: skip
@@ -89,8 +95,13 @@ def test_the_streamed_call_of_a_tool(stories: OpenAI) -> None:
         theirs.function.name,
         theirs.function.arguments,
     )
-    chunks = list(stories.chat.completions.create(**fields, stream=True))
-    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 1
+    raw = stories.chat.completions.with_raw_response.create(**fields, stream=True)
+    chunks: Any = list(raw.parse())
+    calls = [chunk.choices[0].delta.tool_calls for chunk in chunks]
+    assert sum(map(bool, calls)) > 1
+    [named] = [call[0].id for call in calls if call and call[0].id]
+    again = httpx2.get(stories_gateway.url + raw.headers["X-Stream-Url"])
+    assert again.text.count(json.dumps(named)) == 1
 
 
 def test_tools_that_need_not_be_called(stories: OpenAI) -> None:

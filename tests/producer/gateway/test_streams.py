@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx2
 import pytest
@@ -21,7 +22,7 @@ from producer.gateway.settings import GatewaySettings
 from shared.embedded import EmbeddedServer
 from shared.events import ErrorInfo, TokenEvent
 from shared.schemas import FinishReason
-from shared.script_values import Claim, Row
+from shared.script_values import Claim, Room, Row
 from tests import helpers
 from tests.helpers import running_worker
 from tests.producer.gateway.living import LiveGateway, live_gateway
@@ -153,6 +154,62 @@ def test_any_place_of_a_stream_can_be_gone_on_from(
         with continued(http, url) as whole:
             assert texts_of(whole.rest()) == "aäbc"
         own_worker.fold_now(claim.request_id)
+
+
+def test_a_stream_that_is_read_twice_says_the_same_twice(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """Also in another second: it was created at the time that its id has."""
+    with opened(http, own_worker, CHAT) as (reading, claim):
+        url = reading.response.headers["X-Stream-Url"]
+        own_worker.send(claim, "b")
+        own_worker.finish(claim, "c")
+        frames = reading.rest()
+    chunk = frames[0][1]
+    in_id = UUID(chunk["id"].removeprefix("chatcmpl-")).int >> 80
+    assert chunk["created"] == in_id // 1000
+    wait_until(lambda: time.time() >= chunk["created"] + 1)
+    with continued(http, url) as again:
+        assert again.rest() == frames
+
+
+def test_a_call_that_comes_again_while_the_first_runs(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """The same idempotency key: both get the one answer as it comes."""
+    headers, body = {"Idempotency-Key": "mine"}, {**PROMPT, "detach": True}
+    with (
+        opened(http, own_worker, body, **headers) as (reading, claim),
+        http.stream("POST", "/v1/completions", json=body, headers=headers) as response,
+    ):
+        assert response.headers["X-Request-Id"] == claim.request_id
+        frames = read_frames(response)
+        assert text_of(next(frames)[1]) == reading.text(1) == "a"
+        own_worker.finish(claim, "b")
+        assert texts_of(list(frames)) == texts_of(reading.rest()) == "b"
+    assert len(own_worker.redis.keys(KEYS.request("*"))) == 1
+
+
+def test_a_call_that_is_to_wait_a_while(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
+) -> None:
+    """Nobody gets it before `delay_ms` are over."""
+    gateway = start_gateway(http_header_seconds=0)
+    room = Room(max_count=1, token_budget=2**40)
+    body = {**PROMPT, "delay_ms": 3_600_000}
+    with (
+        httpx2.Client(base_url=gateway.url, timeout=None) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        request_id = response.headers["X-Request-Id"]
+        seconds, _ = own_worker.redis.time()
+        due = own_worker.redis.zscore(KEYS.delayed, request_id)
+        assert 3_000_000 < due - seconds * 1000 <= 3_601_000
+        assert own_worker.queue.take_batch(room) == []
+        own_worker.redis.zadd(KEYS.delayed, {request_id: due - 3_600_000})
+        wait_until(lambda: own_worker.redis.time()[0] * 1000 > due - 3_600_000)
+        own_worker.finish(own_worker.take(), "a")
+        assert texts_of(list(read_frames(response))) == "a"
 
 
 def test_several_answers_go_on_where_each_stopped(
