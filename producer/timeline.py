@@ -66,6 +66,8 @@ class Timeline(BaseModel):
     priority: int = 0
     attempts: int = 0
     crashes: int = 0
+    requeued_from: str = ""
+    """The dead letter that it was made of."""
     worker: str = ""
     """Who holds it, or held it last."""
     slot: SlotStats | None = None
@@ -95,6 +97,7 @@ def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Time
         priority=_priority(record),
         attempts=whole(record.get("attempt")),
         crashes=whole(record.get("crashes")),
+        requeued_from=record.get("requeued_from", ""),
         worker=worker,
         slot=slot,
         finish_reason=record.get("finish_reason", ""),

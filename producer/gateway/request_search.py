@@ -21,7 +21,7 @@ from shared.schemas import RequestState
 PAGE = 50
 SCAN_COUNT = 500
 MAX_SCANS = 20
-"""So many calls of SCAN at most for one page, 10,000 keys in all."""
+"""So many calls of SCAN at most for one page, some 10,000 keys in all."""
 
 SETS = ("waiting", "delayed", "active", "dead")
 STATES = ("", *SETS, *(it.value for it in RequestState if it.value not in SETS))
@@ -37,6 +37,7 @@ class FoundRequest(BaseModel):
 
     request_id: str
     state: str
+    """As requests have it; `delayed` of one that waits and is not due."""
     tenant: str = ""
     priority: int = 0
     attempt: int = 0
@@ -171,8 +172,7 @@ class _Wanted:
         return [it for it in rows if not self._tenant or it.tenant == self._tenant]
 
     def _matching(self, rows: list[FoundRequest]) -> list[FoundRequest]:
-        state = "waiting" if self._state == "delayed" else self._state
-        return [it for it in self._of_tenant(rows) if not state or it.state == state]
+        return [it for it in self._of_tenant(rows) if self._state in ("", it.state)]
 
     async def _rows(self, ids: Sequence[bytes]) -> list[FoundRequest]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -180,15 +180,17 @@ class _Wanted:
         for name in names:
             pipeline.hmget(self._keys.request(name), *_FIELDS)
             pipeline.hexists(self._keys.request(name), "payload")
+            pipeline.zscore(self._keys.delayed, name)
         replies = await pipeline.execute(raise_on_error=False)
         rows = []
-        for name, values, has_payload in zip(names, replies[::2], replies[1::2], strict=True):
+        parts = zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
+        for name, values, has_payload, due in parts:
             if has_payload == 1 and isinstance(values, list):
-                rows.append(_row(name, values))
+                rows.append(_row(name, values, is_delayed=isinstance(due, float)))
         return rows
 
 
-def _row(request_id: str, values: list[bytes | None]) -> FoundRequest:
+def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:
     told = {
         name: value.decode("utf-8", "replace")
         for name, value in zip(_FIELDS, values, strict=True)
@@ -204,7 +206,10 @@ def _row(request_id: str, values: list[bytes | None]) -> FoundRequest:
         for name, text in told.items()
         if FoundRequest.model_fields[name].annotation is str
     }
-    return FoundRequest(request_id=request_id, **{"state": "waiting", **texts, **whole})
+    row = FoundRequest(request_id=request_id, **{"state": "waiting", **texts, **whole})
+    if is_delayed and row.state == "waiting":
+        row.state = "delayed"
+    return row
 
 
 def _is_whole(text: str) -> bool:

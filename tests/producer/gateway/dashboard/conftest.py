@@ -73,9 +73,12 @@ async def open_page(browser: Browser, gateway: LiveGateway) -> AsyncIterator[Ope
             scheme: Any = "light",
             expected: str = "",
             url: str = gateway.url,
+            has_touch: bool = False,
         ) -> Page:
             """`expected`: a pattern of the console errors that the test provokes."""
-            context = await browser.new_context(viewport=viewport, color_scheme=scheme)
+            context = await browser.new_context(
+                viewport=viewport, color_scheme=scheme, has_touch=has_touch
+            )
             stack.push_async_callback(context.close)
             page = await context.new_page()
 

@@ -141,6 +141,50 @@ async def test_search_pages_through_all_tenants_in_turn(
             await search(connection, KEYS, state="asleep")
 
 
+async def test_search_tells_what_waits_from_what_is_delayed(
+    redis_url: str, client: AsyncClient
+) -> None:
+    """By the beginning of an id too, and whatever the state."""
+    await client.enqueue("x", request_id="job-now")
+    await client.enqueue("x", request_id="job-later", delay_ms=3_600_000)
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        for prefix in ("", "job-"):
+            for state, name in (("waiting", "job-now"), ("delayed", "job-later")):
+                [found] = (await search(connection, KEYS, state=state, prefix=prefix)).requests
+                assert (found.request_id, found.state) == (name, state)
+            both = (await search(connection, KEYS, prefix=prefix)).requests
+            assert {it.request_id: it.state for it in both} == {
+                "job-now": "waiting",
+                "job-later": "delayed",
+            }
+
+
+async def test_search_goes_through_some_ten_thousand_keys_a_page(redis_url: str) -> None:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
+        await admin.mset({f"other:{n}": "" for n in range(12_000)})
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        page = await search(connection, KEYS, state="failed")
+        words = "about 10,000 of 12,000 keys of the server, in no order"
+        assert (page.requests, page.searched) == ([], words)
+        assert page.cursor is not None
+        rest = await search(connection, KEYS, state="failed", cursor=page.cursor)
+        assert (rest.searched.split(" of ")[0], rest.cursor) == ("the rest", None)
+
+
+async def test_an_action_takes_a_thousand_dead_letters(
+    redis_url: str, http: httpx2.AsyncClient, client: AsyncClient
+) -> None:
+    names = {f"d{n}": n for n in range(1001)}
+    async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        await connection.zadd(KEYS.dead, names)
+    for num in (1000, 1, 0):
+        answer = await http.post("/dashboard/api/dead/purge", json={"all": True})
+        assert answer.json() == {"purged": num}
+    answer = await http.post("/dashboard/api/dead/purge", json={"ids": list(names)})
+    assert answer.status_code == 400
+    assert await client.dead_ids() == []
+
+
 async def test_search_among_keys_finds_what_is_over_and_no_other_queues(
     redis_url: str, client: AsyncClient
 ) -> None:

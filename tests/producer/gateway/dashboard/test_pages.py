@@ -20,6 +20,7 @@ from shared.schemas import FinishReason
 from shared.script_values import Held, Room, Row
 from shared.scripts import heartbeat
 from tests.helpers import running_worker, served_model_free, text_of
+from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import Open
 from tests.producer.gateway.dashboard.test_looks import write_an_hour
 from tests.producer.gateway.living import serving
@@ -43,6 +44,12 @@ async def test_overview(
     await expect(tile(page, "Waiting")).to_have_text("3")
     await expect(page.get_by_text("No worker is alive")).to_be_visible()
     await expect(page.locator(".ranking li")).to_have_text(["-51", "02"])
+    ids.append(await client.enqueue("Once", priority=7, max_tokens=3000))
+    await expect(page.locator(".ranking li")).to_have_text(["-51", "02", "71"])
+    for name, median, slow in (("First token", 76, 226), ("Queue time", 45, 174)):
+        await expect(tile(page, name)).to_have_text(f"{median} ms")
+        latest = page.locator(".tile", has_text=name)
+        await expect(latest).to_contain_text(f"95th percentile {slow} ms")
     assert len(await page.locator(".chart path").all()) == 7
     drawn = await page.locator(".chart path").first.get_attribute("d")
     assert drawn is not None
@@ -54,7 +61,7 @@ async def test_overview(
     served = served_model_free(max_num_seqs=2, step_seconds=0.01)
     async with running_worker(redis_url, served) as worker:
         await expect(tile(page, "Running")).to_have_text("2")
-        await expect(tile(page, "Waiting")).not_to_have_text("3")
+        await expect(tile(page, "Waiting")).not_to_have_text("4")
         row = page.get_by_role("row", name=worker.worker_id)
         await expect(row).to_contain_text("2 of 2")
         await expect(row).to_contain_text("running")
@@ -114,11 +121,11 @@ async def test_each_page_tells_its_name(open_page: Open) -> None:
 
 async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> None:
     """A row a slot; requests of one prompt share its blocks; who is preempted has no slot."""
-    served = served_model_free(max_num_seqs=2, step_seconds=0.01, block_size=4)
+    served = served_model_free(max_num_seqs=2, step_seconds=0.01, block_size=4, num_blocks=2048)
     prompt = "a prompt of five blocks"
     async with running_worker(redis_url, served) as worker:
         ids = [
-            await client.enqueue(prompt, max_tokens=900, tenant="gold", request_id=f"r{n}")
+            await client.enqueue(prompt, max_tokens=3000, tenant="gold", request_id=f"r{n}")
             for n in range(2)
         ]
         page = await open_page(f"#/worker/{worker.worker_id}")
@@ -126,9 +133,17 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await expect(rows).to_have_count(2)
         await expect(rows.nth(0)).to_contain_text("r0decode")
         await expect(rows.nth(0)).to_contain_text("5 shared")
-        await expect(rows.nth(1)).to_contain_text("of 900")
+        await expect(rows.nth(1)).to_contain_text("of 3,000")
         await expect(rows.nth(1)).to_contain_text("gold")
         await expect(page.get_by_text("Shared by several 5")).to_be_visible()
+        legend = await page.locator(".legend").inner_text()
+        told = re.findall(r"(\w[\w ,]*?) ([\d,]+) \(", legend)
+        blocks = {name: int(num.replace(",", "")) for name, num in told}
+        assert blocks["Used by one"] > 0
+        assert blocks["Free"] > 1000
+        assert sum(blocks.values()) == 2048, legend
+        await expect(tile(page, "Step time")).to_have_text(re.compile(r"^[1-9]\d+ ms$"))
+        await expect(tile(page, "Recomputed")).to_have_text("0")
         await expect(page.get_by_text("0 of 2 slots are free")).to_be_visible()
         before = await rows.nth(0).locator(".words").inner_text()
         await expect(rows.nth(0).locator(".words")).not_to_have_text(before)
@@ -138,7 +153,11 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await page.get_by_role("link", name="urgent").click()
         await expect(page.get_by_role("heading", name="urgent")).to_be_visible()
         await page.go_back()
-        for request_id in (*ids, urgent):
+        await client.cancel(urgent)
+        while worker.stats().recomputed_tokens == 0:  # none, where its last block was full
+            await client.generate("me first", priority=-9, max_tokens=1)
+        await expect(tile(page, "Recomputed")).not_to_have_text("0")
+        for request_id in ids:
             await client.cancel(request_id)
         await expect(page.get_by_text("All 2 slots are free.")).to_be_visible()
     await expect(page.get_by_text("This worker is not alive")).to_be_visible()
@@ -214,6 +233,15 @@ async def test_a_requests_life_with_its_text_as_it_comes(
     await expect(page.locator(".facts")).to_contain_text("250 tokens")
     await page.reload()
     await expect(text).to_have_text(text_of(3, 250))
+
+
+async def test_what_was_a_dead_letter_says_so(
+    redis_url: str, client: AsyncClient, open_page: Open
+) -> None:
+    bury(redis_url, "poison")
+    page = await open_page(f"#/request/{await client.requeue('poison')}")
+    await page.locator(".facts div", has_text="Requeued from").get_by_role("link").click()
+    await expect(page.get_by_role("heading", name="poison")).to_be_visible()
 
 
 async def test_texts_are_never_taken_for_html(

@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from producer import AsyncClient
 from shared.settings import Settings
 from tests.helpers import running_worker, served_model_free, text_of
-from tests.producer.gateway.dashboard.conftest import DESKTOP, Open, keep_screenshot
+from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
 from worker.building import build
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -55,6 +55,25 @@ async def test_tokens_come_with_their_probabilities(
         await expect(tip).to_contain_text(f"id {chosen.token_id}, rank {chosen.rank}")
         await page.keyboard.press("Tab")
         await expect(tip).to_be_hidden()
+
+
+async def test_a_token_that_is_tapped_tells_its_probability(
+    redis_url: str, open_page: Open
+) -> None:
+    """For a finger does not hover."""
+    async with running_worker(redis_url):
+        page = await open_page("#/playground", viewport=PHONE, has_touch=True)
+        await page.get_by_label("Prompt").fill("Once")
+        await page.get_by_label("Max tokens").fill("9")
+        await page.get_by_label("Seed").fill("5")
+        await page.get_by_role("button", name="Run").tap()
+        tokens, tip = page.locator(".token"), page.locator(".tokens .tip")
+        await expect(tokens).to_have_count(9)
+        for nth in (2, 6):
+            await tokens.nth(nth).tap()
+            letter = text_of(5, 9)[nth].replace(" ", "␣")
+            await expect(tip.locator("caption")).to_contain_text(f"{letter} id ")
+            await expect(tip).to_contain_text("100")
 
 
 async def test_an_answer_is_stopped(redis_url: str, open_page: Open) -> None:
