@@ -1,0 +1,93 @@
+"""What the Procfile starts, started as a runner of Procfiles does: by a shell, each on its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx2
+import pytest
+import redis
+
+from producer import Client
+from tests.producer.playing import PROMPTQ, free_port
+from tests.roles import as_role, bring_in_roles
+
+PROCFILE = Path(__file__).parents[3] / "Procfile"
+
+StartType = Callable[[str, dict[str, str]], subprocess.Popen[str]]
+
+
+def ready_line(process: subprocess.Popen[str]) -> str:
+    """Its line that says that it is ready, once it is."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.search(r"\bready\b", line):
+            return line
+    raise AssertionError(f"{process.args} ended, code {process.wait()}")
+
+
+@pytest.fixture
+def start_type(tmp_path: Path, environment: dict[str, str]) -> Iterator[StartType]:
+    """Starts a process type; what was started ends with the test."""
+    lines = [line.partition(":") for line in PROCFILE.read_text().splitlines()]
+    commands = {name: command for name, _, command in lines}
+    assert list(commands) == ["server", "worker", "gateway", "jobs"]
+    # `promptq` is this tree's, whatever is installed.
+    command = tmp_path / "promptq"
+    command.write_text(f'#!/bin/sh\nexec {" ".join(PROMPTQ)} "$@"\n')
+    command.chmod(0o755)
+    found_first = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, settings: dict[str, str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            commands[name],
+            shell=True,
+            cwd=PROCFILE.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment, **found_first, **settings},
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in reversed(started):
+        with suppress(ProcessLookupError):  # it ended, and the test has said so
+            os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+
+
+def test_every_process_type_starts_and_finds_the_others(
+    start_type: StartType, tmp_path: Path
+) -> None:
+    """By the port alone, and where the URL of a role is set by that."""
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+    settings = {
+        "PROMPTQ_SERVER_PORT": str(port),
+        "PROMPTQ_HTTP_PORT": "0",
+        "PROMPTQ_MODEL": "model-free",
+        "PROMPTQ_FILES_DIR": str(tmp_path),
+        "PROMPTQ_REDIS_URL_WORKER": as_role("worker", url),
+        "PROMPTQ_REDIS_URL_JOBS": as_role("jobs", url),
+    }
+    ready_line(start_type("server", settings))
+    bring_in_roles(url)
+    others = [start_type(name, settings) for name in ("worker", "jobs", "gateway")]
+    *_, line = map(ready_line, others)
+    found = re.search(r"http://\S+(?=,)", line)
+    assert found is not None
+    assert httpx2.get(f"{found[0]}/readyz").status_code == 200
+    with Client(as_role("producer", url)) as client, redis.Redis.from_url(url) as connection:
+        assert client.generate("Once", max_tokens=3).finish_reason == "length"
+        users = {it["user"] for it in connection.client_list()}
+    assert users == {"worker", "jobs", "producer", "default"}
