@@ -35,10 +35,13 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
     """
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret:
-        key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret.strip()))
+        async with gateway.calling:
+            key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret.strip()))
         if key is not None:
             return key
-    if await gateway.queue.run(api_keys.count(gateway.keys)) == 0:
+    async with gateway.calling:
+        num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
+    if num_keys == 0:
         if _is_from_this_machine(request):
             return _NOBODY
         raise _unauthorised(
@@ -78,7 +81,8 @@ async def admit(
     rates = rates_of(caller, requests)
     if not rates:
         return {}
-    answer = await gateway.queue.run(take_of_rates(caller.name, rates))
+    async with gateway.calling:
+        answer = await gateway.queue.run(take_of_rates(caller.name, rates))
     headers = {}
     for rate in rates:
         headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)

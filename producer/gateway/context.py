@@ -30,7 +30,8 @@ class Gateway:
     watch: QueueWatch
     cancels: Cancels
     calling: asyncio.Semaphore
-    """Held around a call of the client, for the pool refuses whom it has no connection for."""
+    """Held around a call of the client or the queue, for the pool refuses whom it has no connection
+    for."""
 
     @property
     def keys(self) -> Keys:

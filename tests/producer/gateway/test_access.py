@@ -214,6 +214,17 @@ async def test_two_gateways_share_the_rates(redis_url: str) -> None:
     assert sorted(answer.status_code for answer in answers) == [200] * 5 + [429] * 5
 
 
+async def test_many_callers_at_once_are_all_answered(redis_url: str) -> None:
+    """More than there are connections to the server, as when all of another gateway's come over."""
+    secret = make_key(redis_url, name="web", requests_per_minute=1000)
+    options: dict[str, Any] = {
+        "params": {"requests": 1, "max_tokens": 1}, "headers": bearer(secret),
+    }  # fmt: skip
+    async with calling(redis_url) as http:
+        answers = await asyncio.gather(*(http.post("/take", **options) for _ in range(300)))
+    assert {answer.status_code for answer in answers} == {200}
+
+
 async def test_keys_are_kept_hashed(redis_url: str) -> None:
     async with AsyncClient(redis_url) as client:
         secret, made = await client.create_api_key(ApiKey(name="web"))
