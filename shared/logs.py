@@ -92,6 +92,11 @@ def bind(**fields: Any) -> None:
     structlog.contextvars.bind_contextvars(**fields)
 
 
+def unbind(*names: str) -> None:
+    """Undo a `bind`, where a task goes on with something else or has begun another task."""
+    structlog.contextvars.unbind_contextvars(*names)
+
+
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Give a line of the standard library its logger's name, and uvicorn's access lines fields."""
     values = line.pop("positional_args", ())

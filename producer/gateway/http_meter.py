@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import metrics
-from shared.logs import get_logger
+from shared.logs import get_logger, unbind
 from shared.metrics import Histogram, Reading
 
 _UNKNOWN = "unknown"
@@ -58,6 +58,7 @@ class _Measured:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        unbind("request_id")  # a pipelined request begins in the task of the one before it
         status = "500"  # of one that raised before it began to answer
 
         async def noting(message: Message) -> None:

@@ -20,6 +20,7 @@ class _Traced:
         if scope["type"] != "http" or scope["path"] in POLLED:
             await self._app(scope, receive, send)
             return
+        from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         given = {
@@ -30,7 +31,8 @@ class _Traced:
         method = scope["method"]
         with self._tracing.tracer.start_as_current_span(
             method,
-            context=self._tracing.parent(given),
+            # A pipelined request begins within the span of the one before it.
+            context=self._tracing.parent(given) or Context(),
             kind=SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": scope["path"]},
         ) as span:

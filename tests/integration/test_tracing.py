@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -208,6 +210,23 @@ def test_each_call_of_the_api_is_one_trace(redis_url: str, collector: Collector)
             parts = [span.name for span in spans if span.parent_span_id == answer.span_id]
             assert sorted(parts) == ["decode", "prefill", "queue"]
         assert len(spans) == 1 + 2 + 2 + 2 * 3
+
+
+def test_a_call_behind_another_on_its_connection_is_a_trace_of_its_own(
+    redis_url: str, collector: Collector
+) -> None:
+    head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+    calls = f"{head}traceparent: {PARENT}\r\n\r\n{head}Connection: close\r\n\r\n"
+    with live_gateway(redis_url, otlp_endpoint=collector.url) as gateway:
+        address = urlsplit(gateway.url)
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            connection.sendall(calls.encode())
+            while connection.recv(65536):
+                pass
+    first, second = sorted(collector.spans, key=lambda span: span.start_time_unix_nano)
+    assert first.parent_span_id.hex() == PARENT.split("-")[2]
+    assert second.parent_span_id == b""
+    assert second.trace_id != first.trace_id
 
 
 def test_a_second_attempt_and_a_preemption_are_told(redis_url: str, collector: Collector) -> None:
