@@ -167,12 +167,12 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
     redis_url: str, client: AsyncClient
 ) -> None:
     """One slot: a more urgent request takes it, and two more are prepared beyond it."""
-    served = served_model_free(max_num_seqs=1, step_seconds=0.01, block_size=4)
+    served = served_model_free(max_num_seqs=1, step_seconds=0.01, num_blocks=1024)
     async with running_worker(redis_url, served, prefetch_depth=2) as worker:
-        slow = await client.enqueue("a prompt", priority=5, max_tokens=900)
+        slow = await client.enqueue("a prompt", priority=5, max_tokens=6000)
         await anext(client.stream(slow))
         before = await scrape(worker)
-        urgent = await client.enqueue("now", priority=-5, max_tokens=900)
+        urgent = await client.enqueue("now", priority=-5, max_tokens=6000)
         await anext(client.stream(urgent))
         later = [await client.enqueue("then", priority=9, max_tokens=2) for _ in range(3)]
         while worker.intake.available < 2:
@@ -180,21 +180,20 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
         during = await scrape(worker)
         await client.cancel(urgent)
         await client.result(urgent, check=False)
-        begun = worker.engine.stats.generation_tokens
-        while worker.engine.stats.generation_tokens < begun + 2:
-            await asyncio.sleep(0.005)
+        while worker.engine.stats.recomputed_tokens == 0:  # none, where its last block was full
+            await client.generate("now", priority=-5, max_tokens=1)
         await client.cancel(slow)
         for request_id in later:
             await client.result(request_id)
         await until_idle(worker)
         after = await scrape(worker)
     assert value(before, metrics.PREEMPTIONS) == value(before, metrics.WAITING) == 0
-    assert value(during, metrics.PREEMPTIONS) == value(after, metrics.PREEMPTIONS) == 1
+    assert value(during, metrics.PREEMPTIONS) == 1 <= value(after, metrics.PREEMPTIONS)
     assert value(during, metrics.RUNNING) == 1
     assert value(during, metrics.PREFETCHED) == 2
     assert value(during, metrics.WAITING) == value(during, metrics.LEASES) - 1 >= 3
     assert value(during, metrics.RECOMPUTED) == 0
-    assert 0 < value(after, metrics.RECOMPUTED) < 900
+    assert value(after, metrics.RECOMPUTED) > 0
     assert value(after, metrics.WAITING) == value(after, metrics.PREFETCHED) == 0
 
 
