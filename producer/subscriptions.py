@@ -53,6 +53,7 @@ class Subscriptions:
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
+        self._is_quiet = False
 
     def mailbox(self) -> Mailbox:
         """One stream's mailbox. It follows nothing yet; whoever took it closes it."""
@@ -110,8 +111,11 @@ class Subscriptions:
         self._asked.clear()
         self._confirmed.clear()
         self._changed.set()
-        sender = asyncio.create_task(self._send_changes(connection))
-        heard_any = False
+        self._is_quiet = heard_any = False
+        beside = [
+            asyncio.create_task(self._send_changes(connection)),
+            asyncio.create_task(self._give_up_if_quiet(connection)),
+        ]
         try:
             while not me.cancelling():
                 try:
@@ -122,12 +126,13 @@ class Subscriptions:
                     self._refuse(error)
                 else:
                     self._hear(response)
-                heard_any = True
+                self._is_quiet, heard_any = False, True
         except redis.ConnectionError:
             if not heard_any:
                 raise
         finally:
-            await _end(sender)
+            for task in beside:
+                await _end(task)
 
     async def _send_changes(self, connection: Any) -> None:
         """One command a channel, so that a refusal tells which; all there are in one write."""
@@ -146,6 +151,22 @@ class Subscriptions:
             if commands:
                 packed = connection.pack_commands(commands)
                 await heeding_cancels(connection.send_packed_command(packed, check_health=False))
+
+    async def _give_up_if_quiet(self, connection: Any) -> None:
+        """Disconnect when nothing comes, not even an answer: the link may stand and pass nothing.
+
+        A lone stream would ask anew. Of several none knows: each finds in the log what it missed.
+        """
+        seconds = connection.socket_timeout
+        while seconds is not None and not self._is_quiet:
+            self._is_quiet = True
+            await asyncio.sleep(seconds)
+            if self._is_quiet:
+                packed = connection.pack_command("PING")
+                await heeding_cancels(connection.send_packed_command(packed, check_health=False))
+                await asyncio.sleep(seconds)
+        if self._is_quiet:
+            await connection.disconnect(nowait=True)
 
     def _hear(self, response: Any) -> None:
         if not isinstance(response, list) or len(response) != 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -85,6 +86,39 @@ def test_a_stream_that_nothing_reaches_any_more_ends_with_an_error(
     getattr(network, how)()
     with pytest.raises(RedisUnavailableError, match=str(network.port)):
         reading.result()
+
+
+async def test_streams_of_one_client_hear_again(hand: HandWorker, network: Network) -> None:
+    """By their channels: no stream here would ever ask whether it missed any."""
+    claims = []
+    for _ in range(3):
+        put(hand.queue)
+        claims.append(hand.take())
+    texts = dict.fromkeys((claim.request_id for claim in claims), "")
+
+    async def read(request_id: str) -> None:
+        async for event in client.stream(request_id):
+            texts[request_id] += event.text
+
+    def has_read(text: str) -> bool:
+        return all(it == text for it in texts.values())
+
+    async with AsyncClient(network.url, silence_seconds=3600) as client:
+        reading = [asyncio.create_task(read(request_id)) for request_id in texts]
+        for claim in claims:
+            hand.send(claim, "a")
+        await asyncio.to_thread(until, lambda: has_read("a"))
+        network.lose()
+        for claim in claims:
+            hand.send(claim, "b")
+        before = network.num_accepted
+        await asyncio.to_thread(until, lambda: network.num_accepted > before)
+        network.mend()
+        await asyncio.to_thread(until, lambda: has_read("ab"))
+        for claim in claims:
+            hand.finish(claim, "c")
+        await asyncio.gather(*reading)
+    assert has_read("abc")
 
 
 @pytest.mark.parametrize("how", HOW)
