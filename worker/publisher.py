@@ -59,7 +59,7 @@ class Publisher:
 
     @property
     def is_sending(self) -> bool:
-        """Whether rows are on their way."""
+        """Whether rows, or requests that go back, are on their way."""
         return self._num_sending > 0
 
     async def run(self) -> None:
@@ -121,12 +121,16 @@ class Publisher:
         Raises what the server said last when it took nothing for `retry_seconds`.
         """
         short, self._without_memory = self._without_memory, []
+        self._num_sending += 1
+        try:
+            await keep_trying(
+                lambda: release(self._queue, self._leases, short, crashed=True), self._retry_seconds
+            )
+        finally:
+            self._num_sending -= 1
         for held in short:
-            self._log.error("no memory for a request; it goes back", request_id=held.request_id)
+            self._log.error("no memory for a request; it went back", request_id=held.request_id)
             self._on_left(held, "given_back")
-        await keep_trying(
-            lambda: release(self._queue, self._leases, short, crashed=True), self._retry_seconds
-        )
 
     async def _give_back_gaps(self) -> None:
         """The server has lost writes: the next attempt goes on from what it still has."""
