@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test states check format model bench bench-peers bench-cancel bench-drafting bench-gateway bench-gpu bench-sampling bench-grammar bench-lock chaos fuzz soak clean
+.PHONY: demo test states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-sampling bench-grammar bench-lock chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -40,6 +40,10 @@ bench: $(SET_UP)
 # The other engines, each in an environment of its own under benchmarks/.peers.
 bench-peers: $(SET_UP)
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+# A batch of 50,000 lines, and one of few large lines: time, and memory of gateway and jobs.
+bench-batch: $(SET_UP)
+	@$(BIN)/python -m benchmarks.batch $(ARGS)
 
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)

@@ -1,0 +1,149 @@
+"""What a large batch costs, over HTTP as at OpenAI: `python -m benchmarks.batch`.
+
+A file goes through a gateway's `/v1/files` and `/v1/batches`, `promptq jobs` runs it, and a worker
+on the model-free engine answers: first as many lines as a file may have, then about as many bytes,
+in few lines. Peaks are those of a process's own memory (VmHWM), of the jobs' the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from producer.jobs.batch_lines import MAX_FILE_BYTES, MAX_LINES
+from shared.embedded import EmbeddedServer
+
+LOADS = ((MAX_LINES, MAX_FILE_BYTES // MAX_LINES - 250), (40, 5_000_000))
+"""Lines, and bytes of each."""
+_LOOK_SECONDS = 0.05
+
+
+def write_lines(path: Path, count: int, num_bytes: int) -> None:
+    """So many lines, each with as much metadata: what makes a line large is to be no work."""
+    with path.open("w") as file:
+        for number in range(count):
+            metadata = {"text": "x" * num_bytes}
+            body = {"prompt": "Hi", "max_tokens": 5, "seed": number, "metadata": metadata}
+            line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            file.write(json.dumps({**line, "body": body}) + "\n")
+
+
+@contextmanager
+def child(environment: dict[str, str], *args: str) -> Iterator[tuple[int, str]]:
+    """A process of ours: its id, and its line when it was ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *args], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        if not said.startswith("ready"):
+            raise RuntimeError(f"{' '.join(args)} did not start: {said}")
+        yield process.pid, said
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+class Peaks:
+    """Of a process and its descendants, also of those that have ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.largest = 0
+
+    def look(self) -> None:
+        for pid in family_of(self._pid):
+            with suppress(OSError, IndexError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                kib = int(status.partition("VmHWM:")[2].split()[0])
+                self.largest = max(self.largest, kib * 1024)
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    family = [pid]
+    for member in family:
+        with suppress(OSError):
+            for children in Path(f"/proc/{member}/task").glob("*/children"):
+                family += map(int, children.read_text().split())
+    return family
+
+
+def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
+    """Seconds of the upload and of the run; peaks of the gateway, before and after the upload, and
+    of the jobs."""
+    with ExitStack() as stack:
+        url = stack.enter_context(EmbeddedServer()).url
+        environment = {
+            **os.environ,
+            "PROMPTQ_REDIS_URL": url,
+            "PROMPTQ_FILES_DIR": str(folder),
+            "PROMPTQ_LOG_LEVEL": "warning",
+            "TMPDIR": str(folder),
+        }
+        stack.enter_context(child(environment, "worker", "--model", "model-free"))
+        command = ("producer.cli", "gateway", "--port", "0")
+        gateway, said = stack.enter_context(child(environment, *command))
+        jobs, _ = stack.enter_context(child(environment, "producer.cli", "jobs"))
+        address = re.findall(r"http://[\d.]+:\d+", said)[0]
+        client = stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="none"))
+        gateway_peaks, jobs_peaks = Peaks(gateway), Peaks(jobs)
+        client.models.list()
+        gateway_peaks.look()
+        before = gateway_peaks.largest
+        began = time.monotonic()
+        file = client.files.create(file=source, purpose="batch")
+        uploaded = time.monotonic()
+        gateway_peaks.look()
+        after = gateway_peaks.largest
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            time.sleep(_LOOK_SECONDS)
+            jobs_peaks.look()
+            batch = client.batches.retrieve(batch.id)
+        ended = time.monotonic()
+        if batch.status != "completed" or batch.request_counts is None:
+            raise RuntimeError(f"the batch is {batch.status}: {batch.errors}")
+        if batch.request_counts.failed:
+            errors = client.files.content(batch.error_file_id or "").text[:500]
+            raise RuntimeError(f"{batch.request_counts.failed} lines failed, the first: {errors}")
+    return uploaded - began, ended - uploaded, before, after, jobs_peaks.largest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
+    options = parser.parse_args()
+    share = 50 if options.quick else 1
+    table = Table("lines", "MB", "upload, s", "run, s", "gateway, MiB", "a job's process, MiB")
+    for num_lines, num_bytes in LOADS:
+        count = max(1, num_lines // share)
+        with tempfile.TemporaryDirectory(prefix="promptq-batch-") as name:
+            source = Path(name) / "in.jsonl"
+            write_lines(source, count, num_bytes)
+            size = source.stat().st_size
+            upload, run, before, after, jobs = measure(source, Path(name) / "files")
+        cells = [f"{count:,}", f"{size / 1e6:.0f}", f"{upload:.1f}", f"{run:.1f}"]
+        cells.append(f"{before / 2**20:.0f}, then {after / 2**20:.0f}")
+        table.add_row(*cells, f"{jobs / 2**20:.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
