@@ -94,7 +94,7 @@ LARGE = {
         num_workers=1,
     ),
     "two requests, each losing its worker twice, several in a call": World(
-        (Spec("r1", 100, priority=1), Spec("r2", 200, num_tokens=2)),
+        (Spec("r1", 100, priority=1), Spec("r2", 200)),
         REQUIRED | {"step"},
         losses=2,
         max_crashes=2,
