@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import Enum
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from shared import lookups
 from shared.calling import Call
-from shared.errors import RequestNotFoundError
+from shared.errors import RequestNotFoundError, StreamChangedError
 from shared.events import TokenEvent, TokenLogprob
 from shared.keys import Keys
 
@@ -115,8 +116,8 @@ def follow(
     the stream began at a later index, where the borders of its text are lost with the log, that
     event has `index` 0 and holds everything.
 
-    Raises RequestNotFoundError, TimeoutError after `timeout` seconds, and what redis-py raises
-    when the server stays away.
+    Raises RequestNotFoundError, StreamChangedError, TimeoutError after `timeout` seconds, and what
+    redis-py raises when the server stays away.
     """
     return _Stream(keys, request_id, from_index, silence, timeout, clock).steps()
 
@@ -149,6 +150,8 @@ class _Stream:
         self._position = from_index
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
+        self._token_ids = array("q")  # delivered, from `_text_from` on
+        self._was_cut = False  # from the server, which may have lost writes meanwhile
         self._ended = False
         self._silence = silence
         self._timeout = timeout
@@ -164,6 +167,7 @@ class _Stream:
             except (redis.ConnectionError, redis.TimeoutError) as error:
                 if isinstance(error, redis.AuthenticationError):
                     raise
+                self._was_cut = True
                 if self._failures == 0:
                     self._lost_at = self._clock()
                 elif self._clock() - self._lost_at >= GIVE_UP_SECONDS:
@@ -180,22 +184,44 @@ class _Stream:
             if event is not None and event.index <= self._position:
                 yield from self._continue(event)
             else:
+                if answer is Subscribed.SUBSCRIBED and self._token_ids:
+                    self._was_cut = True
                 yield from self._catch_up()
                 self._failures = 0  # the server answers, however short its visit
 
     def _continue(self, event: TokenEvent) -> Steps:
         """Deliver an event of the log or the channel, less what was delivered before."""
+        self._check(event.index, event.token_ids)
         if not event.is_last and event.end <= self._position:
             return
         if event.index < self._position and self._text_from is not None:
             event = yield from self._beyond(event)
+        if event.is_last and self._was_cut:  # what took the place of lost tokens may be unheard
+            _, _, result = yield from self._ask(_ending(self._keys, self._id), _NOTHING)
+            if result is not None:
+                self._check(0, result.token_ids)
         yield self._delivered(event)
+
+    def _check(self, index: int, token_ids: list[int]) -> None:
+        """Raise StreamChangedError if these, from `index` on, are not those that were delivered."""
+        if self._text_from is None or index >= self._position:
+            return
+        start = max(index, self._text_from)
+        theirs = token_ids[start - index : self._position - index]
+        ours = self._token_ids[start - self._text_from :].tolist()[: len(theirs)]
+        if ours != theirs:
+            at = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+            raise StreamChangedError(
+                f"request {self._id!r}: the server lost tokens that this stream has delivered, and"
+                f" other ones took their place from token {start + at} on; read the request anew"
+            )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
         """The event, from now on delivered."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
+        self._token_ids.extend(event.token_ids)
         self._text_length += len(event.text)
         self._ended = event.is_last
         self._failures = 0
@@ -243,6 +269,7 @@ class _Stream:
                 f"no request {self._id!r} is known; it was never enqueued in the queue"
                 f" {self._keys.queue!r}, or its record has expired"
             )
+        self._check(0, result.token_ids)
         yield self._delivered(self._rest(last_event, result))
 
     def _read_log(self) -> Generator[Action, Any, bool]:

@@ -116,6 +116,10 @@ class RequestNotFoundError(RequestError):
     """No request with this id is known; it never was enqueued or its record has expired."""
 
 
+class StreamChangedError(RequestError):
+    """The server has lost tokens that a stream had delivered, and others took their place."""
+
+
 class RequestFailedError(RequestError):
     """The request ended with an error; `error_type` is the last event's `error.type`."""
 

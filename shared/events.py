@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json.encoder
 from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from shared.schemas import FinishReason
 
 _quoted = json.encoder.encode_basestring
 """A text as JSON, in C where there is C; characters beyond ASCII stay as they are."""
+
+
+_TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _numbers(values: list[int]) -> str:
@@ -108,7 +112,7 @@ class TokenEvent(_Wire):
     """One message of a request's stream. `index` counts the tokens that came before it."""
 
     index: int
-    token_ids: list[int]
+    token_ids: list[_TokenId]
     text: str
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None

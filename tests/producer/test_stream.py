@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from producer import Client
-from shared.errors import RequestNotFoundError
+from shared.errors import RequestNotFoundError, StreamChangedError
 from shared.events import TokenEvent
 from shared.keys import Keys
 from shared.schemas import FinishReason
@@ -288,3 +288,17 @@ def test_a_stream_goes_on_with_the_next_attempt(client: Client, worker: Any, rea
     worker.finish(second, "c")
     events = reader.finish()
     assert [(event.text, event.attempt) for event in events] == [("ab", 1), ("c", 2)]
+
+
+def test_other_tokens_in_the_place_of_lost_ones(client: Client, worker: Any, read: Read) -> None:
+    """A server that lost writes has the answer made anew: who read another beginning is told."""
+    request_id = client.enqueue("Hi")
+    reader = read(request_id)
+    claim = worker.take()
+    worker.send(claim, "ab")
+    reader.wait_for("ab")
+    worker.redis.delete(KEYS.tokens(request_id))
+    worker._ends[request_id] = 0
+    worker.channel_only(request_id, worker.event(claim, "ax"))
+    with pytest.raises(StreamChangedError, match="from token 1 on"):
+        reader.finish()

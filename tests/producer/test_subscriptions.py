@@ -15,7 +15,12 @@ from producer import AsyncClient
 from producer.stream import Missed
 from producer.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
 from shared.embedded import EmbeddedServer
-from shared.errors import QueueClosedError, RedisAuthError, RedisUnavailableError
+from shared.errors import (
+    QueueClosedError,
+    RedisAuthError,
+    RedisUnavailableError,
+    StreamChangedError,
+)
 from shared.events import TokenEvent
 from shared.keys import Keys
 from shared.script_values import Claim
@@ -175,6 +180,25 @@ async def test_a_lost_connection_of_many_streams(
     await asyncio.gather(*readers.tasks)
     for events in readers.events:
         assert [event.index for event in events] == [*range(len(texts)), len(texts)]
+
+
+async def test_tokens_that_were_lost_and_replaced_unheard(
+    client: AsyncClient, readers: Readers, own_worker: HandWorker
+) -> None:
+    """As by a failover in bf16: at the end at the latest a stream says that it read other ones."""
+    [claim] = await enqueue(client, own_worker, 1)
+    readers.read(claim.request_id)
+    own_worker.send(claim, "abc")
+    await until(lambda: readers.texts == ["abc"])
+    own_worker.redis.delete(KEYS.tokens(claim.request_id))
+    own_worker.adopt(claim)
+    own_worker.log_only(claim, "axc")
+    own_worker.redis.client_kill_filter(_type="pubsub")
+    await until(lambda: num_following(own_worker, claim.request_id) == 1)
+    own_worker.finish(claim, "d")
+    with pytest.raises(StreamChangedError, match="from token 1 on"):
+        await readers.tasks[0]
+    assert (await client.result(claim.request_id)).text == "axcd"
 
 
 async def test_one_reconnection_for_all(
