@@ -150,7 +150,8 @@ class Client:
         with the event that holds that token. A connection that drops is opened again. An error of
         the request is its last event, not an exception.
 
-        Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds.
+        Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
+        StreamChangedError if the server lost what was read and has other tokens in its place.
         """
         return self._follow(request_id, from_index, timeout)
 
@@ -161,7 +162,8 @@ class Client:
 
         Raises RequestFailedError if it ended with an error, unless `check` is false; a request
         that was cancelled or expired gives what it had. Raises TimeoutError after `timeout`
-        seconds (it goes on; call `cancel` to end it), RequestNotFoundError.
+        seconds (it goes on; call `cancel` to end it), RequestNotFoundError and StreamChangedError
+        as `stream` does.
         """
         return fold(request_id, list(self._follow(request_id, 0, timeout)), check)
 
