@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import openai
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.children import child, peak_bytes
 from producer.jobs.batch_lines import MAX_FILE_BYTES, MAX_LINES
 from shared.embedded import EmbeddedServer
 
@@ -41,23 +38,6 @@ def write_lines(path: Path, count: int, num_bytes: int) -> None:
             file.write(json.dumps({**line, "body": body}) + "\n")
 
 
-@contextmanager
-def child(environment: dict[str, str], *args: str) -> Iterator[tuple[int, str]]:
-    """A process of ours: its id, and its line when it was ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *args], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None
-    try:
-        said = process.stdout.readline()
-        if not said.startswith("ready"):
-            raise RuntimeError(f"{' '.join(args)} did not start: {said}")
-        yield process.pid, said
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 class Peaks:
     """Of a process and its descendants, also of those that have ended."""
 
@@ -68,9 +48,7 @@ class Peaks:
     def look(self) -> None:
         for pid in family_of(self._pid):
             with suppress(OSError, IndexError):
-                status = Path(f"/proc/{pid}/status").read_text()
-                kib = int(status.partition("VmHWM:")[2].split()[0])
-                self.largest = max(self.largest, kib * 1024)
+                self.largest = max(self.largest, peak_bytes(pid))
 
 
 def family_of(pid: int) -> list[int]:
@@ -89,16 +67,14 @@ def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
         environment = {
-            **os.environ,
             "PROMPTQ_REDIS_URL": url,
             "PROMPTQ_FILES_DIR": str(folder),
-            "PROMPTQ_LOG_LEVEL": "warning",
             "TMPDIR": str(folder),
         }
-        stack.enter_context(child(environment, "worker", "--model", "model-free"))
+        stack.enter_context(child("worker", "--model", "model-free", **environment))
         command = ("producer.cli", "gateway", "--port", "0")
-        gateway, said = stack.enter_context(child(environment, *command))
-        jobs, _ = stack.enter_context(child(environment, "producer.cli", "jobs"))
+        gateway, said = stack.enter_context(child(*command, **environment))
+        jobs, _ = stack.enter_context(child("producer.cli", "jobs", **environment))
         address = re.findall(r"http://[\d.]+:\d+", said)[0]
         client = stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="none"))
         gateway_peaks, jobs_peaks = Peaks(gateway), Peaks(jobs)

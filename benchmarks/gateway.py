@@ -15,12 +15,10 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -32,6 +30,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.children import child, peak_bytes
 from benchmarks.statistics import percentile
 from producer.gateway.command import allow_many_connections
 from shared.embedded import EmbeddedServer
@@ -208,23 +207,6 @@ class Measured:
     peak_bytes: int
 
 
-@contextmanager
-def child(*args: str) -> Iterator[tuple[int, str]]:
-    """A part of the benchmark in a process of its own: its id, and its line when it was ready."""
-    command = [sys.executable, "-m", *args]
-    environment = {**os.environ, "PROMPTQ_LOG_LEVEL": "warning"}  # not a line for each stream
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    try:
-        said = process.stdout.readline()
-        if not said.startswith("ready"):
-            raise RuntimeError(f"{' '.join(args)} did not start: {said}")
-        yield process.pid, said
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 def measure(commands: Sequence[Sequence[str]], load: Load) -> Measured:
     """Carry a load through processes that share its streams, and that are started for it."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
@@ -242,22 +224,17 @@ def measure(commands: Sequence[Sequence[str]], load: Load) -> Measured:
             clients = uvloop.run(ask(ports, share))
             cpu_seconds = sum(map(_cpu_seconds, pids)) - cpu_before
             cpu_per_token = cpu_seconds / (load.num_streams * load.num_tokens)
-            peak_bytes = sum(map(_peak_bytes, pids))
+            peak = sum(map(peak_bytes, pids))
         published = published_times(read_noted(noted))
     first = int(load.num_tokens * _FIRST_SHARE)
     arrived = {key: at for key, at in arrival_times(clients).items() if key[1] > first}
     added = [at - published[key] for key, at in arrived.items()]
-    return Measured(added, cpu_per_token, peak_bytes)
+    return Measured(added, cpu_per_token, peak)
 
 
 def _cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def main() -> None:

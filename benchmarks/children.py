@@ -1,0 +1,37 @@
+"""Processes that a benchmark starts, and the most memory that one has had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def child(*args: str, **environment: str) -> Iterator[tuple[int, str]]:
+    """A module of ours in a process of its own: its id, and its line when it was ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *args],
+        stdout=subprocess.PIPE,
+        text=True,
+        # Not a line for each request.
+        env={**os.environ, "PROMPTQ_LOG_LEVEL": "warning", **environment},
+    )
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        if not said.startswith("ready"):
+            raise RuntimeError(f"{' '.join(args)} did not start: {said}")
+        yield process.pid, said
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def peak_bytes(pid: int) -> int:
+    """The most physical memory that a process has had, as Linux counts it (`VmHWM`)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
