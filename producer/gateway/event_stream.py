@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from producer.gateway.context import Gateway
 from producer.gateway.errors import ApiError, ClientLeftError, as_api_error
-from producer.gateway.http_protocol import PIECES
+from producer.gateway.http_protocol import PIECES, Unfinished
 from producer.gateway.openai.chunks import ChoiceWriter, usage_chunk
 from producer.gateway.openai.completion import Completion
 from producer.gateway.openai.endings import failure
@@ -27,9 +27,6 @@ from producer.gateway.presence import while_present
 from shared.errors import PromptqError
 from shared.events import TokenEvent, Usage
 from shared.tool_call_style import ToolCallStyle
-
-Unfinished = Callable[[], Awaitable[None]] | None
-"""What is to be called and awaited before a choice's next event is written, if anything."""
 
 _COMMENT = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"

@@ -14,8 +14,11 @@ MAX_HEAD_BYTES = 65_536
 PIECES = "promptq.pieces"
 """The ASGI extension whose `write(piece)` does what `send` does with a part of the body, after the
 head was sent, and does it at once: `send` goes through every layer of the application. Where the
-client reads slowly it gives what is to be called and awaited before more is written.
+client reads slowly it gives something `Unfinished`.
 """
+
+Unfinished = Callable[[], Awaitable[None]] | None
+"""What is to be called and awaited before more is written, if anything."""
 
 _SILENCE_SECONDS = 60.0
 
@@ -96,10 +99,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(max(left, _SILENCE_SECONDS / 60), self._look)
 
 
-def _write(cycle: RequestResponseCycle, piece: bytes) -> Callable[[], Awaitable[None]] | None:
+def _write(cycle: RequestResponseCycle, piece: bytes) -> Unfinished:
     if not cycle.disconnected:
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         if cycle.flow.write_paused:
-            drain: Callable[[], Awaitable[None]] = cycle.flow.drain
+            drain: Unfinished = cycle.flow.drain
             return drain
     return None
