@@ -180,7 +180,7 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
 class _Sentinel(redis.sentinel.Sentinel):
     def discover_master(self, service_name: str) -> Any:
         try:
-            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]  # as in redis-py
         except redis.sentinel.MasterNotFoundError as error:
             raise _in_short(error) from None
 

@@ -129,7 +129,8 @@ def test_a_master_whose_replica_is_silent_takes_in_nothing_after_a_while(tmp_pat
     ):
         until(lambda: refusal_of(client) == "")  # the replica's last word may be old already
         replica.freeze()
-        until(lambda: refusal_of(client).startswith("NOREPLICAS"))
+        until(lambda: refusal_of(client) != "")
+        assert refusal_of(client).startswith("NOREPLICAS")
         replica.thaw()
         until(lambda: refusal_of(client) == "")
 
