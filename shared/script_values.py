@@ -183,6 +183,7 @@ class Reaped:
     returned: int
     ended: int
     dead: int
+    purged: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,8 @@ def reprioritise(
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
     """Tidy up behind workers and requests whose time is over.
 
-    A request that was aboard at `max_crashes` lost leases, at the last of them alone, is buried.
+    A request that was aboard at `max_crashes` lost leases, at the last of them alone, is buried; a
+    dead letter that was kept for its time is deleted.
     """
 
     def parse(reply: list[int]) -> Reaped:

@@ -18,6 +18,15 @@ local function bury(id, crashes)
   redis.call('ZADD', prefix .. 'dead', now_text, id)
 end
 
+-- Delete a dead letter and all that is kept of it; false if it is none.
+local function purge(id)
+  if redis.call('ZREM', prefix .. 'dead', id) == 0 then return false end
+  -- A stranger may have put it into a queue again.
+  drop_holds(id, (read_request(id, 'tenant') or {}).tenant)
+  redis.call('DEL', request_key(id), tokens_key(id))
+  return true
+end
+
 -- Whether to wait with a lost lease that would bury the request: its worker ran it alone and told of itself
 -- so lately that it may be slow, not dead. Then the lease goes on until the worker counts as gone. Once an
 -- attempt only, for a worker may also live and have lost the request.

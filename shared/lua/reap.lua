@@ -1,12 +1,14 @@
--- Tidy up behind whoever is gone: leases that ran out, deadlines that passed, delays that are over.
+-- Tidy up behind whoever is gone: leases that ran out, deadlines that passed, delays that are over,
+-- dead letters that were kept for their time.
 -- KEYS  1 pending
 -- ARGV  1 max crashes: so many lost leases, the last of them while it ran alone, make a request a
 --         dead letter   2 limit a call
--- Reply {requests back to waiting, ended, dead}
+-- Reply {requests back to waiting, ended, dead, purged}
 
 local max_crashes, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
+local dead_ttl = whole(config('dead_ttl_ms'), 1209600000) -- two weeks
 write_needs_no_memory()
-local returned, ended, dead = promote_delayed(), 0, 0
+local returned, ended, dead, purged = promote_delayed(), 0, 0, 0
 
 for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE', 'LIMIT', 0, limit)) do
   local fields = read_request(id, 'state', 'payload', 'cancelled', 'score')
@@ -30,6 +32,12 @@ for id in pairs(past_deadline()) do
     ended = ended + 1
   end
 end
+if dead_ttl > 0 then
+  for _, id in ipairs(redis.call('ZRANGE', prefix .. 'dead', '-inf', exact(now - dead_ttl), 'BYSCORE',
+    'LIMIT', 0, limit)) do
+    if purge(id) then purged = purged + 1 end
+  end
+end
 carry_out()
 if returned > 0 then wake_workers() end
-return {returned, ended, dead}
+return {returned, ended, dead, purged}

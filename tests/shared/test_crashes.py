@@ -274,6 +274,30 @@ def test_a_purged_dead_letter_leaves_nothing(client: Any, queue: RequestQueue) -
         queue.requeue("a")
 
 
+@pytest.mark.parametrize(("kept_ms", "setting"), [(14 * 86_400_000, None), (60_000, "60000")])
+def test_a_dead_letter_that_was_kept_for_its_time_is_deleted(
+    client: Any, queue: RequestQueue, kept_ms: int, setting: str | None
+) -> None:
+    if setting:
+        client.hset(queue.keys.config, "dead_ttl_ms", setting)
+    bury(client, queue, "old")
+    bury(client, queue, "new")
+    now = time.time() * 1000
+    client.zadd(queue.keys.dead, {"old": now - kept_ms - 1, "new": now - kept_ms + 30_000})
+    assert queue.reap().purged == 1
+    assert client.zrange(queue.keys.dead, 0, -1) == [b"new"]
+    assert client.exists(queue.keys.request("old"), queue.keys.tokens("old")) == 0
+    assert queue.state("new") is RequestState.DEAD
+
+
+def test_dead_letters_are_kept_for_ever_if_asked(client: Any, queue: RequestQueue) -> None:
+    client.hset(queue.keys.config, "dead_ttl_ms", "0")
+    bury(client, queue, "a")
+    client.zadd(queue.keys.dead, {"a": 1})
+    assert queue.reap().purged == 0
+    assert queue.state("a") is RequestState.DEAD
+
+
 # --- backoff
 
 

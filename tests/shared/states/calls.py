@@ -20,7 +20,7 @@ from shared.script_values import (
     Room,
     Row,
 )
-from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
+from tests.shared.states.world import AMPLE, DEAD_TTL_MS, KEYS, NOW_MS, Spec
 
 LEASE_MS = 3_600_000
 PAST = NOW_MS - 1
@@ -128,6 +128,13 @@ def be_orphaned_for_long(request_id: str) -> Move:
     text = f"{request_id} was seen to stand nowhere an hour ago"
     call = plain("ZADD", KEYS.prefix + "orphans", "XX", LONG_PAST, request_id)
     return Move("grace", text, (call,), (request_id,), is_fair=True)
+
+
+@cache
+def be_dead_for_long(request_id: str) -> Move:
+    text = f"{request_id} was buried two weeks ago"
+    call = plain("ZADD", KEYS.dead, "XX", NOW_MS - DEAD_TTL_MS, request_id)
+    return Move("fortnight", text, (call,), (request_id,))
 
 
 def request_of(spec: Spec) -> Request:

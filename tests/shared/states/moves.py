@@ -29,6 +29,7 @@ session     claims by a worker that says which claim it heard of last: all were 
             the last was lost, and it claims anew; or the very same call comes once more
 requeue     a dead letter is run again
 purge       a dead letter is deleted, and the id may be used again, as with `forget`
+fortnight   a dead letter was buried two weeks ago
 pause       the queue hands out nothing; or goes on
 again       a plain client puts an id into `pending` that is there already, or has ended
 both        the script enqueues an id that plain commands may put in
@@ -50,7 +51,7 @@ from collections.abc import Iterator
 from shared.script_values import Held
 from tests.shared.states import calls
 from tests.shared.states.calls import FORGOTTEN, LONG_PAST, NONCE, PAST, SESSION, Move
-from tests.shared.states.world import KEYS, WORKERS, Spec, View, World
+from tests.shared.states.world import KEYS, NOW_MS, WORKERS, Spec, View, World
 
 REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire", "wait", "reap"})
 ALL = REQUIRED | {
@@ -69,6 +70,7 @@ ALL = REQUIRED | {
         "session",
         "requeue",
         "purge",
+        "fortnight",
         "again",
         "both",
         "pause",
@@ -189,6 +191,8 @@ def _pass_time(world: World, view: View, spec: Spec) -> Iterator[Move]:
 def _forget(world: World, view: View, spec: Spec) -> Iterator[Move]:
     request_id = spec.request_id
     yield calls.purge(request_id)
+    if view.dead.get(request_id, 0) == NOW_MS:
+        yield calls.be_dead_for_long(request_id)
     if view.is_final(request_id) and view.log(request_id):
         yield calls.forget_log(request_id)
     elif KEYS.request(request_id) in view.expiring:  # a hash outlives its log

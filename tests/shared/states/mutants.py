@@ -243,8 +243,8 @@ MUTANTS = (
     Mutant(
         "a_purge_deletes_dead_letters",
         "purge",
-        "redis.call('ZREM', prefix .. 'dead', id) == 1",
-        "redis.call('EXISTS', request_key(id)) == 1",
+        "redis.call('ZREM', prefix .. 'dead', id) == 0",
+        "redis.call('EXISTS', request_key(id)) == 0",
         DEAD,
     ),
     Mutant(  # a request that a key was used for is gone
@@ -331,14 +331,28 @@ MUTANTS = (
     Mutant(
         "a_reaper_leaves_nothing_overdue",
         "reap",
-        "promote_delayed(), 0, 0",
-        "0, 0, 0",
+        "promote_delayed(), 0, 0, 0",
+        "0, 0, 0, 0",
     ),
     Mutant(
         "a_reaper_leaves_nothing_overdue",
         "reap",
         "dead = dead + 1",
         "returned = returned + 1",
+    ),
+    Mutant(  # a dead letter that is to be kept
+        "a_reaper_leaves_nothing_overdue",
+        "reap",
+        "exact(now - dead_ttl)",
+        "now_text",
+        DEAD,
+    ),
+    Mutant(
+        "a_reaper_leaves_nothing_overdue",
+        "reap",
+        "if dead_ttl > 0",
+        "if dead_ttl > 2000000000",
+        DEAD,
     ),
     Mutant(  # before the second of a plain client's commands
         "a_sweep_lets_go_of_orphans",

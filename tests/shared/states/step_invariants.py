@@ -61,14 +61,19 @@ def scripts_raise_no_errors(step: Step) -> Problems:
 
 def what_has_ended_never_changes(step: Step) -> Problems:
     """State, last event, result and log of a request stay as they were when it ended; the log may
-    expire, then all of it. A purge may delete a dead letter.
+    expire, then all of it. A purge may delete a dead letter, and a reaper one that was kept for its
+    time.
     """
     for request_id in step.world.by_id:
         if not step.before.is_final(request_id):
             continue
-        if step.move.kind == "forget" or (
-            step.move.kind == "purge" and step.before.state(request_id) == "dead"
-        ):
+        is_dead = step.before.state(request_id) == "dead"
+        may_go = {
+            "forget": True,
+            "purge": is_dead,
+            "reap": step.before.is_dead_for_long(request_id),
+        }
+        if may_go.get(step.move.kind, False):
             continue
         old, new = step.before.fields(request_id), step.after.fields(request_id)
         for field in ("state", "finish_reason", "finished_at", "last_event", "result", "attempt"):

@@ -61,8 +61,8 @@ def a_change_of_priority_is_whole(step: Step) -> Problems:
 
 def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
     """After a reap no lease has run out, no delay is over, nothing that waits is overdue. It tells
-    how many it put back into the queue (of which a deadline may have ended some), ended, and
-    buried.
+    how many it put back into the queue (of which a deadline may have ended some), ended, buried,
+    and deleted: of dead letters those that were kept for their time, wholly.
     """
     if step.move.kind != "reap":
         return
@@ -75,8 +75,14 @@ def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
             expected["returned"] += 1
         if step.after.is_final(request_id) and not step.before.is_final(request_id):
             expected["dead" if state == "dead" else "ended"] += 1
-    if told != Reaped(expected["returned"], expected["ended"], expected["dead"]):
-        yield f"the reaper tells {told} of {expected}"
+        if step.before.is_dead_for_long(request_id):
+            expected["purged"] += 1
+            left = all_of(step.after, request_id)
+            if any(left):
+                yield f"{request_id} was kept for its time; left is {left}"
+    counted = Reaped(*(expected[it] for it in ("returned", "ended", "dead", "purged")))
+    if told != counted:
+        yield f"the reaper tells {told} of {counted}"
     for request_id in step.world.by_id:
         if step.after.leases.get(request_id, NOW_MS + 1) <= NOW_MS:
             yield f"the lease of {request_id} has run out"

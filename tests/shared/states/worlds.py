@@ -16,7 +16,7 @@ _ONE = World(
 )
 _PLAIN = World(
     (Spec("r1", 100, plain=True),),
-    ALL - {"requeue", "purge", "time", "pause", "session"},
+    ALL - {"requeue", "purge", "fortnight", "time", "pause", "session"},
     losses=1,
     max_crashes=2,
     all_positions=True,
@@ -26,14 +26,14 @@ SMALL = {
     "one request, everything but that it is forgotten": replace(
         _ONE,
         specs=(replace(_ONE.specs[0], num_tokens=2),),
-        moves=_ONE.moves - {"forget", "lapse", "purge"},
+        moves=_ONE.moves - {"forget", "lapse", "purge", "fortnight"},
     ),
     "one request of one token by plain commands, everything": replace(
         _PLAIN, specs=(replace(_PLAIN.specs[0], num_tokens=1),), moves=_PLAIN.moves - {"step"}
     ),
     "a dead letter and what is made of it": World(
         (Spec("r1", 100, num_tokens=2), Spec("r2", 200, num_tokens=1, requeue_of="r1")),
-        REQUIRED | {"requeue", "purge", "fail"},
+        REQUIRED | {"requeue", "purge", "fortnight", "fail"},
         losses=2,
         max_crashes=2,
     ),
