@@ -134,9 +134,10 @@ def _ready_line(
 ) -> str:
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
+    dtype = f" in {served.dtype}" if served.dtype else ""
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
-        f" in {served.dtype}{', ' * bool(served.way)}{served.way},"
+        f"{dtype}{', ' * bool(served.way)}{served.way},"
         f" queue {settings.queue} at {without_password(redis_url)},"
         f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens ({megabytes:,.0f} MiB),"
         f" up to {limits.max_model_len:,} tokens a request" + (f"; {stages}" if stages else "")

@@ -44,6 +44,7 @@ class Served:
     end_token_ids: frozenset[int]
     device: str
     dtype: str
+    """Empty where nothing is computed."""
     way: str = ""
     """How it computes, in words: native code, or why not."""
     grammars: Grammars | None = None
@@ -81,7 +82,7 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
     )
     engine = _engine(runner, settings, _SPECULATIVE_TOKENS)
     identity = ModelIdentity(MODEL_FREE, MODEL_FREE)
-    return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "none")
+    return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
 
 
 def _build_model(settings: Settings, memory: int | None, progress: Progress) -> Served:
