@@ -61,10 +61,10 @@ class Intake:
     `room` tells what the worker has room for, given how many to keep ready beyond free slots.
     `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
     to generate; `renew` renews leases and tells prompt lengths; `on_ready` hears that something is
-    available. `depth` None adapts to the rate of hand-outs, so
-    that about 100 ms of work lie ready. Claims are in `leases` from the first, to be renewed there;
-    one whose preparation takes longer than `stuck_seconds` counts as hung. `claim_time` is told how
-    long each claim took.
+    available, `on_lost` of what is still held of an earlier attempt at a request that was claimed.
+    `depth` None adapts to the rate of hand-outs, so that about 100 ms of work lie ready. Claims are
+    in `leases` from the first, to be renewed there; one whose preparation takes longer than
+    `stuck_seconds` counts as hung. `claim_time` is told how long each claim took.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Intake:
         room: Callable[[int], Room],
         renew: Callable[[list[HeldRequest]], Awaitable[None]],
         on_ready: Callable[[], None],
+        on_lost: Callable[[HeldRequest], None],
         on_invalid: Callable[[Claim, InvalidRequestError], Awaitable[None]],
         on_complete: Callable[[HeldRequest], Awaitable[None]],
         depth: int | None = None,
@@ -91,6 +92,7 @@ class Intake:
         self._room = room
         self._renew = renew
         self._on_ready = on_ready
+        self._on_lost = on_lost
         self._on_invalid = on_invalid
         self._on_complete = on_complete
         self._fixed_depth = depth
@@ -251,6 +253,9 @@ class Intake:
         if not claims:
             return 0
         self.metrics.num_claimed += len(claims)
+        for claim in claims:
+            if (earlier := self._leases.by_request(claim.request_id)) is not None:
+                self._on_lost(earlier)
         self._leases.add_claims(claims)
         prepared = await asyncio.to_thread(self._prepare, claims)
         self._preparing = None

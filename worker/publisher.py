@@ -179,6 +179,10 @@ class Publisher:
             self._engine.abort(held.sequence_id)
             self._leases.mark_out_of_engine(held)
 
+    def lose(self, held: HeldRequest) -> None:
+        """Let go of what another attempt has, be it one of this very worker."""
+        self._settle(held, RowStatus.FENCED)
+
     def _note_end(
         self, request_id: str, status: RowStatus, held: Leased | None, reason: str = ""
     ) -> None:
@@ -235,11 +239,6 @@ class Publisher:
     def _row(self, output: SequenceOutput, at: float) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)
         if held is None or held.ended:
-            return None
-        if self._leases.by_request(held.request_id) is not held:
-            # Its lease was lost, and this very worker was the next to claim the request.
-            self.abort(held)
-            self._leases.drop(held)
             return None
         if output.timing is not None:
             held.timing = output.timing

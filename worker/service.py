@@ -110,6 +110,7 @@ class Worker:
             room=self._room,
             renew=self._publisher.renew,
             on_ready=self._feed,
+            on_lost=self._publisher.lose,
             on_invalid=self._fail_claim,
             on_complete=self._complete,
             depth=settings.prefetch_depth,

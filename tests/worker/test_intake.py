@@ -67,6 +67,7 @@ class House:
             room=self.room,
             renew=self.renew,
             on_ready=lambda: None,
+            on_lost=self.leases.drop,
             on_invalid=self.on_invalid,
             on_complete=self.on_complete,
             depth=depth,

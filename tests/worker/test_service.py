@@ -426,6 +426,7 @@ async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
         result = await finished(queue, request_id)
         assert result["text"] == text_of(2, 30)
         assert result["stats"]["attempts"] == 2
+        assert worker.meter.num_fences_lost == 1
         while worker.leases.num_in_engine or worker.served.engine.has_work:
             await asyncio.sleep(0.002)
     await client.aclose()
