@@ -76,7 +76,7 @@ def test_without_persistence_a_killed_server_ends_its_streams_with_an_error(
     events: list[TokenEvent] = []
     with (
         OwnServer(tmp_path / "server", "--appendonly", "no") as server,
-        started(tmp_path, server.url, module=FAULTY) as worker,
+        started(tmp_path, server.url, module=FAULTY, STEP_SECONDS="0.01") as worker,
         Client(server.url) as client,
     ):
         request_id = client.enqueue("a", seed=1, max_tokens=LONG)
