@@ -28,5 +28,5 @@ class ShortRunner(ModelRunner):
 
 
 if __name__ == "__main__":
-    model_runner.ModelRunner = ShortRunner  # type: ignore[misc]
+    model_runner.ModelRunner = ShortRunner  # type: ignore[misc]  # a class in the place of another
     command.main()

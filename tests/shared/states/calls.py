@@ -20,7 +20,7 @@ from shared.script_values import (
     Room,
     Row,
 )
-from tests.shared.states.world import AMPLE, DEAD_TTL_MS, KEYS, NOW_MS, Spec
+from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
 
 LEASE_MS = 3_600_000
 PAST = NOW_MS - 1
@@ -121,20 +121,6 @@ def lose(request_id: str) -> Move:
 @cache
 def sweep() -> Move:
     return Move("sweep", "somebody sweeps", (scripts.sweep(limit=1000),), (), is_fair=True)
-
-
-@cache
-def be_orphaned_for_long(request_id: str) -> Move:
-    text = f"{request_id} was seen to stand nowhere an hour ago"
-    call = plain("ZADD", KEYS.prefix + "orphans", "XX", LONG_PAST, request_id)
-    return Move("grace", text, (call,), (request_id,), is_fair=True)
-
-
-@cache
-def be_dead_for_long(request_id: str) -> Move:
-    text = f"{request_id} was buried two weeks ago"
-    call = plain("ZADD", KEYS.dead, "XX", NOW_MS - DEAD_TTL_MS, request_id)
-    return Move("fortnight", text, (call,), (request_id,))
 
 
 def request_of(spec: Spec) -> Request:
@@ -295,8 +281,10 @@ def pause(paused: str) -> Move:
 
 
 @cache
-def to_the_past(kind: str, text: str, key: str, request_id: str, is_fair: bool = False) -> Move:
-    call = plain("ZADD", key, "XX", PAST, request_id)
+def to_the_past(
+    kind: str, text: str, key: str, request_id: str, at: int = PAST, is_fair: bool = False
+) -> Move:
+    call = plain("ZADD", key, "XX", at, request_id)
     return Move(kind, text.format(request_id), (call,), (request_id,), is_fair=is_fair)
 
 

@@ -51,7 +51,7 @@ from collections.abc import Iterator
 from shared.script_values import Held
 from tests.shared.states import calls
 from tests.shared.states.calls import FORGOTTEN, LONG_PAST, NONCE, PAST, SESSION, Move
-from tests.shared.states.world import KEYS, NOW_MS, WORKERS, Spec, View, World
+from tests.shared.states.world import KEYS, LONG_DEAD, WORKERS, Spec, View, World
 
 REQUIRED = frozenset({"produce", "cancel", "claim", "publish", "renew", "expire", "wait", "reap"})
 ALL = REQUIRED | {
@@ -181,18 +181,21 @@ def _pass_time(world: World, view: View, spec: Spec) -> Iterator[Move]:
     request_id = spec.request_id
     may_be_lost = view.attempt(request_id) <= world.losses
     if may_be_lost and view.leases.get(request_id, PAST) > PAST:
-        yield calls.to_the_past("expire", "the lease of {} runs out", KEYS.leases, request_id, True)
+        text = "the lease of {} runs out"
+        yield calls.to_the_past("expire", text, KEYS.leases, request_id, is_fair=True)
     if view.delayed.get(request_id, PAST) > PAST:
-        yield calls.to_the_past("wait", "the delay of {} is over", KEYS.delayed, request_id, True)
+        text = "the delay of {} is over"
+        yield calls.to_the_past("wait", text, KEYS.delayed, request_id, is_fair=True)
     if view.deadlines.get(request_id, PAST) > PAST:
         yield calls.to_the_past("time", "the deadline of {} passes", KEYS.deadlines, request_id)
+    if view.dead.get(request_id, LONG_DEAD) > LONG_DEAD:
+        text = "{} was buried two weeks ago"
+        yield calls.to_the_past("fortnight", text, KEYS.dead, request_id, LONG_DEAD)
 
 
 def _forget(world: World, view: View, spec: Spec) -> Iterator[Move]:
     request_id = spec.request_id
     yield calls.purge(request_id)
-    if view.dead.get(request_id, 0) == NOW_MS:
-        yield calls.be_dead_for_long(request_id)
     if view.is_final(request_id) and view.log(request_id):
         yield calls.forget_log(request_id)
     elif KEYS.request(request_id) in view.expiring:  # a hash outlives its log
@@ -210,7 +213,8 @@ def _stray(world: World, view: View, spec: Spec) -> Iterator[Move]:
         if view.is_accepted(request_id) and view.is_orphan(request_id):
             yield calls.lose(request_id)
     if view.orphans.get(request_id, LONG_PAST) > LONG_PAST:
-        yield calls.be_orphaned_for_long(request_id)
+        text, orphans = "{} was seen to stand nowhere an hour ago", KEYS.prefix + "orphans"
+        yield calls.to_the_past("grace", text, orphans, request_id, LONG_PAST, is_fair=True)
 
 
 def _claims_in_session(world: World, view: View) -> Iterator[Move]:

@@ -67,13 +67,12 @@ def what_has_ended_never_changes(step: Step) -> Problems:
     for request_id in step.world.by_id:
         if not step.before.is_final(request_id):
             continue
-        is_dead = step.before.state(request_id) == "dead"
-        may_go = {
-            "forget": True,
-            "purge": is_dead,
-            "reap": step.before.is_dead_for_long(request_id),
-        }
-        if may_go.get(step.move.kind, False):
+        kind = step.move.kind
+        if (
+            kind == "forget"
+            or (kind == "purge" and step.before.state(request_id) == "dead")
+            or (kind == "reap" and step.before.is_dead_for_long(request_id))
+        ):
             continue
         old, new = step.before.fields(request_id), step.after.fields(request_id)
         for field in ("state", "finish_reason", "finished_at", "last_event", "result", "attempt"):

@@ -25,8 +25,8 @@ NOW_MS = 1_790_000_000_000
 """The clock of the explored server stands still. That time passes is a move: it puts what is waited
 for (the end of a lease, a delay, a deadline) into the past."""
 
-DEAD_TTL_MS = 14 * 24 * 3_600_000
-"""For how long dead letters are kept."""
+LONG_DEAD = NOW_MS - 14 * 24 * 3_600_000
+"""What was buried then or before has been kept for its time."""
 
 AMPLE = 10**6
 """A token budget that everything fits in."""
@@ -207,7 +207,7 @@ class View:
 
     def is_dead_for_long(self, request_id: str) -> bool:
         """Whether it is a dead letter that was kept for its time."""
-        return self.dead.get(request_id, NOW_MS) <= NOW_MS - DEAD_TTL_MS
+        return self.dead.get(request_id, NOW_MS) <= LONG_DEAD
 
 
 @cache
