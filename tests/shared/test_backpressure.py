@@ -6,7 +6,6 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from shared.script_values import Claim, Held, NewRequest, Room, Row
 from tests.helpers import Server
 
 ROOM = Room(max_count=1000, token_budget=10**9)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    client = server.connect()
-    yield client
-    client.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,22 +11,9 @@ import pytest
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
 from shared.script_values import CancelStatus
-from tests.helpers import Server
-from tests.shared.test_request_queue import ROOM, held, ids, last_event, put, row
+from tests.shared.requests import ROOM, held, ids, last_event, put, row
 
 PAYLOAD = '{"prompt":"a"}'
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    client = server.connect()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def queue(client: Any) -> RequestQueue:
-    return RequestQueue(client, worker_id="w1")
 
 
 def sweep(queue: RequestQueue) -> int:

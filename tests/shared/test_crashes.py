@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,9 @@ from shared.observations import WorkerStats
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
 from shared.script_values import Claim, ClaimContext, ModelIdentity, Room, RowStatus
-from tests.helpers import Server
-from tests.shared.test_request_queue import ROOM, held, ids, last_event, put, row
+from tests.shared.requests import ROOM, held, ids, last_event, put, row
 
 BUSY = Room(max_count=1000, token_budget=10**9, num_held=1)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    client = server.connect()
-    yield client
-    client.close()
 
 
 @pytest.fixture

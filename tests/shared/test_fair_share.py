@@ -33,13 +33,6 @@ LONGEST_ESTIMATE = 60
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    client = server.connect()
-    yield client
-    client.close()
-
-
-@pytest.fixture
 def world(redis_url: str) -> Iterator[World]:
     seed = random.randrange(2**32)
     print(f"seed {seed}")

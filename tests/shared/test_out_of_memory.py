@@ -17,7 +17,7 @@ from shared.schemas import FinishReason, RequestState
 from shared.script_values import CancelStatus, Claim
 from tests.helpers import redis_server
 from tests.roles import QueueClient, bring_in_roles
-from tests.shared.test_request_queue import ROOM, held, ids, last_event, log_of, new, put, row
+from tests.shared.requests import ROOM, held, ids, last_event, log_of, new, put, row
 
 Snapshot = dict[bytes, Any]
 
@@ -42,11 +42,6 @@ def client(request: pytest.FixtureRequest) -> Iterator[Any]:
         client.flushall()
         yield client
         client.config_set("maxmemory", 0)
-
-
-@pytest.fixture
-def queue(client: Any) -> RequestQueue:
-    return RequestQueue(client, worker_id="w1")
 
 
 def run_out(client: Any) -> None:

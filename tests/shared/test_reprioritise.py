@@ -14,7 +14,7 @@ from shared.errors import InvalidRequestError
 from shared.request_queue import RequestQueue
 from shared.script_values import Held, PriorityStatus
 from tests.helpers import Server
-from tests.shared.test_request_queue import ROOM, ids, put, put_plainly
+from tests.shared.requests import ROOM, ids, put, put_plainly
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
 from typing import Any
 
 import pytest
@@ -11,21 +12,180 @@ from shared import lookups, scripts
 from shared.errors import QueueFullError, RequestExistsError
 from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, RequestState
-from shared.script_values import CancelStatus
-from tests.helpers import Server
-from tests.shared.test_request_queue import ROOM, held, ids, last_event, new, put, put_plainly, row
+from shared.script_values import CancelStatus, Room, RowStatus
+from tests.shared.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[Any]:
-    client = server.connect()
-    yield client
-    client.close()
+def test_what_finished_is_not_run_again_and_its_end_is_told_again(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+    with client.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(queue.keys.events("a"))
+        channel.get_message(timeout=1)
+        client.zadd(queue.keys.pending, {"a": 1})
+        assert queue.take_batch(ROOM) == []
+        message = channel.get_message(timeout=5)
+    assert json.loads(message["data"])["finish_reason"] == "stop"
+    assert queue.is_empty()
 
 
-@pytest.fixture
-def queue(client: Any) -> RequestQueue:
-    return RequestQueue(client, worker_id="w1")
+def test_what_runs_is_not_run_twice(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    queue.take_batch(ROOM)
+    client.zadd(queue.keys.pending, {"a": 1})
+    assert queue.take_batch(ROOM) == []
+    assert queue.state("a") is RequestState.ACTIVE
+
+
+def test_ids_without_a_proper_request_end_with_an_error(client: Any, queue: RequestQueue) -> None:
+    client.zadd(queue.keys.pending, {"no-hash": 1, "with space": 2, "wrong-type": 3, "bad-log": 4})
+    client.hset(queue.keys.request("with space"), "payload", '{"prompt":"a"}')
+    client.set(queue.keys.request("wrong-type"), "text")
+    client.hset(queue.keys.request("bad-log"), "payload", '{"prompt":"a"}')
+    client.set(queue.keys.tokens("bad-log"), "text")
+    put(queue, "good")
+    assert ids(queue.take_batch(ROOM)) == ["good"]
+    assert queue.is_empty()
+    messages = {
+        name: last_event(client, queue, name)["error"]["message"]
+        for name in ("no-hash", "with space", "wrong-type")
+    }
+    assert messages["no-hash"].startswith("payload: ")
+    assert messages["with space"].startswith("id: ")
+    assert messages["wrong-type"].startswith("request: ")
+    assert queue.state("bad-log") is RequestState.FAILED
+
+
+def test_a_newer_version_is_left_to_newer_workers(client: Any, queue: RequestQueue) -> None:
+    put_plainly(client, queue, "newer", 1, '{"prompt":"a","version":2}')
+    put_plainly(client, queue, "nested", 2, '{"prompt":"a","metadata":{"version":2}}')
+    put_plainly(client, queue, "broken", 3, '{"prompt":"a","version":2')
+    assert ids(queue.take_batch(ROOM)) == ["nested", "broken"]
+    assert queue.contains("newer")
+
+
+def test_a_plain_request_brings_its_priority_for_preemption(
+    client: Any, queue: RequestQueue
+) -> None:
+    put_plainly(client, queue, "plain", 1, '{"prompt":"a","max_tokens":4,"priority":-7}')
+    full = Room(max_count=0, token_budget=0, capacity=1000, preemptible=[(-6, 500)])
+    assert ids(queue.take_batch(full)) == ["plain"]
+
+
+def test_long_queues_of_cancelled_requests_are_worked_off(client: Any, queue: RequestQueue) -> None:
+    """One call looks at a bounded number; the next goes on."""
+    batch = [new() for _ in range(1500)]
+    queue.enqueue(batch)
+    for item in batch:
+        client.hset(queue.keys.request(item.request_id), "cancelled", "1")
+    put(queue, "good")
+    for _ in range(10):
+        if claims := queue.take_batch(ROOM):
+            break
+    assert ids(claims) == ["good"]
+    assert queue.state(batch[0].request_id) is RequestState.CANCELLED
+
+
+SPOILT = [
+    ("attempt", "x"),
+    ("prompt_tokens", "abc"),
+    ("prompt_tokens", "1.5"),
+    ("enqueued_at", "2026-01-01T00:00:00"),
+    ("enqueued_at", "1790000000.5"),
+    ("seed", "abc"),
+    ("seed", "-"),
+    ("passed", "x"),
+    ("crashes", "x"),
+    ("priority", "x"),
+    ("priority", "nan"),
+    ("score", "soon"),
+    ("score", "nan"),
+    ("state", "queued"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SPOILT)
+def test_a_spoilt_field_hinders_neither_the_request_nor_others(
+    client: Any, name: str, value: str
+) -> None:
+    queue = RequestQueue(client, lease_ms=1)
+    for request_id in ("bad", "late"):
+        payload = {"payload": '{"prompt":"a"}', name: value}
+        client.hset(queue.keys.request(request_id), mapping=payload)
+    client.zadd(queue.keys.pending, {"bad": 1})
+    client.zadd(queue.keys.delayed, {"late": 1})
+    assert queue.state("bad") is RequestState.WAITING
+    put(queue, "good")
+    assert sorted(ids(queue.take_batch(ROOM))) == ["bad", "good", "late"]
+    client.hset(queue.keys.request("bad"), name, value)
+    time.sleep(0.01)
+    assert queue.reap().returned == 3
+    claims = {claim.request_id: claim for claim in queue.take_batch(ROOM)}
+    assert sorted(claims) == ["bad", "good", "late"]
+    client.hset(queue.keys.request("bad"), name, value)
+    assert queue.release([held(claims["bad"]), held(claims["good"])]) == ["waiting", "waiting"]
+    assert queue.contains("bad")
+    assert queue.cancel("bad") is CancelStatus.CANCELLED
+    assert last_event(client, queue, "bad")["finish_reason"] == "cancelled"
+
+
+@pytest.mark.parametrize(
+    "name", ["aging_ms", "max_pending", "log_ttl_ms", "result_ttl_ms", "strict_priority", "pubsub"]
+)
+@pytest.mark.parametrize("value", ["abc", "inf", "nan", "", "1e300"])
+def test_a_setting_without_sense_counts_as_left_out(
+    client: Any, queue: RequestQueue, name: str, value: str
+) -> None:
+    client.hset(queue.keys.config, name, value)
+    put(queue, "a", priority=-1)
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+    assert queue.state("a") is RequestState.COMPLETED
+    assert 0 < client.pttl(queue.keys.tokens("a")) <= 60_000
+    assert 60_000 < client.pttl(queue.keys.request("a")) <= 3_600_000
+
+
+def test_an_entry_in_the_log_that_is_no_event_does_not_hinder_the_end(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0)])
+    client.xadd(queue.keys.tokens("a"), {"event": "junk"}, id="2-0")
+    queue.cancel("a")
+    assert queue.publish([], [held(claim)]).held == [RowStatus.CANCELLED]
+    record = queue.run(lookups.record(queue.keys, "a"))
+    assert record["state"] == "cancelled"
+    assert json.loads(record["result"])["text"] == "x"
+    assert client.zcard(queue.keys.leases) == 0
+
+
+def test_a_request_whose_hash_was_deleted_while_it_ran_gets_its_last_event(client: Any) -> None:
+    queue = RequestQueue(client, lease_ms=1)
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0)])
+    client.delete(queue.keys.request("a"))
+    assert queue.publish([row(claim, 1)], [held(claim)]).rows == [RowStatus.FENCED]
+    time.sleep(0.01)
+    assert queue.reap().ended == 1
+    end = last_event(client, queue, "a")
+    assert end["error"]["message"].startswith("request: ")
+    assert end["usage"]["completion_tokens"] == 1
+    assert client.pttl(queue.keys.tokens("a")) > 0
+
+
+def test_a_payload_beyond_the_limit_is_refused_before_it_travels(
+    client: Any, queue: RequestQueue
+) -> None:
+    put_plainly(client, queue, "huge", 1, '{"prompt":"' + "x" * 2**23 + '"}')
+    put_plainly(client, queue, "b" * 201, 2, '{"prompt":"a"}')
+    assert queue.take_batch(ROOM) == []
+    assert last_event(client, queue, "huge")["error"]["message"].startswith("payload: 83886")
+    assert last_event(client, queue, "b" * 201)["error"]["message"].startswith("id: ")
 
 
 def test_a_log_that_takes_no_more_events_ends_its_request_at_once(
