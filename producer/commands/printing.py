@@ -34,12 +34,13 @@ class StreamPrinter:
         self._as_json = as_json
         self._console = Console(stderr=True, highlight=False)
         self._is_interrupted = False
-        self._started = time.monotonic()
+        self._enqueued_at: float | None = None  # unless that was before this process
         self._first_token_ms: float | None = None
         self._ends_in_newline = True
 
     def submit(self) -> int:
         """Print to the end; Ctrl-C, and a reader that goes away, cancel. Gives the exit code."""
+        self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
                 last = self._follow()
@@ -77,8 +78,8 @@ class StreamPrinter:
         return last
 
     def _print(self, event: TokenEvent) -> None:
-        if event.token_ids and self._first_token_ms is None:
-            self._first_token_ms = (time.monotonic() - self._started) * 1000
+        if event.token_ids and self._first_token_ms is None and self._enqueued_at is not None:
+            self._first_token_ms = (time.monotonic() - self._enqueued_at) * 1000
         if self._as_json:
             print(event.to_json(), flush=True)
         elif event.text:

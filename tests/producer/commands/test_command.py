@@ -147,6 +147,32 @@ def test_watch_replays_and_follows(run: Run, start: Start, own_worker: HandWorke
     assert [json.loads(event)["index"] for event in events] == [0, 2]
 
 
+def test_tells_at_a_terminal_how_it_went(
+    own_worker: HandWorker, environment: dict[str, str], redis_url: str
+) -> None:
+    """Who watches later does not know how long the first token took."""
+
+    def told(*args: str) -> str:
+        ours, theirs = pty.openpty()
+        url = as_role("producer", redis_url)
+        command = [*PROMPTQ, *args, "--redis", url]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment
+        ) as process:
+            os.close(theirs)
+            seen = b""
+            while chunk := _read_terminal(ours):
+                seen += chunk
+        os.close(ours)
+        assert process.returncode == 0
+        return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())
+
+    with own_worker.finishing(["abc"]):
+        summary = told("submit", "Hi", "--id", "mine")
+    assert re.fullmatch(r"stop · 3 tokens · first token after [\d.,]+ m?s\r\n", summary)
+    assert told("watch", "mine") == "stop · 3 tokens\r\n"
+
+
 def test_ctrl_c_in_submit_cancels(start: Start, own_worker: HandWorker) -> None:
     """The request ends at its worker's next step, and the command says after how much."""
     process = start("submit", "Hi")
