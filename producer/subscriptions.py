@@ -14,7 +14,7 @@ import copy
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
@@ -22,6 +22,7 @@ import redis
 
 from producer.cancelling import heeding_cancels
 from producer.stream import Missed, Subscribed, Wait
+from shared.ending import end
 from shared.errors import QueueClosedError
 
 MAX_UNREAD = 256
@@ -62,9 +63,9 @@ class Subscriptions:
     async def aclose(self) -> None:
         """Drop the connection; whoever still listens hears QueueClosedError."""
         self._closed = True
-        keeper = self._keeper
+        keeper = [] if self._keeper is None else [self._keeper]
         self._fail(QueueClosedError("the client was closed"))
-        await _end(keeper)
+        await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
         """Follow from the next `Subscribed` on. Raises QueueClosedError."""
@@ -86,10 +87,10 @@ class Subscriptions:
         if not mailboxes:
             del self._mailboxes[channel]
             self._changed.set()
-        if not self._mailboxes:
+        if not self._mailboxes and self._keeper is not None:
             keeper, self._keeper = self._keeper, None
             self._confirmed.clear()
-            await _end(keeper)
+            await end([keeper])
 
     async def _keep(self) -> None:
         me = asyncio.current_task()
@@ -131,8 +132,7 @@ class Subscriptions:
             if not heard_any:
                 raise
         finally:
-            for task in beside:
-                await _end(task)
+            await end(beside)  # before the connection is another's
 
     async def _send_changes(self, connection: Any) -> None:
         """One command a channel, so that a refusal tells which; all there are in one write."""
@@ -148,9 +148,7 @@ class Subscriptions:
             commands += [
                 ("SUNSUBSCRIBE" if sharded else "UNSUBSCRIBE", name) for name, sharded in old
             ]
-            if commands:
-                packed = connection.pack_commands(commands)
-                await heeding_cancels(connection.send_packed_command(packed, check_health=False))
+            await _send(connection, commands)
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
         """Disconnect when nothing comes, not even an answer: the link may stand and pass nothing.
@@ -162,8 +160,7 @@ class Subscriptions:
             self._is_quiet = True
             await asyncio.sleep(seconds)
             if self._is_quiet:
-                packed = connection.pack_command("PING")
-                await heeding_cancels(connection.send_packed_command(packed, check_health=False))
+                await _send(connection, [("PING",)])
                 await asyncio.sleep(seconds)
         if self._is_quiet:
             await connection.disconnect(nowait=True)
@@ -293,12 +290,13 @@ class Mailbox:
             self._tell(None)
 
 
+async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) -> None:
+    """Not on a lost connection: redis-py would open it anew, beside the keeper, who does that."""
+    if commands and connection.is_connected:
+        packed = connection.pack_commands(commands)
+        await heeding_cancels(connection.send_packed_command(packed, check_health=False))
+
+
 async def _unlogged(response: Any) -> Any:
     """In the place of redis-py's handler, which writes each message out for a log nobody reads."""
     return response
-
-
-async def _end(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -17,6 +17,7 @@ import redis.retry
 import redis.sentinel
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from shared.errors import (
     ConfigurationError,
@@ -131,10 +132,15 @@ def _make(kind: Any, url: str) -> Any:
 
 
 def _options_of(url: str) -> dict[str, Any]:
-    """A server that says nothing for so long counts as gone; the URL may say otherwise."""
+    """A server that says nothing for so long counts as gone; the URL may say otherwise.
+
+    Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
+    trip, and redis-py would hand out one on which an answer to somebody else waits.
+    """
     options: dict[str, Any] = {
         "socket_connect_timeout": _CONNECT_TIMEOUT_SECONDS,
         "socket_timeout": _ANSWER_TIMEOUT_SECONDS,
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
     }
     if not url.startswith("unix:"):
         options["socket_keepalive"] = True  # who only listens would else never learn of it

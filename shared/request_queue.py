@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
+from redis.exceptions import NoScriptError
 
 from shared import lookups, scripts
 from shared.calling import SCRIPT_NAMES, Call, script_text
@@ -42,6 +43,7 @@ T = TypeVar("T")
 POLL_SECONDS = 1.0
 """A wake-up that was missed costs at most this long."""
 
+_SCRIPT_TRIES = 4
 _ABORT_CHECK_SECONDS = 0.05
 _CLEAR_PAGE = 500
 
@@ -127,9 +129,16 @@ class RequestQueue(_Queue):
     def run(self, call: Call[T]) -> T:
         """Send one call."""
         self._check_open()
-        if call.script:
-            return call.parse(self._scripts[call.script](keys=[self.keys.pending], args=call.args))
-        return call.parse(self._redis.execute_command(*call.args))
+        if not call.script:
+            return call.parse(self._redis.execute_command(*call.args))
+        script, failures = self._scripts[call.script], 0
+        while True:
+            try:
+                return call.parse(script(keys=[self.keys.pending], args=call.args))
+            except NoScriptError:  # the server has started again since redis-py loaded it
+                failures += 1
+                if failures == _SCRIPT_TRIES:
+                    raise
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         """Put requests in, all or none, and give their ids.
@@ -257,10 +266,16 @@ class AsyncRequestQueue(_Queue):
     async def run(self, call: Call[T]) -> T:
         """Send one call."""
         self._check_open()
-        if call.script:
-            script = self._scripts[call.script]
-            return call.parse(await script(keys=[self.keys.pending], args=call.args))
-        return call.parse(await self._redis.execute_command(*call.args))
+        if not call.script:
+            return call.parse(await self._redis.execute_command(*call.args))
+        script, failures = self._scripts[call.script], 0
+        while True:
+            try:
+                return call.parse(await script(keys=[self.keys.pending], args=call.args))
+            except NoScriptError:  # as above
+                failures += 1
+                if failures == _SCRIPT_TRIES:
+                    raise
 
     async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         return await self.run(self._enqueue(new))

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
+from shared.ending import end
 from shared.errors import InvalidRequestError
 from shared.logs import get_logger
 from shared.metrics import CLAIM_TIME, Histogram
 from shared.request_queue import POLL_SECONDS, AsyncRequestQueue
 from shared.script_values import Claim, Room
-from worker.ending import end
 from worker.held import HeldRequest, Preparation
 from worker.leases import Leased, Leases, release
 

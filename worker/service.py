@@ -14,6 +14,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from shared import scripts
+from shared.ending import end
 from shared.errors import InvalidRequestError, PromptqError
 from shared.events import ErrorInfo, Result, TokenEvent, Usage
 from shared.logs import get_logger
@@ -25,7 +26,6 @@ from shared.settings import Settings
 from shared.tracing import Tracing
 from worker.building import Served
 from worker.control import Cancels, listen
-from worker.ending import end
 from worker.engine_thread import EngineThread
 from worker.heartbeat import INTERVAL_SECONDS, Heartbeat
 from worker.held import HeldRequest, Preparation

@@ -13,7 +13,7 @@ import faulthandler
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from worker.ending import end
+from shared.ending import end
 
 _GRACE = 1.25  # an engine that hangs without the lock is ended in good order before
 _SIGNS_OF_LIFE = 8

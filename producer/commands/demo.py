@@ -27,6 +27,7 @@ from producer.commands.render import workers_table
 from shared import lookups
 from shared.connection import open_async_redis
 from shared.embedded import EmbeddedServer
+from shared.ending import end
 from shared.observations import WorkerStats
 from shared.request_queue import AsyncRequestQueue
 from shared.settings import ENV_PREFIX
@@ -38,7 +39,6 @@ CANCEL_AFTER_TOKENS = 16
 _FRAMES_PER_SECOND = 12
 _HEARTBEAT_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_CANCEL_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,14 @@ def _running_worker(url: str, args: Sequence[str]) -> Iterator[WorkerProcess]:
 
 
 async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
-    """Let SIGTERM do what Ctrl-C does: cancel, again and again, as redis-py swallows some."""
+    """Let SIGTERM do what Ctrl-C does."""
     this, task = asyncio.current_task(), asyncio.create_task(playing)
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     try:
         await asyncio.wait({task})
     finally:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=_CANCEL_AGAIN_SECONDS)
+        await end([task])
     task.result()
 
 
@@ -175,9 +173,7 @@ async def _run_parts(
             for task in done:
                 task.result()
         finally:
-            readers.cancel()
-            failure.cancel()
-            await asyncio.gather(readers, failure, return_exceptions=True)
+            await end([readers, failure])
     await _ask_for_missing_times(connection, ids, shown)
     return shown
 

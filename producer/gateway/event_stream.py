@@ -24,6 +24,7 @@ from producer.gateway.openai.completion import Completion
 from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, event_id
 from producer.gateway.presence import while_present
+from shared.ending import end
 from shared.errors import PromptqError
 from shared.events import TokenEvent, Usage
 from shared.tool_call_style import ToolCallStyle
@@ -96,9 +97,7 @@ class EventStream(Response):
         try:
             await asyncio.gather(*following)  # the first error ends all
         finally:
-            for task in following:
-                task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
+            await end(following)
         await frames.finish()
 
 

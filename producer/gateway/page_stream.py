@@ -10,6 +10,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from shared.ending import end
+
 SILENCE_SECONDS = 15.0
 """After so long a comment goes out, so that proxies and pages know that the stream lives."""
 
@@ -52,7 +54,4 @@ async def _with_signs_of_life(
                 coming = None
                 yield text
         finally:
-            tasks = [it for it in (coming, stopped) if it is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end([it for it in (coming, stopped) if it is not None])

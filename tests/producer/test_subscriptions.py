@@ -23,6 +23,7 @@ from shared.errors import (
 )
 from shared.events import TokenEvent
 from shared.keys import Keys
+from shared.schemas import RequestState
 from shared.script_values import Claim
 from tests.producer.playing import HandWorker
 
@@ -281,6 +282,27 @@ async def test_a_cancelled_reader_leaves_alone(
     await asyncio.gather(*readers.tasks[1:])
     assert readers.texts[1] == "a"
     assert connection["sub"] in ("1", 1)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_reader_that_is_cancelled_again_and_again(
+    redis_url: str, own_worker: HandWorker, num_turns: int
+) -> None:
+    """Nothing goes on with the connection it has left, whoever uses that by then."""
+    async with connected(f"{redis_url}?socket_timeout=0.1") as client:
+        [claim] = await enqueue(client, own_worker, 1)
+        request_id, before = claim.request_id, other_tasks()
+        reading = asyncio.create_task(client.result(request_id))
+        await until(lambda: num_following(own_worker, request_id) == 1)
+        reading.cancel()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+            reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert other_tasks() == before
+        for _ in range(30):  # longer than silence takes to be asked about
+            assert await client.state(request_id) is RequestState.ACTIVE
+            await asyncio.sleep(0.01)
 
 
 async def test_a_slow_reader(client: AsyncClient, readers: Readers, own_worker: HandWorker) -> None:

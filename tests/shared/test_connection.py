@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +125,25 @@ async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> No
         assert waiting.result()
         await asynchronous.aclose()
     network.close()
+
+
+async def test_a_connection_on_which_an_answer_waits_is_used_no_more(embedded_url: str) -> None:
+    """Whoever asks next would be given it, and all after that one answer late."""
+    client = open_redis(embedded_url)
+    connection = client.connection_pool.get_connection()
+    connection.send_command("PING")
+    assert connection.can_read(timeout=20)
+    client.connection_pool.release(connection)
+    assert client.exists("nothing") == 0
+    client.close()
+    async_client = await open_async_redis(embedded_url)
+    async_connection = await async_client.connection_pool.get_connection()
+    await async_connection.send_command("PING")
+    while not await async_connection.can_read():
+        await asyncio.sleep(0.002)
+    await async_client.connection_pool.release(async_connection)
+    assert await async_client.exists("nothing") == 0
+    await async_client.aclose()
 
 
 @pytest.fixture

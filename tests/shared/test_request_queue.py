@@ -8,6 +8,9 @@ import time
 from typing import Any
 
 import pytest
+import redis
+import redis.asyncio
+from redis.exceptions import NoScriptError
 
 from shared import lookups, scripts
 from shared.errors import QueueClosedError
@@ -105,6 +108,47 @@ def test_a_worker_that_tells_nothing_any_more_is_forgotten(
     assert 0 < client.pttl(queue.keys.worker("here")) <= 5000
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="here"), ttl_ms=0)) == 0
     assert queue.run(lookups.worker_stats(queue.keys, "here")) is None
+
+
+class Forgetting(redis.Redis):
+    """Its server starts again just after it was told a script, so often."""
+
+    restarts = 2
+
+    def script_load(self, script: str) -> Any:
+        sha = super().script_load(script)
+        if self.restarts > 0:
+            self.restarts -= 1
+            self.script_flush()
+        return sha
+
+
+class AsyncForgetting(redis.asyncio.Redis):
+    restarts = 2
+
+    async def script_load(self, script: str) -> Any:
+        sha = await super().script_load(script)
+        if self.restarts > 0:
+            self.restarts -= 1
+            await self.script_flush()
+        return sha
+
+
+async def test_a_server_that_starts_again_while_it_is_told_a_script(embedded_url: str) -> None:
+    with Forgetting.from_url(embedded_url) as client:
+        client.flushall()
+        client.script_flush()
+        put(RequestQueue(client), "a")
+        assert client.restarts == 0
+        client.script_flush()
+    async with AsyncForgetting.from_url(embedded_url) as async_client:
+        queue = AsyncRequestQueue(async_client)
+        assert ids(await queue.take_batch(ROOM)) == ["a"]
+        assert async_client.restarts == 0
+        async_client.restarts = 100
+        await async_client.script_flush()
+        with pytest.raises(NoScriptError):
+            await queue.take_batch(ROOM)
 
 
 async def test_the_async_queue_does_the_same(server: Server) -> None:

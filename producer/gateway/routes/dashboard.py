@@ -23,6 +23,7 @@ from producer.gateway.page_stream import event_response, message
 from producer.gateway.request_search import FoundRequests
 from producer.gateway.sampler import Sampler
 from producer.timeline import Timeline
+from shared.ending import end
 from shared.errors import PromptqError, RequestNotFoundError
 from shared.keys import check_request_id
 from shared.logs import get_logger
@@ -220,9 +221,7 @@ async def _request(
             body = as_api_error(error).body
             await mailbox.put(message("problem", json.dumps(body["error"])))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
         await mailbox.put(None)
 
     following = asyncio.create_task(follow_both())
@@ -230,8 +229,7 @@ async def _request(
         while (text := await mailbox.get()) is not None:
             yield text + _at_hand(mailbox)
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        await end([following])
 
 
 def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
