@@ -305,6 +305,24 @@ async def test_a_reader_that_is_cancelled_again_and_again(
             await asyncio.sleep(0.01)
 
 
+async def test_the_last_reader_leaves_as_the_connection_is_lost(
+    redis_url: str, own_worker: HandWorker
+) -> None:
+    """However far the keeper has come with a new one."""
+    async with connected(redis_url) as client:
+        [claim] = await enqueue(client, own_worker, 1)
+        before = other_tasks()
+        for num_turns in range(24):
+            reading = asyncio.create_task(client.result(claim.request_id))
+            await until(lambda: num_following(own_worker, claim.request_id) == 1)
+            own_worker.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            assert other_tasks() == before
+
+
 async def test_a_slow_reader(client: AsyncClient, readers: Readers, own_worker: HandWorker) -> None:
     """Who does not take its events holds nobody up, and gets all of them when it goes on."""
     num = MAX_UNREAD + 10
