@@ -27,9 +27,10 @@ async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
         again_at = loop.time() + _CANCEL_AGAIN_SECONDS
         while pending and (left := again_at - loop.time()) > 0:
             try:
-                _, pending = await asyncio.wait(pending, timeout=left)
+                await asyncio.wait(pending, timeout=left)
             except asyncio.CancelledError as error:
                 cancelled = error
+            pending = {task for task in pending if not task.done()}
     for task in tasks:
         if not task.cancelled():
             task.exception()  # it counts as seen

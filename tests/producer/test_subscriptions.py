@@ -284,7 +284,7 @@ async def test_a_cancelled_reader_leaves_alone(
     assert connection["sub"] in ("1", 1)
 
 
-@pytest.mark.parametrize("num_turns", range(6))
+@pytest.mark.parametrize("num_turns", [*range(6), 10**9])
 async def test_a_reader_that_is_cancelled_again_and_again(
     redis_url: str, own_worker: HandWorker, num_turns: int
 ) -> None:
@@ -294,10 +294,9 @@ async def test_a_reader_that_is_cancelled_again_and_again(
         request_id, before = claim.request_id, other_tasks()
         reading = asyncio.create_task(client.result(request_id))
         await until(lambda: num_following(own_worker, request_id) == 1)
-        reading.cancel()
-        for _ in range(num_turns):
+        while reading.cancel() and num_turns > 0:  # until it has ended, as anyio does
             await asyncio.sleep(0)
-            reading.cancel()
+            num_turns -= 1
         await asyncio.gather(reading, return_exceptions=True)
         assert other_tasks() == before
         for _ in range(30):  # longer than silence takes to be asked about
