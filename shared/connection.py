@@ -164,7 +164,8 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    options = {**pool_kind.from_url(plain, **_options_of(plain)).connection_kwargs}
+    given = _options_of(plain)  # of which a pool keeps to itself what is no connection's
+    options = {**given, **pool_kind.from_url(plain, **given).connection_kwargs}
     own = {
         name: options.pop(f"sentinel_{name}")
         for name in ("username", "password")
@@ -172,7 +173,8 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     }
     del options["host"]
     secured = {name: value for name, value in options.items() if name.startswith("ssl")}
-    own |= {name: options[name] for name in options if name.startswith("socket_")} | secured
+    kept = ("socket_", "maint_")
+    own |= {name: options[name] for name in options if name.startswith(kept)} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
     own["retry"] = retry_kind(NoBackoff(), 0)  # one that is gone is not tried again: others are

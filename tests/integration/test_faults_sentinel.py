@@ -26,6 +26,7 @@ from tests.integration.faults import (
     Network,
     OwnServer,
     check_log,
+    check_that_answers_are_ones_own,
     free_port,
     num_tokens,
     put,
@@ -230,6 +231,10 @@ def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
             open_redis(url)
     with pytest.raises(RedisUnavailableError, match="No master found for 'another'"):
         open_redis(guarded.url.replace(SERVICE, "another"))
+
+
+async def test_nobody_gets_an_answer_to_somebody_else(guarded: Guarded) -> None:
+    await check_that_answers_are_ones_own(guarded.url)
 
 
 ALONE = """

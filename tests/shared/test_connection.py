@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,7 @@ from shared.errors import (
     RedisTooOldError,
     RedisUnavailableError,
 )
-from tests.integration.faults import Network, OwnServer
+from tests.integration.faults import Network, OwnServer, check_that_answers_are_ones_own
 from tests.roles import as_role
 
 
@@ -127,23 +126,8 @@ async def test_a_url_says_how_long_an_answer_is_waited_for(redis_url: str) -> No
     network.close()
 
 
-async def test_a_connection_on_which_an_answer_waits_is_used_no_more(embedded_url: str) -> None:
-    """Whoever asks next would be given it, and all after that one answer late."""
-    client = open_redis(embedded_url)
-    connection = client.connection_pool.get_connection()
-    connection.send_command("PING")
-    assert connection.can_read(timeout=20)
-    client.connection_pool.release(connection)
-    assert client.exists("nothing") == 0
-    client.close()
-    async_client = await open_async_redis(embedded_url)
-    async_connection = await async_client.connection_pool.get_connection()
-    await async_connection.send_command("PING")
-    while not await async_connection.can_read():
-        await asyncio.sleep(0.002)
-    await async_client.connection_pool.release(async_connection)
-    assert await async_client.exists("nothing") == 0
-    await async_client.aclose()
+async def test_nobody_gets_an_answer_to_somebody_else(redis_url: str) -> None:
+    await check_that_answers_are_ones_own(redis_url)
 
 
 @pytest.fixture
