@@ -16,8 +16,7 @@ from shared.request_queue import RequestQueue
 from shared.schemas import FinishReason, Request, RequestState
 from shared.script_values import Claim, Held, NewRequest, Room, Row
 from tests.helpers import Server
-
-ROOM = Room(max_count=1000, token_budget=10**9)
+from tests.shared.requests import ROOM
 
 
 @pytest.fixture
