@@ -23,18 +23,18 @@ local function known_by(name)
   return id and redis.pcall('HEXISTS', request_key(id), 'payload') == 1 and id
 end
 
-local ids, fresh, seen = {'ok'}, {}, {}
+local ids, fresh, ids_here, keys_here = {'ok'}, {}, {}, {} -- the last two: of this call
 for n = 0, count - 1 do
   local at = 2 + n * num_fields
   local id, key = ARGV[at], ARGV[at + 5]
-  local known = key ~= '' and (seen[key] or known_by(key))
+  local known = key ~= '' and (keys_here[key] or known_by(key))
   if known then
     ids[#ids + 1] = known
   else
     -- A cancel may come before its request: a hash without payload is no request yet, unless an id
     -- that waited without one was ended.
     local fields = read_request(id, 'payload', 'state', 'nonce')
-    if seen['id ' .. id] then return {'exists', id} end
+    if ids_here[id] then return {'exists', id} end
     if fields and not fields.payload and not is_final(fields.state) then
       fresh[#fresh + 1] = {
         id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
@@ -44,8 +44,8 @@ for n = 0, count - 1 do
     elseif not nonce or (fields or {}).nonce ~= nonce then
       return {'exists', id}
     end
-    seen['id ' .. id] = true
-    if key ~= '' then seen[key] = id end
+    ids_here[id] = true
+    if key ~= '' then keys_here[key] = id end
     ids[#ids + 1] = id
   end
 end

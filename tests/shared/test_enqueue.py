@@ -72,6 +72,12 @@ def test_an_idempotency_key_holds_within_a_batch_and_for_its_time(client: Any) -
     assert 0 < client.pttl(queue.keys.prefix + "idempotency:k") <= 5000
 
 
+def test_an_idempotency_key_is_never_taken_for_an_id(queue: RequestQueue) -> None:
+    assert queue.enqueue([new("a"), new("b", idempotency_key="id a")]) == ["a", "b"]
+    assert queue.enqueue([new("c", idempotency_key="id d"), new("d")]) == ["c", "d"]
+    assert queue.count() == 4
+
+
 def test_an_idempotency_key_holds_while_its_request_is_kept(client: Any) -> None:
     queue = RequestQueue(client, max_crashes=1)
     put(queue, "a", idempotency_key="k")
