@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shared.events import TokenLogprob
 from shared.schemas import SamplingParams
 from worker.engine.interface import EngineRequest
 from worker.engine.native.build import NativeCodeError, load_native
@@ -498,6 +499,16 @@ def test_logprobs_are_of_the_raw_logits(native: bool) -> None:
     assert sample(logits[[0, 2, 3]], reporting, native) == [tokens[row] for row in (0, 2, 3)]
     assert tokens[3].logprob is not None
     assert tokens[3].logprob.rank == 1
+
+
+def test_what_cannot_be_chosen_has_a_logprob_that_json_knows(native: bool) -> None:
+    logits = random_logits(1, 200)
+    logits[0, 3:] = -torch.inf
+    (token,) = sample(logits, [sequence([1], temperature=0.0, logprobs=5)], native)
+    assert token.logprob is not None
+    top = token.logprob.top or []
+    assert [each.logprob for each in top[3:]] == [-9999.0, -9999.0]
+    assert TokenLogprob.model_validate_json(token.logprob.model_dump_json()) == token.logprob
 
 
 def test_asking_for_logprobs_changes_no_token(native: bool) -> None:

@@ -23,6 +23,10 @@ class ChosenLogprobs(NamedTuple):
     top_logprobs: torch.Tensor  # [L, N]
 
 
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not know (the same as in vLLM)."""
+
+
 def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
@@ -60,7 +64,7 @@ class RawLogprobs:
             self.rows, self.num_top, *columns, strict=True
         ):
             top = [
-                TopLogprob(token_id=token_id, logprob=each)
+                TopLogprob(token_id=token_id, logprob=max(each, LEAST))
                 for token_id, each in zip(ids[:num_top], logprobs[:num_top], strict=True)
             ]
             result[row] = TokenLogprob(
