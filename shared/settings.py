@@ -105,8 +105,8 @@ class Settings(BaseSettings):
     stuck_seconds: float = Field(
         120.0,
         gt=0,
-        description="seconds without progress after which the engine counts as hung: the worker"
-        " gives everything back and exits",
+        description="seconds that one step may take, after which the engine counts as hung: the"
+        " worker gives everything back and exits",
     )
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker goes on with what runs"
