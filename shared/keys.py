@@ -19,12 +19,17 @@ _QUEUE_NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
+def is_request_id(text: str) -> bool:
+    """Whether it is 1 to 200 printable ASCII characters without spaces."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
 def check_request_id(request_id: str) -> str:
     """Return `request_id` if it is 1 to 200 printable ASCII characters without spaces.
 
     Raises InvalidRequestError otherwise.
     """
-    if not _REQUEST_ID.fullmatch(request_id):
+    if not is_request_id(request_id):
         raise InvalidRequestError(
             f"id: {request_id[:80]!r} is not 1 to 200 printable ASCII characters without spaces",
             field="id",

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from shared import scripts
-from shared.keys import Keys
+from shared.keys import Keys, is_request_id
 from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 from worker.leases import Leases
@@ -61,8 +61,10 @@ class Cancels:
         self._arrived = asyncio.Event()
 
     def add(self, request_id: str) -> None:
-        self._ids.add(request_id)
-        self._arrived.set()
+        """Anybody may have sent it: what cannot be an id, however long, is not asked after."""
+        if is_request_id(request_id):
+            self._ids.add(request_id)
+            self._arrived.set()
 
     async def run_once(self) -> None:
         """Wait for cancels and carry them out.
