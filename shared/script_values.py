@@ -180,10 +180,16 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
+    """How many requests a call brought back, ended, buried and deleted.
+
+    `has_more`: of one of these it did as many as one call does.
+    """
+
     returned: int
     ended: int
     dead: int
     purged: int
+    has_more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,9 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
     """
 
     def parse(reply: list[int]) -> Reaped:
-        return Reaped(*(int(count) for count in reply))
+        returned, ended, dead, purged = (int(count) for count in reply)
+        has_more = max(returned, ended, dead, purged) >= limit
+        return Reaped(returned, ended, dead, purged, has_more)
 
     return Call("reap", [max_crashes, limit], parse)
 

@@ -14,7 +14,8 @@ class Reaper:
 
     While the server was away nobody could renew, so leases that ran out prove no crash. A worker
     that could not reach it for half a lease therefore gives the others half a lease to renew before
-    it reaps again. The same goes for one that was itself frozen.
+    it reaps again. The same goes for one that was itself frozen, and for one that has just started,
+    which cannot know how long the server has been there.
 
     Each turn also looks for orphans on one page of the server's keys, unless the server's access
     rules do not let workers see what keys there are.
@@ -29,7 +30,7 @@ class Reaper:
         self._patience = queue.lease_ms / 1000 / 2
         self._clock = clock
         self._reached_at = clock()
-        self._patient_until = self._reached_at
+        self._patient_until = self._reached_at + self._patience
         self._cursor = "0"
         self._may_sweep = True
 
@@ -40,7 +41,8 @@ class Reaper:
         if was_silent or now < self._patient_until:
             await self._queue.count()
         else:
-            await self._queue.reap()
+            while (await self._queue.reap()).has_more:
+                pass
             await self._sweep()
         self._reached_at = self._clock()
         if was_silent:

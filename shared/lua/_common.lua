@@ -60,6 +60,17 @@ local function try_for_all(command, key, values)
   end
 end
 
+-- The first members of a sorted set whose score is no more than that.
+local function due(key, score, limit)
+  local members = redis.pcall('ZRANGE', key, '-inf', score, 'BYSCORE', 'LIMIT', 0, limit)
+  return members.err and {} or members
+end
+
+local function score_in(key, member)
+  local score = redis.pcall('ZSCORE', key, member)
+  return type(score) == 'string' and tonumber(score) or nil
+end
+
 local function remove_later(key, id)
   local ids = removals[key]
   if ids then ids[#ids + 1] = id else removals[key] = {id} end

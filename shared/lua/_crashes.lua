@@ -15,7 +15,7 @@ local function bury(id, crashes)
     crashes))
   redis.call('HSET', request_key(id), 'state', 'dead')
   redis.call('PERSIST', request_key(id))
-  redis.call('ZADD', prefix .. 'dead', now_text, id)
+  redis.pcall('ZADD', prefix .. 'dead', now_text, id)
 end
 
 -- Delete a dead letter and all that is kept of it; false if it is none.
@@ -33,7 +33,7 @@ end
 local function may_live(id, max_crashes)
   local fields = read_request(id, 'crashes', 'alone', 'worker') or {}
   if fields.alone ~= '1' or whole(fields.crashes, 0) + 1 < max_crashes then return false end
-  local gone_at = tonumber(redis.call('ZSCORE', prefix .. 'workers', fields.worker or '') or 0)
+  local gone_at = score_in(prefix .. 'workers', fields.worker or '') or 0
   if gone_at <= now then return false end
   redis.call('ZADD', leases, exact(gone_at), id)
   redis.call('HSET', request_key(id), 'alone', 2)

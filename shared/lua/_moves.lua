@@ -71,24 +71,28 @@ local function finish(id, reason, count, event, tenant, result, prompt_tokens)
   end
 end
 
--- End a request without a worker: cancelled, expired, or an error.
+-- End a request without a worker: cancelled, expired, or an error. Returns whether it had not ended yet.
 local function finish_bare(id, reason, error_type, message)
   local fields = read_request(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
   local count, ended = log_top(id)
   leave_backlog(id, fields)
-  if ended then return drop_holds(id, fields.tenant) end
+  if ended or is_final(fields.state) then
+    drop_holds(id, fields.tenant)
+    return false
+  end
   local event = bare_last_event(count, whole(fields.attempt, 0),
     whole(fields.prompt_tokens, 0), reason, error_type, message)
   if wants_webhook(fields.payload) then redis.pcall('HSET', request_key(id), 'webhook', 1) end
   finish(id, reason, exact(count), event, fields.tenant)
+  return true
 end
 
--- Ids whose deadline has passed, as a set.
-local function past_deadline()
-  local passed = {}
-  for _, id in ipairs(redis.call('ZRANGE', deadlines, '-inf', now_text, 'BYSCORE',
-    'LIMIT', 0, 1000)) do passed[id] = true end
-  return passed
+-- Whether a request's deadline has passed. Mostly none has, so that is asked first, once a call.
+local some_have_passed
+local function is_past_deadline(id)
+  if some_have_passed == nil then some_have_passed = #due(deadlines, now_text, 1) > 0 end
+  local deadline = some_have_passed and score_in(deadlines, id)
+  return deadline and deadline <= now
 end
 
 -- A place in the queue as it was kept; the end of the queue where a stranger spoilt it.
@@ -100,14 +104,14 @@ end
 
 -- Move delayed requests whose time has come to pending. Returns how many.
 local function promote_delayed()
-  local due = redis.call('ZRANGE', delayed, '-inf', now_text, 'BYSCORE', 'LIMIT', 0, 100)
-  for _, id in ipairs(due) do
+  local ids = due(delayed, now_text, 100)
+  for _, id in ipairs(ids) do
     local fields = read_request(id, 'score', 'state', 'tenant') or {}
     if fields.state == 'waiting' then count_later('delayed', tenant_name(fields.tenant), -1) end
     put_waiting(id, place(fields.score), fields.tenant)
     redis.call('ZREM', delayed, id)
   end
-  return #due
+  return #ids
 end
 
 -- What a level of priority is worth in the queue's scores. Aging lets it overtake by at most so long;

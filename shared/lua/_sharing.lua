@@ -132,10 +132,8 @@ local function settle(key, services)
   if not anyone then clocks[key] = math.max(clocks[key], most) end -- nobody is behind
   changes[#changes + 1] = string.format('%.17g', clocks[key])
   changes[#changes + 1] = '*'
-  call_for_all('ZADD', key, changes)
-  local passed = redis.call('ZRANGE', key, '-inf', string.format('%.17g', clocks[key]), 'BYSCORE',
-    'LIMIT', 0, 1000)
-  for _, tenant in ipairs(passed) do
+  try_for_all('ZADD', key, changes)
+  for _, tenant in ipairs(due(key, string.format('%.17g', clocks[key]), 1000)) do
     if tenant ~= '*' and not waits_at(by_tenant[tenant], key) then remove_later(key, tenant) end
   end
   redis.call('PEXPIRE', key, COUNTERS_TTL_MS)
@@ -151,7 +149,7 @@ local function count_waiting(num_claims)
     if count == 0 and queue.tenant ~= '' then gone[#gone + 1] = queue.tenant end
   end
   call_for_all('SREM', tenants_waiting, gone)
-  if sum == 0 and num_claims == 0 and #queues <= MAX_TENANTS and redis.call('ZCARD', delayed) == 0 then
+  if sum == 0 and num_claims == 0 and #queues <= MAX_TENANTS and redis.pcall('ZCARD', delayed) == 0 then
     redis.call('DEL', backlog)
     if is_shared and redis.call('ZCARD', leases) == 0 then redis.call('DEL', tenants_waiting) end
   elseif is_shared then

@@ -37,11 +37,6 @@ local function charge_later(tenant, priority, service)
   charges[key][tenant] = (charges[key][tenant] or 0) + service
 end
 
-local function score_in(key, member)
-  local score = redis.pcall('ZSCORE', key, member)
-  return type(score) == 'string' and tonumber(score) or nil
-end
-
 local function charge(key, services)
   for tenant, service in pairs(services) do
     service = service / weight_of(tenant)
@@ -99,7 +94,7 @@ local function leave_backlog(id, fields)
   if fields.state ~= 'waiting' then return end
   local tenant = tenant_name(fields.tenant)
   count_later('tokens', tenant, -whole(fields.tokens, 0))
-  if redis.call('ZSCORE', delayed, id) then count_later('delayed', tenant, -1) end
+  if score_in(delayed, id) then count_later('delayed', tenant, -1) end
 end
 
 -- Write a prompt's exact length, and set right what was charged by an estimate. `tenant` is nil for

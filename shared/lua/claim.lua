@@ -179,7 +179,7 @@ local function claim(queue, fields, cost, has_log, turn)
 end
 
 promote_delayed()
-local output, expired = measured_output(), past_deadline()
+local output = measured_output()
 local claims, taken_tokens, passed_over = {}, 0, {}
 local examined, walking = 0, true -- nothing leaves a queue before the walk is over
 
@@ -217,8 +217,10 @@ local function examine(queue, turn)
     finish_bare(id, 'error', 'invalid_request', 'tokens: the key promptq:{queue}:tokens:ID is not a stream')
     return
   end
-  if fields.cancelled == '1' then return finish_bare(id, 'cancelled') end
-  if expired[id] then return finish_bare(id, 'expired') end
+  if fields.cancelled == '1' or is_past_deadline(id) then
+    finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
+    return
+  end
   if is_newer(fields.payload) then return true end
 
   local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0

@@ -21,7 +21,6 @@ local held_from = 3 + num_rows * ROW
 local num_held = (#ARGV - held_from + 1) / HELD
 
 local has_tenants = redis.call('EXISTS', tenants_waiting) == 1 -- until nothing waits nor runs
-local expired = past_deadline()
 local known = {} -- id -> what the server says of it, and how far its log will be
 
 local function look_up(id)
@@ -44,7 +43,7 @@ local function obstacle(id, fence)
   if request.finished then return 'finished' end
   if request.fence ~= fence then return 'fenced' end
   if request.cancelled then return 'cancelled' end
-  if expired[id] then return 'expired' end
+  if is_past_deadline(id) then return 'expired' end
 end
 
 local row_status, held_status = {}, {}

@@ -10,7 +10,7 @@ local dead_ttl = whole(config('dead_ttl_ms'), 1209600000) -- two weeks
 write_needs_no_memory()
 local returned, ended, dead, purged = promote_delayed(), 0, 0, 0
 
-for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE', 'LIMIT', 0, limit)) do
+for _, id in ipairs(due(leases, now_text, limit)) do
   local fields = read_request(id, 'state', 'payload', 'cancelled', 'score')
   if not fields or not (fields.state or fields.payload) then
     finish_bare(id, 'error', 'invalid_request', 'request: its hash was deleted while it ran')
@@ -26,15 +26,12 @@ for _, id in ipairs(redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE', 'L
   end
 end
 carry_out() -- what has just ended has no deadline any more
-for id in pairs(past_deadline()) do
-  if not redis.call('ZSCORE', leases, id) then -- who holds it ends it
-    finish_bare(id, 'expired')
-    ended = ended + 1
-  end
+for _, id in ipairs(due(deadlines, now_text, limit)) do
+  local is_held = redis.call('ZSCORE', leases, id) -- who holds it ends it
+  if not is_held and finish_bare(id, 'expired') then ended = ended + 1 end
 end
 if dead_ttl > 0 then
-  for _, id in ipairs(redis.call('ZRANGE', prefix .. 'dead', '-inf', exact(now - dead_ttl), 'BYSCORE',
-    'LIMIT', 0, limit)) do
+  for _, id in ipairs(due(prefix .. 'dead', exact(now - dead_ttl), limit)) do
     if purge(id) then purged = purged + 1 end
   end
 end

@@ -1,10 +1,13 @@
 -- Run a dead letter again, as a new request. It stays a suspect, so that it harms nobody else.
 -- KEYS  1 pending
 -- ARGV  1 id of the dead letter   2 id of the new request
--- Reply {'ok'}, {'unknown'} (no such dead letter), {'exists'} (the new id is taken)
+-- Reply {'ok'}      also where that was done before: a call that is sent again because its reply was lost
+--       {'unknown'} there is no such dead letter
+--       {'exists'}  the new id is taken
 
 local old, new = ARGV[1], ARGV[2]
 local fields = read_request(old, 'payload', 'priority', 'tenant')
+if (read_request(new, 'requeued_from') or {}).requeued_from == old then return {'ok'} end
 if not redis.call('ZSCORE', prefix .. 'dead', old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', request_key(new)) == 1 then return {'exists'} end
 write_needs_memory()

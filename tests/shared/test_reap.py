@@ -11,9 +11,9 @@ import pytest
 from shared import lookups, scripts
 from shared.errors import RequestNotFoundError
 from shared.request_queue import RequestQueue
-from shared.schemas import RequestState
-from shared.script_values import RowStatus
-from tests.shared.requests import ROOM, held, last_event, put, put_plainly, row
+from shared.schemas import FinishReason, RequestState
+from shared.script_values import Room, RowStatus
+from tests.shared.requests import ROOM, held, last_event, new, put, put_plainly, row
 
 
 def test_a_deadline_ends_a_waiting_request(client: Any, queue: RequestQueue) -> None:
@@ -32,6 +32,40 @@ def test_a_deadline_ends_a_running_request(client: Any, queue: RequestQueue) -> 
     time.sleep(0.15)
     assert queue.publish([row(claim, 1)]).rows == [RowStatus.EXPIRED]
     assert last_event(client, queue, "a")["usage"]["completion_tokens"] == 1
+
+
+def test_a_deadline_counts_however_many_others_have_passed(
+    client: Any, queue: RequestQueue
+) -> None:
+    put(queue, "held", deadline_ms=400)
+    (claim,) = queue.take_batch(ROOM)
+    queue.enqueue([new(deadline_ms=50, priority=5) for _ in range(1200)])
+    put(queue, "urgent", deadline_ms=100, priority=-5)
+    time.sleep(0.5)
+    assert queue.take_batch(Room(max_count=1, token_budget=10**9)) == []
+    assert queue.state("urgent") is RequestState.EXPIRED
+    assert queue.publish([row(claim, 0)]).rows == [RowStatus.EXPIRED]
+
+
+def test_a_reaper_tells_that_there_is_more(client: Any, queue: RequestQueue) -> None:
+    queue.enqueue([new(deadline_ms=1) for _ in range(1200)])
+    time.sleep(0.05)
+    first, second = queue.reap(), queue.reap()
+    assert (first.ended, first.has_more) == (1000, True)
+    assert (second.ended, second.has_more) == (200, False)
+
+
+def test_an_end_stays_though_a_deadline_is_put_to_it(client: Any, queue: RequestQueue) -> None:
+    """As by a plain client that sends its commands again, once the log is gone."""
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    queue.publish([row(claim, 0, reason=FinishReason.STOP)])
+    before = client.hgetall(queue.keys.request("a"))
+    client.delete(queue.keys.tokens("a"))
+    client.zadd(queue.keys.deadlines, {"a": 1})
+    queue.reap()
+    assert client.hgetall(queue.keys.request("a")) == before
+    assert not client.exists(queue.keys.tokens("a"), queue.keys.deadlines)
 
 
 def test_a_reaper_expires_what_no_worker_meets(client: Any, queue: RequestQueue) -> None:
@@ -62,6 +96,18 @@ def test_what_crashes_its_workers_becomes_a_dead_letter(client: Any) -> None:
     assert (claim.request_id, claim.attempt, claim.events) == (fresh, 1, [])
     with pytest.raises(RequestNotFoundError):
         queue.requeue("poison")
+
+
+def test_a_requeue_that_is_sent_again_says_the_same(client: Any) -> None:
+    """Its reply was lost, and the client sends the same call once more."""
+    queue = RequestQueue(client, max_crashes=1)
+    put(queue, "poison")
+    for _ in range(2):
+        (claim,) = queue.take_batch(ROOM)
+        queue.release([held(claim)], crashed=True)
+    again = scripts.requeue("poison", "fresh")
+    assert [queue.run(again), queue.run(again)] == ["ok", "ok"]
+    assert [claim.request_id for claim in queue.take_batch(ROOM)] == ["fresh"]
 
 
 def test_handing_back_is_no_crash(client: Any) -> None:

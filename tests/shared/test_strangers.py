@@ -224,6 +224,27 @@ def test_take_finds_what_is_behind_them_without_waiting(client: Any, queue: Requ
     assert claim.request_id == "good"
 
 
+@pytest.mark.parametrize(
+    "name", ["tenants", "deadlines", "delayed", "dead", "workers", "alone", "orphans"]
+)
+def test_a_key_of_the_queue_of_another_type_stops_nothing_half_way(client: Any, name: str) -> None:
+    queue = RequestQueue(client, worker_id="w1", lease_ms=300, max_crashes=1)
+    put(queue, "a", tenant="one")
+    put(queue, "b", tenant="two")
+    client.set(queue.keys.prefix + name, "text")
+    claims = queue.take_batch(ROOM)
+    assert sorted(ids(claims)) == ["a", "b"]
+    queue.publish([row(claims[0], 0, reason=FinishReason.STOP)])
+    assert queue.state(claims[0].request_id) is RequestState.COMPLETED
+    time.sleep(0.35)
+    assert queue.reap().returned == 1
+    (claim,) = queue.take_batch(ROOM)
+    assert claim.request_id == claims[1].request_id
+    time.sleep(0.35)
+    assert queue.reap().dead == 1
+    assert queue.state(claim.request_id) is RequestState.DEAD
+
+
 @pytest.mark.parametrize("kind", ["text", "list of no lengths"])
 def test_a_spoilt_list_of_outputs_costs_only_the_estimate(
     client: Any, queue: RequestQueue, kind: str

@@ -90,6 +90,29 @@ async def test_gives_others_time_to_renew_after_an_outage(
     assert await queue.state(request_id) is RequestState.WAITING
 
 
+async def test_gives_others_time_to_renew_where_it_has_just_started(
+    queue: Unreachable, redis_url: str
+) -> None:
+    """It may have started because the server is back."""
+    request_id = await held_past_its_lease(queue, redis_url)
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    await reaper.run_once()
+    await beat(reaper, clock, 1)
+    assert await queue.state(request_id) is RequestState.ACTIVE, "its holder may still renew"
+    await beat(reaper, clock, 1)
+    assert await queue.state(request_id) is RequestState.WAITING
+
+
+async def test_ends_all_that_is_overdue_in_one_turn(queue: Unreachable, redis_url: str) -> None:
+    clock = Clock()
+    reaper = Reaper(queue, clock)
+    overdue = Request.build({"prompt": "a", "deadline_ms": 1})
+    ids = await queue.enqueue([NewRequest(new_request_id(), overdue) for _ in range(2500)])
+    await beat(reaper, clock, 2)
+    assert {await queue.state(request_id) for request_id in ids} == {RequestState.EXPIRED}
+
+
 async def reaps_and_sweeps(redis_url: str, client: Any) -> bool:
     """Whether a worker that connects with this client lets go of an orphan, too."""
     queue = AsyncRequestQueue(client, lease_ms=int(LEASE_SECONDS * 1000))

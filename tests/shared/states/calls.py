@@ -90,12 +90,14 @@ def release_together(held: list[tuple[Held, int]]) -> Move:
 def enqueue_plainly(spec: Spec, kind: str) -> Move:
     request_id, payload = spec.request_id, request_of(spec).to_payload()
     score = NOW_MS + spec.priority * 60_000
-    calls = (
+    calls = [
         plain("HSET", KEYS.request(request_id), "payload", payload),
         plain("ZADD", KEYS.pending, score, request_id),
         plain("PUBLISH", KEYS.control, "pending"),
-    )
-    return Move(kind, f"put {request_id} in by plain commands", calls, (request_id,))
+    ]
+    if spec.deadline_ms:
+        calls.insert(2, plain("ZADD", KEYS.deadlines, NOW_MS + spec.deadline_ms, request_id))
+    return Move(kind, f"put {request_id} in by plain commands", tuple(calls), (request_id,))
 
 
 @cache

@@ -6,7 +6,7 @@ from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
 from tests.shared.states.world import Spec, World
 from tests.shared.states.worlds import SMALL
 
-TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, STRAY = (
+TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, AGAIN, STRAY = (
     SMALL[name]
     for name in (
         "two requests, each losing its worker once",
@@ -17,6 +17,7 @@ TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, STRAY = (
         "claims that come late",
         "two requests, each of one token, in one call",
         "two requests, one of a tenant, that get other priorities",
+        "one request by plain commands with a deadline, put in again",
         "one request that plain commands leave behind",
     )
 )
@@ -126,6 +127,13 @@ MUTANTS = (
         "if request.finished then return 'finished' end",
         "",
     ),
+    Mutant(  # a deadline that is put to it when its log is gone ends it once more
+        "what_has_ended_never_changes",
+        ALL_SCRIPTS,
+        "if ended or is_final(fields.state) then",
+        "if ended then",
+        AGAIN,
+    ),
     Mutant(
         "a_log_only_grows",
         "publish",
@@ -183,14 +191,14 @@ MUTANTS = (
     Mutant(
         "nothing_follows_a_cancel_but_the_end",
         "publish",
-        "if expired[id] then return 'expired' end",
+        "if is_past_deadline(id) then return 'expired' end",
         "",
     ),
     Mutant(
         "a_claim_takes_what_waits",
         "claim",
-        "if expired[id] then",
-        "if false then",
+        "or is_past_deadline(id) then",
+        "then",
     ),
     Mutant(
         "a_claim_takes_what_waits",
@@ -325,8 +333,8 @@ MUTANTS = (
     Mutant(
         "a_reaper_leaves_nothing_overdue",
         "reap",
-        "redis.call('ZRANGE', leases, '-inf', now_text, 'BYSCORE'",
-        "redis.call('ZRANGE', leases, '-inf', '0', 'BYSCORE'",
+        "due(leases, now_text,",
+        "due(leases, '0',",
     ),
     Mutant(
         "a_reaper_leaves_nothing_overdue",

@@ -44,13 +44,16 @@ def each_request_is_in_one_place(world: World, view: View) -> Problems:
 
 
 def nothing_is_held_after_the_end(world: World, view: View) -> Problems:
-    """What has ended is in no set but, if it is one, that of the dead letters."""
+    """What has ended is in no set but, if it is one, that of the dead letters.
+
+    Where plain commands may put it in again, it may wait, with its deadline, until a script looks.
+    """
     for request_id, spec in world.by_id.items():
         if not view.is_final(request_id):
             continue
-        sets = {"leases": view.leases, "deadlines": view.deadlines, "delayed": view.delayed}
+        sets = {"leases": view.leases, "delayed": view.delayed}
         if not spec.plain:
-            sets["pending"] = view.pending
+            sets |= {"pending": view.pending, "deadlines": view.deadlines}
         for name, members in sets.items():
             if request_id in members:
                 yield f"{request_id} is {view.state(request_id)} and still in {name}"

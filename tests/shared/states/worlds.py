@@ -77,6 +77,12 @@ SMALL = {
         num_workers=1,
         priorities=(-1,),
     ),
+    "one request by plain commands with a deadline, put in again": World(
+        (Spec("r1", 100, num_tokens=2, deadline_ms=1000, plain=True),),
+        REQUIRED | {"again", "time", "tidy"},
+        losses=1,
+        num_workers=1,
+    ),
     "one request that plain commands leave behind": World(
         (Spec("r1", 100, num_tokens=2, plain=True),),
         STRAY | REQUIRED | {"sweep", "grace", "again", "flag"},
