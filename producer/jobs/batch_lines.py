@@ -23,6 +23,7 @@ MAX_LINES = 50_000
 MAX_FILE_BYTES = 200 * 1024 * 1024
 MAX_LINE_BYTES = MAX_PAYLOAD_BYTES
 URLS = ("/v1/chat/completions", "/v1/completions")
+_BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
 """Without halves of characters, which could not be written down."""
@@ -45,6 +46,11 @@ class BatchLine:
 def new_batch_id() -> str:
     """Ids of later batches sort behind."""
     return "batch_" + new_request_id().replace("-", "")
+
+
+def is_batch_id(text: str) -> bool:
+    """Whether it has the form of one."""
+    return _BATCH_ID.fullmatch(text) is not None
 
 
 def request_id_of(batch_id: str, line: BatchLine) -> str:

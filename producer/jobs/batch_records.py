@@ -6,12 +6,14 @@ import json
 import time
 from typing import Any, Literal
 
+import redis
 import redis.asyncio
 from pydantic import BaseModel
 
 from producer.api_keys import ApiKey
-from producer.jobs.batch_lines import new_batch_id
+from producer.jobs.batch_lines import is_batch_id, new_batch_id
 from producer.jobs.files import BATCH_FILE_SECONDS
+from shared.calling import ids_of
 from shared.errors import PromptqError
 from shared.events import Usage
 from shared.keys import Keys
@@ -134,30 +136,39 @@ class Batches:
 
     async def get(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
         """With a tenant only if it is that one's. Raises BatchMissingError."""
-        fields = await self._redis.hgetall(self._keys.batch(batch_id))
-        if fields:
-            record = _record(fields)
-            if tenant in (None, record.tenant):
+        if is_batch_id(batch_id):  # else its key may be another one's
+            record = _record(batch_id, await self._fields_of(batch_id))
+            if record is not None and tenant in (None, record.tenant):
                 return record
         raise BatchMissingError(f"no batch {batch_id[:80]!r} is known")
+
+    async def _fields_of(self, batch_id: str) -> dict[bytes, bytes]:
+        try:
+            fields: dict[bytes, bytes] = await self._redis.hgetall(self._keys.batch(batch_id))
+        except redis.ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            return {}
+        return fields
 
     async def page(
         self, tenant: str, limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
         """So many batches, the newest first, behind the id `after`, and whether there are more."""
         key = self._keys.batches_of(tenant)
-        listed = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
+        members = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
+        listed = [member for member in ids_of(members) if is_batch_id(member)]
         begin = 0
         if after is not None:
-            if after.encode() not in listed:
+            if after not in listed:
                 raise BatchMissingError(f"no batch {after[:80]!r} is known")
-            begin = listed.index(after.encode()) + 1
+            begin = listed.index(after) + 1
         ids = listed[begin : begin + limit]
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in ids:
-            pipeline.hgetall(self._keys.batch(batch_id.decode()))
-        records = [_record(fields) for fields in await pipeline.execute() if fields]
-        return records, len(listed) > begin + limit
+            pipeline.hgetall(self._keys.batch(batch_id))
+        records = map(_record, ids, await pipeline.execute())
+        return [it for it in records if it is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenant: str) -> BatchRecord:
         """Ask its runner to end it. Raises BatchMissingError, BatchOverError."""
@@ -194,7 +205,12 @@ def _fields(values: dict[str, Any]) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in values.items() if value is not None}
 
 
-def _record(fields: dict[bytes, bytes]) -> BatchRecord:
-    return BatchRecord.model_validate(
-        {name.decode(): json.loads(value) for name, value in fields.items()}
-    )
+def _record(batch_id: str, fields: dict[bytes, bytes]) -> BatchRecord | None:
+    """None where there is none, or only what a stranger wrote."""
+    names = [name for name in BatchRecord.model_fields if name.encode() in fields]
+    try:
+        values = {name: json.loads(fields[name.encode()]) for name in names}
+        record = BatchRecord.model_validate(values)
+    except (ValueError, RecursionError):
+        return None
+    return record if record.id == batch_id else None

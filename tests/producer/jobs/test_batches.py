@@ -239,6 +239,26 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         server.stop()
 
 
+async def test_ids_that_are_no_batch(client: openai.AsyncOpenAI, redis_url: str) -> None:
+    """Whatever other keys are called, and whatever strangers wrote."""
+    batch = await create(client, [line(0)])
+    wrong_type, garbled = f"batch_{1:032x}", f"batch_{2:032x}"
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        server.set(KEYS.batch_runner(batch.id), "a")
+        server.set(KEYS.batch(wrong_type), "a")
+        server.hset(KEYS.batch(garbled), mapping={"id": "1", b"\xff": b"\xff"})
+        server.hset(KEYS.batch(batch.id), b"\xff", b"\xff")
+        server.zadd(KEYS.batches_of(""), {b"caf\xe9": 1, f"{batch.id}:runner": 2, garbled: 3})
+    for batch_id in (f"{batch.id}:runner", "batch_no", wrong_type, garbled):
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.retrieve(batch_id)
+        with pytest.raises(openai.NotFoundError):
+            await client.batches.cancel(batch_id)
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await client.batches.list(after=f"{batch.id}:runner")
+    assert [it.id async for it in client.batches.list()] == [batch.id]
+
+
 async def test_files(client: openai.AsyncOpenAI, tmp_path: Path) -> None:
     """Uploaded, listed page by page, read and deleted; and what is refused."""
     ids = [await upload(client, [line(n)]) for n in range(3)]
