@@ -58,6 +58,10 @@ def ids_of(values: Iterable[bytes]) -> list[str]:
 
 
 def text_map(reply: Any) -> dict[str, str]:
-    """A hash as text, whichever protocol it came by."""
+    """A hash as text, whichever protocol it came by; a stranger's bytes may be none."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    return {text_of(name): value.decode("utf-8", "replace") for name, value in pairs}
+    return {_as_read(name): _as_read(value) for name, value in pairs}
+
+
+def _as_read(value: bytes) -> str:
+    return value.decode("utf-8", "replace")

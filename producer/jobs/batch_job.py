@@ -82,7 +82,8 @@ class _BatchJob:
     async def run(self) -> str:
         try:
             record = await self._batches.get(self._batch_id)
-        except BatchMissingError:
+        except BatchMissingError as error:
+            self._log.warning("batch struck off", reason=str(error))
             await self._batches.forget(self._batch_id)
             return "unknown"
         if record.is_final:

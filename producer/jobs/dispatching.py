@@ -1,4 +1,8 @@
-"""Hands to RQ what the queue has for it: webhooks of what has ended, batches that nobody runs."""
+"""Hands to RQ what the queue has for it: webhooks of what has ended, batches that nobody runs.
+
+Strangers write to the queue too. What is none of either is struck off with a line in the log, so
+that it keeps nobody from what comes behind it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ from typing import Any
 import redis
 from rq import Queue
 
+from producer.jobs.batch_lines import is_batch_id
 from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook
 from producer.jobs.settings import JobsSettings
-from producer.jobs.webhooks import message_of, webhook_id_of
+from producer.jobs.webhooks import UnreadableRecordError, message_of, webhook_id_of
 from shared import lookups
-from shared.keys import Keys
+from shared.calling import ids_of
+from shared.errors import InvalidRequestError
+from shared.keys import Keys, check_request_id
+from shared.logs import get_logger
 from shared.request_queue import RequestQueue
 
 _PAGE = 100
@@ -32,6 +40,7 @@ class Dispatcher:
         self._keys = Keys(settings.queue)
         self._queue = RequestQueue(connection, settings.queue)
         self._token = secrets.token_hex(8).encode()
+        self._log = get_logger(queue=settings.queue)
 
     def leads(self) -> bool:
         """Whether this one is the leader, from now on for some seconds."""
@@ -51,10 +60,12 @@ class Dispatcher:
         """What ended goes to RQ first and is struck off then: after a crash in between it goes
         there again, under the same id."""
         ids = self._redis.zrange(self._keys.webhooks, 0, _PAGE - 1)
-        for raw in ids:
-            request_id = raw.decode()
-            record = self._queue.run(lookups.record(self._keys, request_id))
-            message = message_of(self._keys.queue, request_id, record)
+        for raw, request_id in zip(ids, ids_of(ids), strict=True):
+            try:
+                message = message_of(self._keys.queue, request_id, self._record_of(request_id))
+            except (InvalidRequestError, UnreadableRecordError) as error:
+                self._log.warning("webhook struck off", entry=repr(raw), reason=str(error))
+                message = None
             if message is not None:
                 url, body = message
                 webhook_id = webhook_id_of(self._keys.queue, request_id)
@@ -63,14 +74,36 @@ class Dispatcher:
             self._redis.zrem(self._keys.webhooks, raw)
         return len(ids)
 
+    def _record_of(self, request_id: str) -> dict[str, str]:
+        """Raises InvalidRequestError for no id, UnreadableRecordError where there is no hash."""
+        check_request_id(request_id)
+        try:
+            return self._queue.run(lookups.record(self._keys, request_id))
+        except redis.ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            raise UnreadableRecordError("its record is no hash") from None
+
     def hand_out_batches(self) -> int:
         """New ones, and those whose process is gone."""
-        ids = [raw.decode() for raw in self._redis.smembers(self._keys.unfinished_batches)]
-        waiting = batches_waiting(self._batches) if ids else set()
-        count = 0
-        for batch_id in ids:
-            is_run = self._redis.exists(self._keys.batch_runner(batch_id))
-            if not is_run and batch_id not in waiting:
-                enqueue_batch(self._batches, self._keys.queue, batch_id)
-                count += 1
-        return count
+        ids = self._unfinished_batches()
+        if ids:
+            ids -= batches_waiting(self._batches)
+            ids = {batch_id for batch_id in ids if not self._is_run(batch_id)}
+        for batch_id in sorted(ids):
+            enqueue_batch(self._batches, self._keys.queue, batch_id)
+        return len(ids)
+
+    def _unfinished_batches(self) -> set[str]:
+        members = list(self._redis.smembers(self._keys.unfinished_batches))
+        found = set()
+        for raw, batch_id in zip(members, ids_of(members), strict=True):
+            if is_batch_id(batch_id):
+                found.add(batch_id)
+            else:
+                self._log.warning("batch struck off", entry=repr(raw), reason="it is no batch's id")
+                self._redis.srem(self._keys.unfinished_batches, raw)
+        return found
+
+    def _is_run(self, batch_id: str) -> bool:
+        return bool(self._redis.exists(self._keys.batch_runner(batch_id)))

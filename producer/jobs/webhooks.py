@@ -21,6 +21,10 @@ BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
 """Between the attempts, together just under a day."""
 
 
+class UnreadableRecordError(PromptqError):
+    """No message can be made of a request's hash."""
+
+
 class DeliveryError(PromptqError):
     """The receiver did not take it; it is tried again."""
 
@@ -31,7 +35,12 @@ def webhook_id_of(queue: str, request_id: str) -> str:
 
 
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> tuple[str, str] | None:
-    """(URL, body) of what is to be sent for a request's hash; None where nobody asked."""
+    """(URL, body) of what is to be sent for a request's hash; None where nobody asked.
+
+    Raises UnreadableRecordError for one that is gone, or into which a stranger wrote.
+    """
+    if not record:
+        raise UnreadableRecordError("its record is kept no longer")
     try:
         request = Request.parse(record.get("payload", ""))
     except InvalidRequestError:  # it may have ended for just that; its URL may be sound
@@ -40,6 +49,15 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> tuple[str
         url, metadata = request.webhook_url, request.metadata
     if url is None:
         return None
+    try:
+        body = _body_of(queue, request_id, record, metadata)
+        body.encode()  # as it will be sent
+    except (ValueError, OverflowError, OSError, RecursionError) as error:
+        raise UnreadableRecordError(f"its record is no worker's: {error}") from None
+    return url, body
+
+
+def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: object) -> str:
     finished_at = datetime.fromtimestamp(int(record.get("finished_at") or 0) / 1000, UTC)
     body = {
         "type": f"request.{record.get('state', 'unknown')}",
@@ -52,7 +70,7 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> tuple[str
             "result": json.loads(record.get("result") or "null"),
         },
     }
-    return url, json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
 def deliver_webhook(queue: str, webhook_id: str, url: str, body: str) -> str:

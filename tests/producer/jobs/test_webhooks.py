@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from rq.job import Job
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
@@ -258,6 +259,53 @@ def test_private_addresses_are_refused(
         for it in jobs.queue.finished_job_registry.get_job_ids()
     ]
     assert "private network" in result
+
+
+def test_strangers_keep_nobody_from_a_webhook(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
+) -> None:
+    """What is listed and is no request that ended is struck off; a field's name hinders nothing."""
+    server = own_worker.redis
+    asking = {"payload": json.dumps({"prompt": "a", "webhook_url": receiving.url("/no")})}
+    for number, (entry, fields) in enumerate(
+        {
+            b"caf\xe9": asking,
+            b"two words": asking,
+            b"no-hash": None,
+            b"no-time": asking | {"finished_at": "noon"},
+            b"no-year": asking | {"finished_at": "9" * 30},
+            b"no-result": asking | {"result": "["},
+            b"no-text": asking | {"result": '"\\ud800"'},
+            b"gone": {},
+        }.items()
+    ):
+        key = KEYS.request("").encode() + entry
+        if fields is None:
+            server.set(key, "a")
+        elif fields:
+            server.hset(key, mapping=fields)
+        server.zadd(KEYS.webhooks, {entry: number})
+    ask(own_worker.queue, "sound", receiving.url("/ok"))
+    server.hset(KEYS.request("sound"), b"caf\xe9", b"\xff")
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    assert [at for at, _, _ in receiving.calls] == ["/ok"]
+    assert server.zcard(KEYS.webhooks) == 0
+
+
+def test_a_server_that_refuses_strikes_nothing_off(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
+) -> None:
+    ask(own_worker.queue, "r", receiving.url("/ok"))
+    own_worker.finish(own_worker.take(), "hi")
+    own_worker.redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(redis.ResponseError, match="maxmemory"):
+            jobs.work()
+    finally:
+        own_worker.redis.config_set("maxmemory", 0)
+    jobs.work()
+    assert [at for at, _, _ in receiving.calls] == ["/ok"]
 
 
 def test_the_secret(settings: JobsSettings, tmp_path: Path) -> None:
