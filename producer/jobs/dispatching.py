@@ -13,7 +13,7 @@ import redis
 from rq import Queue
 
 from producer.jobs.batch_lines import is_batch_id
-from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook
+from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook, has_just_begun
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import UnreadableRecordError, message_of, webhook_id_of
 from shared import lookups
@@ -90,6 +90,9 @@ class Dispatcher:
         if ids:
             ids -= batches_waiting(self._batches)
             ids = {batch_id for batch_id in ids if not self._is_run(batch_id)}
+        if ids:
+            # Once more, and last: one that nobody runs any longer may just have ended.
+            ids &= self._unfinished_batches()
         for batch_id in sorted(ids):
             enqueue_batch(self._batches, self._keys.queue, batch_id)
         return len(ids)
@@ -106,4 +109,5 @@ class Dispatcher:
         return found
 
     def _is_run(self, batch_id: str) -> bool:
-        return bool(self._redis.exists(self._keys.batch_runner(batch_id)))
+        is_leased = self._redis.exists(self._keys.batch_runner(batch_id))
+        return bool(is_leased) or has_just_begun(self._batches, batch_id)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import redis
 from rq import Queue, Retry, Worker
 from rq.cron import CronJob, CronScheduler
-from rq.job import Job
+from rq.job import Job, JobStatus
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException
+from rq.utils import now, str_to_date
 
 from producer.connecting import server_url
 from producer.jobs.batch_job import run_batch_job
+from producer.jobs.runner_lease import LEASE_MS
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import BACKOFF_SECONDS, deliver_webhook
 from shared.connection import open_redis, without_password
@@ -33,6 +36,7 @@ _WORKER_TTL_SECONDS = 30
 _RESULT_SECONDS = 600
 _FAILED_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
+_BATCHES = "-batches"
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
@@ -73,7 +77,7 @@ def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
 
 def batch_queue(queue: str, connection: redis.Redis) -> Queue:
     """Batch files, each of which may take hours."""
-    return _queue(f"promptq-{queue}-batches", connection)
+    return _queue(f"promptq-{queue}{_BATCHES}", connection)
 
 
 def _queue(name: str, connection: redis.Redis) -> Queue:
@@ -83,6 +87,19 @@ def _queue(name: str, connection: redis.Redis) -> Queue:
 def batches_waiting(queue: Queue) -> set[str]:
     """Ids of batches that wait to be run."""
     return {job_id.removeprefix(_BATCH_JOB) for job_id in queue.get_job_ids()}
+
+
+def has_just_begun(queue: Queue, batch_id: str) -> bool:
+    """Whether a worker has taken a batch that does not wait, so that its run may yet get a lease.
+
+    One that died before it began the job has it for as long as RQ's maintenance takes to call
+    the job failed.
+    """
+    job: Any = queue.connection.hmget(Job.key_for(_BATCH_JOB + batch_id), "status", "started_at")
+    status, started_at = job
+    if status == JobStatus.STARTED.value.encode():
+        return now() - str_to_date(started_at) < timedelta(milliseconds=LEASE_MS)
+    return bool(status == JobStatus.QUEUED.value.encode())
 
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> Job:
@@ -170,8 +187,7 @@ class _Worker(Worker):
 
     def handle_warm_shutdown_request(self) -> None:
         """A batch is told to stop where it is; anything else is short and ends by itself."""
-        job = self.get_current_job() if self.horse_pid else None
-        if job is not None and str(job.func_name).endswith(run_batch_job.__name__):
+        if self.horse_pid and self.queues[0].name.endswith(_BATCHES):
             self.kill_horse(signal.SIGTERM)
 
 

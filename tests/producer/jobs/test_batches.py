@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,63 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         await until(lambda: not any(map(is_running, family)))
     finally:
         server.stop()
+
+
+async def test_each_batch_is_handed_out_once(redis_url: str, tmp_path: Path, start: Start) -> None:
+    """Also while its run has no lease yet, or none any longer; what is no batch is struck off."""
+    files, rq = tmp_path / "files", "promptq-default-batches"
+    process = start("jobs", PROMPTQ_FILES_DIR=str(files))
+    await until_ready(process)
+    batches = [add_batch(redis_url, files, tmp_path, ["{broken"]) for _ in range(8)]
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        garbled = f"batch_{0:032x}"
+        server.hset(KEYS.batch(garbled), mapping={"status": "[", b"\xff": b"\xff"})
+        server.sadd(KEYS.unfinished_batches, b"caf\xe9", "batch_no", garbled)
+        names = [f"rq:queue:{rq}", f"rq:queue:{rq}:intermediate", f"rq:wip:{rq}"]
+        await until(lambda: not server.exists(KEYS.unfinished_batches, *names))
+        runs = [server.xlen(f"rq:results:promptq-{batch_id}") for batch_id in batches]
+    assert runs == [1] * 8
+    process.terminate()
+    assert await asyncio.to_thread(process.wait) == 0
+
+
+def add_batch(url: str, files: Path, tmp_path: Path, lines: list[Any]) -> str:
+    """As the gateway does it."""
+    with write_lines(tmp_path / "in.jsonl", lines).open("rb") as stream:
+        stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
+    batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
+
+    async def add() -> None:
+        async with redis.asyncio.Redis.from_url(url) as connection:
+            await Batches(connection, KEYS).add(batch)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(asyncio.run, add()).result()
+    return batch.id
+
+
+async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
+    redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
+) -> None:
+    """RQ keeps what it knows of a job for a time only. Of the processes none is left, and the next
+    ones go on."""
+    server, files = own_worker.redis, tmp_path / "files"
+    settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_BATCH_IN_FLIGHT": "3"}
+    process = start("jobs", **settings)
+    await until_ready(process)
+    batch_id = add_batch(redis_url, files, tmp_path, [line(n) for n in range(10)])
+    await until(lambda: server.zcard(KEYS.pending) == 3)
+    family = family_of(process.pid)
+    server.delete(f"rq:job:promptq-{batch_id}")
+    process.terminate()
+    assert await asyncio.to_thread(process.wait) == 0
+    assert not any(map(is_running, family))
+    assert not server.exists(KEYS.batch_runner(batch_id)), "it stopped in order"
+    start("jobs", **settings)
+    async with running_worker(redis_url):
+        record = await finished_batch(redis_url, batch_id)
+    assert (record.status, record.completed) == ("completed", 10)
+    assert attempts(server) == [1] * 10
 
 
 async def test_ids_that_are_no_batch(client: openai.AsyncOpenAI, redis_url: str) -> None:
