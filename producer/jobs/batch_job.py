@@ -90,11 +90,16 @@ class _BatchJob:
             await self._batches.forget(self._batch_id)
             return record.status
         if record.status != "finalizing":
+            source = self._running("input")
             try:
-                source = self._store.path(self._store.get(record.input_file_id, record.tenant))
+                await asyncio.to_thread(
+                    self._store.keep, record.input_file_id, record.tenant, source
+                )
                 total = await asyncio.to_thread(count_lines, source)
             except FileMissingError:
-                return await self._fail("input_file_missing", "the input file was deleted")
+                return await self._fail(
+                    "input_file_missing", "the input file was deleted before the batch began"
+                )
             except BatchFileError as error:
                 return await self._fail(error.code, str(error))
             if not await self._run_lines(record, source, total):
@@ -189,14 +194,18 @@ class _BatchJob:
                 changes["output_file_id" if name == "output" else "error_file_id"] = stored.id
             running.unlink(missing_ok=True)
         status = record.ending or "completed"
-        await self._batches.end(record.id, status, **changes)
+        await self._end(status, **changes)
         return status
 
     async def _fail(self, code: str, message: str) -> str:
         self._log.warning("batch fails", code=code, reason=message)
         error = {"code": code, "message": message, "param": "input_file_id", "line": None}
-        await self._batches.end(self._batch_id, "failed", errors=[error])
+        await self._end("failed", errors=[error])
         return "failed"
+
+    async def _end(self, status: Status, **changes: Any) -> None:
+        self._running("input").unlink(missing_ok=True)
+        await self._batches.end(self._batch_id, status, **changes)
 
     def _running(self, name: str) -> Path:
         return self._settings.files_dir / "running" / f"{self._batch_id}.{name}.jsonl"

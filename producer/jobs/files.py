@@ -114,6 +114,20 @@ class FileStore:
         """Where its content lies."""
         return self._data(stored.id)
 
+    def keep(self, file_id: str, tenant: str, path: Path) -> None:
+        """Have a file's content at `path` as well, whatever becomes of the file.
+
+        Where `path` is there already, it is as if written just now. Raises FileMissingError.
+        """
+        if not path.exists():
+            data = self.path(self.get(file_id, tenant))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                _link(data, path)
+            except FileNotFoundError:
+                raise FileMissingError(f"no file {file_id!r} is known") from None
+        os.utime(path)
+
     def delete(self, file_id: str, tenant: str) -> None:
         """Raises FileMissingError."""
         self._remove(self.get(file_id, tenant).id)
@@ -181,6 +195,17 @@ class FileStore:
 
     def _data(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.data"
+
+
+def _link(source: Path, path: Path) -> None:
+    try:
+        os.link(source, path)
+    except FileNotFoundError:
+        raise
+    except OSError:  # of a disk that has no hard links, or of a file that another user made
+        copy = path.with_name(path.name + ".new")
+        shutil.copyfile(source, copy)
+        copy.replace(path)
 
 
 def _is_over(stored: StoredFile) -> bool:

@@ -71,7 +71,7 @@ def sweep(queue: str) -> str:
 
 def _sweep_old(folder: Path) -> int:
     count = 0
-    for path in folder.glob("batch_*.jsonl"):
+    for path in folder.glob("batch_*.jsonl*"):
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - BATCH_FILE_SECONDS:
                 path.unlink()

@@ -127,7 +127,7 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Forget a file. A batch that still reads it fails."""
+    """Forget a file. A batch that has begun with it goes on; one that has not fails."""
     try:
         await asyncio.to_thread(store.delete, file_id, caller.tenant or "")
     except FileMissingError as error:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from producer.api_keys import ApiKey
 from producer.jobs.batch_job import run_batch_job
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.batch_records import Batches, new_batch
-from producer.jobs.files import FileStore
+from producer.jobs.files import FileMissingError, FileStore
 from shared.embedded import EmbeddedServer
 from tests.helpers import running_worker
 from tests.producer.gateway.living import live_gateway
@@ -295,6 +296,58 @@ async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
         record = await finished_batch(redis_url, batch_id)
     assert (record.status, record.completed) == ("completed", 10)
     assert attempts(server) == [1] * 10
+
+
+async def test_a_batch_that_began_owns_its_input(
+    client: openai.AsyncOpenAI,
+    redis_url: str,
+    tmp_path: Path,
+    start: Start,
+    own_worker: HandWorker,
+) -> None:
+    """Its file may be deleted, and the jobs start again; of one that did not begin it may not."""
+    server, files = own_worker.redis, tmp_path / "files"
+    settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_BATCH_IN_FLIGHT": "3"}
+    process = start("jobs", **settings)
+    await until_ready(process)
+    begun = await create(client, [line(n) for n in range(10)])
+    await until(lambda: server.zcard(KEYS.pending) == 3)
+    own_worker.finish(own_worker.take(), "hi")
+    await client.files.delete(begun.input_file_id)
+    process.terminate()
+    assert await asyncio.to_thread(process.wait) == 0
+    late = await create(client, [line(n) for n in range(10)])
+    await client.files.delete(late.input_file_id)
+    process = start("jobs", **settings)
+    async with running_worker(redis_url):
+        begun, late = await ended(client, begun.id), await ended(client, late.id)
+    assert begun.status == "completed"
+    assert begun.request_counts is not None
+    assert begun.request_counts.completed == 10
+    assert (late.status, late.output_file_id) == ("failed", None)
+    assert late.errors is not None
+    assert late.errors.data is not None
+    assert late.errors.data[0].code == "input_file_missing"
+    assert list((files / "running").iterdir()) == []
+
+
+def test_a_file_is_kept_on_another_disk(tmp_path: Path) -> None:
+    """Where no hard link leads to, it is copied."""
+    store = FileStore(tmp_path)
+    (tmp_path / "source").write_bytes(b"lines")
+    with (tmp_path / "source").open("rb") as source:
+        stored = store.add(source, filename="a", purpose="batch")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if Path(elsewhere).stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("there is one disk only")
+        kept = Path(elsewhere) / "kept"
+        store.keep(stored.id, "", kept)
+        store.delete(stored.id, "")
+        store.keep(stored.id, "", kept)
+        assert [it.name for it in Path(elsewhere).iterdir()] == ["kept"]
+        assert kept.read_bytes() == b"lines"
+        with pytest.raises(FileMissingError):
+            store.keep(stored.id, "", Path(elsewhere) / "late")
 
 
 async def test_ids_that_are_no_batch(client: openai.AsyncOpenAI, redis_url: str) -> None:
