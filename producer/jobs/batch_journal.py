@@ -81,12 +81,17 @@ class Journal:
         self._output.flush()
         self._errors.flush()
 
-    def close(self) -> None:
-        """On the disk, and free for others."""
+    def sync(self) -> None:
+        """From here on a machine that loses its power loses nothing of it."""
         for file in (self._output, self._errors):
             file.flush()
             os.fsync(file.fileno())
-            file.close()
+
+    def close(self) -> None:
+        """On the disk, and free for others."""
+        self.sync()
+        self._output.close()
+        self._errors.close()
 
     def __enter__(self) -> Self:
         return self

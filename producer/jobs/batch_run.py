@@ -39,6 +39,8 @@ _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
 """So long a request whose answer is written down is still there for whoever looks; all of a large
 batch would fill the server."""
+_LET_GO_SECONDS = 1.0
+"""So often at most the disk is waited for."""
 _END_SECONDS = 30.0
 """How long what was cancelled may take to end: a worker that died holds it for a lease."""
 _UNFINISHED = {
@@ -92,6 +94,7 @@ class BatchRun:
         self._full_until = 0.0
         self._wait_seconds = _FIRST_WAIT_SECONDS
         self._written: list[NewRequest] = []
+        self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
         """Run what is not done yet; `look` says, between two rounds, whether to end before.
@@ -104,6 +107,7 @@ class BatchRun:
                 await self._round(look)
             if self._ending in _UNFINISHED:
                 await self._give_up(*_UNFINISHED[self._ending])
+            await self._let_go()
         except _StoppedError:
             self._ending = Ending.STOPPED
         self._in_flight.clear()
@@ -126,7 +130,8 @@ class BatchRun:
             return
         ended = await self._collect()
         self._tell()
-        await self._let_go()
+        if time.monotonic() - self._let_go_at > _LET_GO_SECONDS:
+            await self._let_go()
         longer = min(self._wait_seconds * 1.5, _LONGEST_WAIT_SECONDS)
         self._wait_seconds = _FIRST_WAIT_SECONDS if ended else longer
         await asyncio.sleep(self._wait_seconds)
@@ -241,8 +246,9 @@ class BatchRun:
         return await self._persist(ask) if requests else []
 
     async def _let_go(self) -> None:
-        """Shorten the life of what was written down, once that is safe."""
+        """Shorten the life of what was written down, once that is safe on the disk."""
         done, self._written = self._written, []
+        self._let_go_at = time.monotonic()
 
         async def shorten() -> None:
             pipeline = self._redis.pipeline(transaction=False)
@@ -252,6 +258,7 @@ class BatchRun:
             await pipeline.execute()
 
         if done:
+            self._journal.sync()
             await self._persist(shorten)
 
     async def _write(self, item: LineRequest) -> None:

@@ -74,6 +74,24 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
     assert errors_beside(output).read_text() == ""
 
 
+async def test_answers_are_on_the_disk_before_the_server_forgets_them(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(30)])
+    fsync, let_go = os.fsync, []
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+
+        def looking_on(file: int) -> None:
+            left = [server.pttl(key) for key in server.keys(KEYS.request("*"))]
+            let_go.append(sum(0 <= it <= 120_000 for it in left))
+            fsync(file)
+
+        monkeypatch.setattr(os, "fsync", looking_on)
+        async with running_worker(redis_url):
+            await run_beside(source, tmp_path / "out.jsonl", redis_url, max_in_flight=7)
+    assert (let_go[0], let_go[-1]) == (0, 30)
+
+
 async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str) -> None:
     """And the rest runs, blank lines aside."""
     bad_body = {"prompt": "x", "temperature": 9}
