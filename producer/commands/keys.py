@@ -96,6 +96,8 @@ def revoke(
 ) -> None:
     """Let nobody in with a key from now on.
 
+    Open pages of the dashboard end within seconds; completions that have begun run to their end.
+
     Examples:
 
     promptq keys revoke web

@@ -85,7 +85,7 @@ async def live_overview(
     request: Request, admin: ThisAdmin, gateway: ThisGateway
 ) -> StreamingResponse:
     """The last hour, then the overview once a second."""
-    return event_response(request, _overview(gateway, _sampler_of(request, gateway)))
+    return event_response(request, gateway, _overview(gateway, _sampler_of(request, gateway)))
 
 
 @router.get("/dashboard/api/live/worker")
@@ -94,7 +94,7 @@ async def live_worker(
 ) -> StreamingResponse:
     """A worker and its batch, once a second."""
     return event_response(
-        request, _sampled(_sampler_of(request, gateway), f"worker {worker_id}", "worker")
+        request, gateway, _sampled(_sampler_of(request, gateway), f"worker {worker_id}", "worker")
     )
 
 
@@ -105,7 +105,7 @@ async def live_request(
     """A request's life as it changes, and its events from the first on."""
     async with gateway.calling:
         timeline = await gateway.client.timeline(check_request_id(request_id))
-    return event_response(request, _request(gateway, request_id, timeline))
+    return event_response(request, gateway, _request(gateway, request_id, timeline))
 
 
 @router.get("/dashboard/api/requests")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import httpx2
 import pytest
 import pytest_asyncio
@@ -9,10 +12,14 @@ from playwright.async_api import expect
 from structlog.testing import capture_logs
 
 from producer import AsyncClient
-from producer.api_keys import ApiKey
+from producer.api_keys import ApiKey, hash_of
+from producer.gateway import page_stream
 from producer.gateway.routes import dashboard, dashboard_actions
+from shared.embedded import EmbeddedServer
+from shared.keys import Keys
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, serving
+from tests.producer.playing import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -66,6 +73,94 @@ async def test_only_an_administrator_sees_and_steers(
         assert answer.json()["error"]["type"] == "permission_error"
 
 
+STREAMS = [path.partition("?")[0] for _, path in DATA if "/live/" in path]
+
+
+async def read_to_its_end(http: httpx2.AsyncClient, path: str, begun: asyncio.Event) -> None:
+    async with http.stream("GET", path, params={"id": "r"}, timeout=30) as answer:
+        assert answer.status_code == 200
+        async for _ in answer.aiter_lines():
+            begun.set()
+
+
+@pytest.mark.parametrize("what", ["revoked", "no administrator's", "the first"])
+async def test_a_stream_ends_when_its_reader_is_let_in_no_more(
+    gateway: LiveGateway,
+    client: AsyncClient,
+    connection: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """Its key is revoked or changed, or there was none and now there is one."""
+    monkeypatch.setattr(page_stream, "CHECK_SECONDS", 0.05)
+    await client.enqueue("Once", request_id="r")
+    headers = {}
+    if what != "the first":
+        await client.create_api_key(ApiKey(name="other"))
+        secret, key = await client.create_api_key(ApiKey(name="ann", is_admin=True))
+        headers = {"Authorization": f"Bearer {secret}"}
+    begun = [asyncio.Event() for _ in STREAMS]
+    assert len(STREAMS) == 3
+    async with httpx2.AsyncClient(base_url=gateway.url, headers=headers) as http:
+        reading = [
+            asyncio.create_task(read_to_its_end(http, *it))
+            for it in zip(STREAMS, begun, strict=True)
+        ]
+        for it in begun:
+            await it.wait()
+        done, _ = await asyncio.wait(reading, timeout=0.3)
+        assert not done, "they go on for who may read"
+        if what == "revoked":
+            await client.revoke_api_key("ann")
+        elif what == "the first":
+            await client.create_api_key(ApiKey(name="ann"))
+        else:
+            plain = key.model_copy(update={"is_admin": False}).model_dump_json()
+            await connection.hset(Keys().api_keys, hash_of(secret), plain)
+        await asyncio.gather(*reading)
+        expected = 403 if what == "no administrator's" else 401
+        for path in STREAMS:
+            answer = await http.get(path, params={"id": "r"})
+            assert answer.status_code == expected
+
+
+async def test_a_stream_goes_on_while_nobody_can_tell_who_may_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Redis is away: the stream says so, and goes on with what there is."""
+    monkeypatch.setattr(page_stream, "CHECK_SECONDS", 0.05)
+    port = free_port()
+    server = EmbeddedServer(port)
+    url = f"redis://127.0.0.1:{port}/0"
+    path = "/dashboard/api/live/overview"
+    try:
+        async with (
+            serving(url) as gateway,
+            httpx2.AsyncClient(base_url=gateway.url, timeout=30) as http,
+            http.stream("GET", path) as answer,
+        ):
+            lines = answer.aiter_lines()
+
+            async def hear(event: str) -> None:
+                async for line in lines:
+                    if line == f"event: {event}":
+                        return
+                pytest.fail(f"it ended before {event}")
+
+            await hear("overview")
+            server.stop()
+            for _ in range(3):
+                await hear("unreachable")
+            server = EmbeddedServer(port)
+            await hear("overview")
+            async with AsyncClient(url) as client:
+                await client.create_api_key(ApiKey(name="ann"))
+            async for _ in lines:
+                pass  # until its end, for there is a key now
+    finally:
+        server.stop()
+
+
 async def test_the_playground_takes_from_the_rates_of_its_key(
     gateway: LiveGateway, client: AsyncClient
 ) -> None:
@@ -117,6 +212,22 @@ async def test_the_page_asks_for_a_key_and_keeps_it_in_its_tab(
     assert box["y"] < first_row["y"] + first_row["height"], "beside the name, not below it"
     await forget.click()
     await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
+
+
+@pytest.mark.parametrize("place", ["#/", "#/worker/w", "#/request/r"])
+async def test_an_open_page_asks_for_a_key_when_its_own_is_revoked(
+    client: AsyncClient, secrets: dict[str, str], open_page: Open, place: str
+) -> None:
+    await client.enqueue("Once", request_id="r")
+    page = await open_page(place, expected="401")
+    await page.get_by_label("API key").fill(secrets["ann"])
+    await page.get_by_role("button", name="Enter").click()
+    await expect(page.get_by_label("API key")).to_be_hidden()
+    await expect(page.get_by_role("heading", level=1)).to_be_visible()
+    await client.revoke_api_key("ann")
+    await expect(page.get_by_role("heading", name="A key, please")).to_be_visible()
+    await expect(page.get_by_text("unknown or was revoked")).to_be_visible()
+    await expect(page.locator("#banner")).to_be_hidden()
 
 
 async def test_files_come_with_a_strict_policy(gateway: LiveGateway) -> None:
