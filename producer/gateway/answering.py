@@ -16,6 +16,7 @@ from producer.gateway.openai.answers import answer
 from producer.gateway.openai.calls import Call
 from producer.gateway.openai.completion import (
     Completion,
+    check_completion_id,
     completion_of,
     new_completion_id,
 )
@@ -31,7 +32,11 @@ from shared.logs import bind
 async def respond(request: Request, gateway: Gateway, caller: Caller, call: Call) -> Response:
     """Enqueue what is asked for and answer, or go on with a stream that broke off."""
     last_event_id = request.headers.get("last-event-id")
-    if call.stream and last_event_id:
+    if last_event_id:
+        if not call.stream:
+            raise InvalidRequestError(
+                "Last-Event-ID: goes with stream: true", field="Last-Event-ID"
+            )
         return await _resume(gateway, caller, call, last_event_id)
     completion, rates = await _begin(gateway, caller, call)
     if call.stream:
@@ -119,6 +124,7 @@ def granted(call: Call, caller: Caller) -> Call:
 
 async def _resume(gateway: Gateway, caller: Caller, call: Call, last_event_id: str) -> Response:
     completion_id, have = read_event_id(last_event_id)
+    check_completion_id(completion_id)
     bind(request_id=completion_id)
     completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
     check_positions(completion, have)

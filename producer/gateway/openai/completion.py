@@ -83,6 +83,14 @@ def new_completion_id(is_chat: bool) -> str:
     return (_CHAT if is_chat else _TEXT) + new_request_id()
 
 
+def check_completion_id(completion_id: str) -> None:
+    """Raises RequestNotFoundError for what is no completion's, as other clients' requests are."""
+    try:
+        UUID(completion_id.removeprefix(_CHAT).removeprefix(_TEXT))
+    except ValueError:
+        raise RequestNotFoundError(f"no completion {completion_id[:80]!r} is known") from None
+
+
 def completion_of(call: Call, completion_id: str, model: str) -> Completion:
     """The completion that a call asks for."""
     echoes = [str(call.prompts[index // call.n]) for index in range(call.num_choices)]
@@ -127,10 +135,7 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
 
     Raises RequestNotFoundError for what is no completion, InvalidRequestError for a wrong query.
     """
-    try:
-        UUID(completion_id.removeprefix(_CHAT).removeprefix(_TEXT))
-    except ValueError:
-        raise RequestNotFoundError(f"no completion {completion_id[:80]!r} is known") from None
+    check_completion_id(completion_id)
     num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
     ids = request_ids(completion_id, num_choices)
     return ids[::n] if _echo(query) else ids[:1]

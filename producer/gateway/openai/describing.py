@@ -23,7 +23,7 @@ def operation(kind: type[CallOptions]) -> dict[str, Any]:
         _header(header, schema["properties"][name], f"the field `{name}`, if the body has none")
         for name, header in HEADERS.items()
     ]
-    again = _header("Last-Event-ID", {"type": "string"}, "go on with a stream behind this event")
+    again = _header("Last-Event-ID", {"type": "string"}, "with `stream`: go on behind this event")
     body = {"content": {"application/json": {"schema": schema}}, "required": True}
     return {"parameters": [*parameters, again], "requestBody": body}
 

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 import redis
 
+from producer import Client
 from producer.gateway.app import create_app
 from producer.gateway.settings import GatewaySettings
 from shared.embedded import EmbeddedServer
@@ -455,6 +456,42 @@ def test_a_wrong_last_event_id(http: httpx2.Client, own_worker: HandWorker) -> N
             answer = http.get(url, headers={"Last-Event-ID": wrong})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "Last-Event-ID"
+
+
+@pytest.mark.parametrize("body", [PROMPT, CHAT])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_of_another_client_is_no_stream(
+    http: httpx2.Client, redis_url: str, own_worker: HandWorker, body: dict[str, Any], n: int
+) -> None:
+    """Its id says nothing of when it was created, as a completion's does."""
+    with Client(redis_url) as client:
+        for name in ("story-1", "story-1:0"):
+            client.enqueue("Hi", request_id=name)
+            own_worker.finish(own_worker.take(), "a")
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    headers = {"Last-Event-ID": "story-1/" + ".".join(["0-0"] * n)}
+    posted = http.post(path, json={**body, "n": n}, headers=headers)
+    got = http.get(f"/v1/streams/story-1?choices={n}&n={n}", headers=headers)
+    for answer in (posted, got):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("body", [PROMPT, CHAT])
+def test_only_a_stream_goes_on(
+    http: httpx2.Client, own_worker: HandWorker, body: dict[str, Any]
+) -> None:
+    """Whoever asks for the whole answer so is told, and nothing runs a second time."""
+    with opened(http, own_worker, body) as (reading, _):
+        event_id, _ = reading.next()
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        answer = http.post(
+            path, json={**body, "stream": False}, headers={"Last-Event-ID": event_id}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "Last-Event-ID"
+    assert "stream: true" in answer.json()["error"]["message"]
+    assert own_worker.queue.is_empty()
 
 
 async def test_the_application_streams_behind_any_server(redis_url: str) -> None:
