@@ -130,12 +130,17 @@ class Call:
         return replace(self, fields={**self.fields, **fields})
 
     def with_key_of(self, caller: str) -> Call:
-        """An idempotency key counts for one caller and one shape of answer alone."""
+        """An idempotency key counts for one tenant, one caller and one shape of answer alone.
+
+        An API key of the caller's name may be another tenant's later.
+        """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
             return self
-        own = f"{caller}\n{self.is_chat} {len(self.prompts)} {self.n}\n{key}"
-        return self.with_fields(idempotency_key=hashlib.sha256(own.encode()).hexdigest())
+        tenant = self.fields.get("tenant") or ""
+        own = f"{tenant}\n{caller}\n{self.is_chat} {len(self.prompts)} {self.n}\n{key}"
+        hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
+        return self.with_fields(idempotency_key=hashed)
 
 
 def request_ids(completion_id: str, num_choices: int) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from producer import Client
 from producer.gateway.access import Caller
 from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.test_access import make_key
 from tests.producer.gateway.test_streams import PROMPT, is_cancelled, opened
 from tests.producer.playing import HandWorker
 
@@ -98,3 +100,39 @@ def test_the_same_idempotency_key_of_another_tenant(
         opened(theirs, own_worker, PROMPT, **headers) as (_, second),
     ):
         assert first.request_id != second.request_id
+
+
+def id_of_call(gateway: LiveGateway, tenant: str | None = None, secret: str = "") -> str:
+    headers = {"Idempotency-Key": "same"}
+    if secret:
+        headers["Authorization"] = f"Bearer {secret}"
+    body = {**PROMPT, "detach": True, "tenant": tenant}
+    url = f"{gateway.url}/v1/completions"
+    with httpx2.stream("POST", url, json=body, headers=headers) as response:
+        assert response.status_code == 200
+        return str(response.headers["X-Request-Id"])
+
+
+def test_the_same_idempotency_key_after_the_api_key_went_to_another_tenant(
+    start_gateway: Callable[..., LiveGateway], redis_url: str
+) -> None:
+    """It is made anew by its old name, and the new tenant gets an answer of its own."""
+    gateway = start_gateway(http_header_seconds=0)
+    ids = []
+    for tenant in ("us", "them", "us"):
+        secret = make_key(redis_url, name="app", tenant=tenant)
+        ids.append(id_of_call(gateway, secret=secret))
+        with Client(redis_url) as client:
+            client.revoke_api_key("app")
+    assert ids[0] != ids[1]
+    assert ids[0] == ids[2]
+
+
+def test_an_administrator_may_send_one_idempotency_key_for_several_tenants(
+    start_gateway: Callable[..., LiveGateway],
+) -> None:
+    """Each gets an answer of its own, and the same one when it is sent again."""
+    gateway = start_gateway(http_header_seconds=0)
+    ids = [id_of_call(gateway, tenant) for tenant in (None, "us", "them", "us", None)]
+    assert len(set(ids)) == 3
+    assert (ids[3], ids[4]) == (ids[1], ids[0])
