@@ -302,6 +302,24 @@ def test_one_of_several_answers_fails(
     wait_until(lambda: is_cancelled(own_worker, claims[1].request_id))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_error_of_the_reader_ends_no_answer(
+    http: httpx2.Client, own_worker: HandWorker, n: int
+) -> None:
+    """One answer or several: here the server lost a record, and what else there is goes on."""
+    with opened(http, own_worker, {**PROMPT, "n": n, "detach": True}) as (reading, lost):
+        reading.next()
+        own_worker.redis.delete(KEYS.request(lost.request_id), KEYS.tokens(lost.request_id))
+        *_, (_, data) = reading.rest()
+    assert data["error"]["code"] == "not_found"
+    time.sleep(0.3)
+    assert not is_cancelled(own_worker, lost.request_id)
+    if n == 2:
+        other = own_worker.take()
+        assert other.request_id == lost.request_id[:-1] + "1"
+        assert not is_cancelled(own_worker, other.request_id)
+
+
 def test_streams_survive_a_restart_of_the_gateway(
     start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:
