@@ -22,7 +22,16 @@ Caller = ApiKey
 """Somebody is what their key allows."""
 
 _NOBODY = Caller(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_FORWARDED = (
+    "forwarded",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+    "via",
+    "cf-connecting-ip",
+)
+"""By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
 _DEFAULT_OUTPUT = 256
 """What `enqueue` counts for an output without `max_tokens`, and below the most for any."""
 _MAX_OUTPUT = 2**31
@@ -141,7 +150,7 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def _is_from_this_machine(request: Request) -> bool:
-    """Whether nobody else can be behind it: no proxy, and no page of another site in a browser."""
+    """Whether nothing tells of somebody else: of a proxy, or a browser's page of another site."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):

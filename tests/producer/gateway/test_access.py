@@ -85,11 +85,26 @@ async def test_without_any_key_this_machine_may_do_everything(redis_url: str) ->
         (("10.0.0.7", 5000), "http://localhost", {}),
         (HERE, "http://localhost", {"X-Forwarded-For": "10.0.0.7"}),
         (HERE, "http://localhost", {"Forwarded": "for=10.0.0.7"}),
+        (HERE, "http://localhost", {"X-Forwarded-Host": "localhost"}),
+        (HERE, "http://localhost", {"X-Forwarded-Proto": "https"}),
+        (HERE, "http://localhost", {"Via": "1.1 proxy"}),
+        (HERE, "http://localhost", {"CF-Connecting-IP": "10.0.0.7"}),
         (HERE, "http://rebound.example", {}),
         (HERE, "http://localhost", {"Origin": "https://elsewhere.example"}),
         (HERE, "http://localhost", {"Origin": "null"}),
     ],
-    ids=["another machine", "a proxy", "a proxy by RFC 7239", "rebound name", "page", "sandbox"],
+    ids=[
+        "another machine",
+        "a proxy",
+        "a proxy by RFC 7239",
+        "a proxy that tells the host",
+        "a proxy that tells the scheme",
+        "a proxy by RFC 9110",
+        "a tunnel",
+        "rebound name",
+        "page",
+        "sandbox",
+    ],
 )
 async def test_without_any_key_nobody_else_is_answered(
     redis_url: str, client: tuple[str, int], base: str, headers: dict[str, str]
