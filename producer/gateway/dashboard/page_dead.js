@@ -7,6 +7,8 @@ import { h, show } from "./dom.js";
 import { clock, count } from "./format.js";
 import { requestLink } from "./parts.js";
 
+const MOST = 100;
+
 export function open(main) {
   const list = h("div");
   const all = h("div", { class: "buttons" });
@@ -16,7 +18,7 @@ export function open(main) {
   async function load() {
     let letters;
     try {
-      letters = await get("dead");
+      letters = await get("dead", { limit: MOST + 1 });
     } catch (error) {
       toast(error.message, "bad");
       return;
@@ -25,8 +27,9 @@ export function open(main) {
     const then = async (action, ids) => (await action(ids)) && load();
     show(all, letters.length > 0 && h("button", { type: "button", onclick: () => then(requeue, null) }, "Requeue all"),
       letters.length > 0 && h("button", { type: "button", class: "danger", onclick: () => then(purge, null) }, "Purge all"));
-    show(list, letters.length
-      ? letters.map((it) => letter(it, then))
+    const hasMore = letters.length > MOST;
+    show(list, hasMore && h("p", { class: "quiet" }, `The latest ${MOST}; there are more.`), letters.length
+      ? letters.slice(0, MOST).map((it) => letter(it, then))
       : h("p", { class: "card empty" }, "No request was given up."));
   }
 

@@ -306,6 +306,23 @@ async def test_an_unknown_request_is_said_to_be_so(open_page: Open) -> None:
     await expect(page.get_by_text("'nobody' is unknown")).to_be_visible()
 
 
+async def test_of_many_dead_letters_the_latest_are_shown(connection: Any, open_page: Open) -> None:
+    """And the page says that they are not all."""
+    for n in range(101):
+        await connection.hset(KEYS.request(f"d{n}"), mapping={"state": "dead", "payload": "{}"})
+        await connection.zadd(KEYS.dead, {f"d{n}": n})
+    page = await open_page("#/dead")
+    letters = page.locator("article")
+    await expect(page.get_by_text("The latest 100; there are more.")).to_be_visible()
+    await expect(letters).to_have_count(100)
+    await expect(letters.first.locator("h2")).to_have_text("d100")
+    await page.get_by_role("button", name="Purge", exact=True).first.click()
+    await page.get_by_role("dialog").get_by_role("button", name="Purge").click()
+    await expect(page.get_by_text("there are more")).to_be_hidden()
+    await expect(letters).to_have_count(100)
+    await expect(letters.first.locator("h2")).to_have_text("d99")
+
+
 async def test_a_server_that_goes_away_and_comes_back(open_page: Open) -> None:
     """The page says so and goes on by itself."""
     with EmbeddedServer() as server:
