@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from shared.errors import InvalidRequestError
 from shared.request_queue import new_request_id
 from shared.schemas import MAX_MS, Request, check_size
@@ -41,9 +43,31 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
         raise InvalidRequestError(
             f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
         )
-    request = Request.build(fields)
+    request = _build(fields)
     check_size(len(request.to_payload().encode()))
     return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
+
+
+def _build(fields: dict[str, Any]) -> Request:
+    try:
+        request = Request.build(fields)
+        from_json(to_json(fields))  # as workers read it: less deep than it can be written
+    except (ValueError, RecursionError):
+        raise _unfit_for_json(fields) from None
+    return request
+
+
+def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
+    """Python has values that JSON has not, such as half of a character, or no bottom."""
+    for name, value in fields.items():
+        try:
+            from_json(to_json({name: value}))
+        except ValueError as error:
+            why = str(error).removeprefix("Error serializing to JSON: ")
+            return InvalidRequestError(
+                f"{name}: cannot be sent as JSON that workers read: {why}", field=name
+            )
+    return InvalidRequestError("payload: is nested too deeply", field="payload")
 
 
 def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:

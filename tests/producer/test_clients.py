@@ -69,6 +69,41 @@ def test_enqueue_refuses_what_no_worker_would_take(any_client: Any) -> None:
     assert any_client.stats().waiting == 1
 
 
+@pytest.mark.parametrize("depth", [250, 300, 5000])
+@pytest.mark.parametrize("field", ["prompt", "stop", "metadata", "messages"])
+def test_enqueue_names_what_is_nested_too_deeply(any_client: Any, field: str, depth: int) -> None:
+    """For JSON as workers read it, which is less deep than it could be written."""
+    deep: dict[str, Any] = {}
+    for _ in range(depth):
+        deep = {"a": deep}
+    values = {"prompt": None if field == "messages" else "Hi", field: deep}
+    with pytest.raises(InvalidRequestError, match=f"^{field}: ") as raised:
+        any_client.enqueue_many([{"prompt": "fine"}, values])
+    assert raised.value.field == field
+    assert any_client.stats().waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", "\ud800"),
+        ("stop", "\ud800"),
+        ("stop", ["a", "\udfff"]),
+        ("model", "\ud800"),
+        ("idempotency_key", "\ud800"),
+        ("metadata", {"a": ["\udfff"]}),
+        ("metadata", {"\udfff": 1}),
+        ("metadata", {"a": object()}),
+    ],
+)
+def test_enqueue_names_what_is_no_json(any_client: Any, field: str, value: Any) -> None:
+    """Half of a character, as wrong escapes in JSON become, is no text that can be sent."""
+    with pytest.raises(InvalidRequestError, match=f"^{field}: ") as raised:
+        any_client.enqueue_many([{"prompt": "fine"}, {"prompt": "Hi", field: value}])
+    assert raised.value.field == field
+    assert any_client.stats().waiting == 0
+
+
 def test_generated_ids_are_new_and_in_order(any_client: Any) -> None:
     """UUIDv7: later ids sort behind."""
     ids = [any_client.enqueue("Hi") for _ in range(20)]

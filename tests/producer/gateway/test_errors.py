@@ -141,6 +141,33 @@ def test_a_wrong_field_is_named(
 
 
 @pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ('{"prompt": "\\ud800"}', "prompt"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+        ('{"prompt": "Hi", "stop": ["a", "\\ud800"]}', "stop"),
+        ('{"prompt": "Hi", "metadata": {"a": "\\udfff"}}', "metadata"),
+        ('{"prompt": "Hi", "metadata": {"\\udfff": 1}}', "metadata"),
+        ('{"prompt": "Hi", "metadata": ' + '{"a":' * 300 + "1" + "}" * 301, "metadata"),
+        ('{"prompt": "Hi", "metadata": ' + '{"a":' * 250 + "1" + "}" * 251, "metadata"),
+    ],
+    ids=["prompt", "message", "stop", "value", "key", "too deep to write", "too deep to read"],
+)
+def test_what_workers_could_not_read(http: httpx2.Client, value: str, param: str) -> None:
+    """Half of a character, or JSON nested too deeply; a page's fields are read one by one."""
+    path = "/v1/chat/completions" if param == "messages" else "/v1/completions"
+    as_json = {"Content-Type": "application/json"}
+    answer = http.post(path, content=value, headers=as_json)
+    assert answer.status_code == 400, answer.text
+    assert "JSON" in answer.json()["error"]["message"]
+    answer = http.post("/dashboard/api/play", content=value, headers=as_json)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
     ("path", "given", "meant"),
     [("completions", "promp", "prompt"), ("chat/completions", "message", "messages")],
 )
