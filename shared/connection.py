@@ -37,19 +37,20 @@ _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 _SENTINEL_PORT = 26379
+_CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
+_PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
+_WRONG_URL = (ValueError, TypeError, RedisError)
 
 
 def without_password(url: str) -> str:
-    """The address as it may be shown: a password is masked."""
-    url = re.sub(r"(?<=password=)[^&]*", "***", url)
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # no address at all; what stands behind the last @ is no password
-        return url.rpartition("@")[2]
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    """The address as it may be shown, be it a URL that can be read or not: passwords are masked."""
+    found = _CREDENTIALS.match(url)
+    if found is None:
+        return _PASSWORD_OPTION.sub("***", url)
+    scheme, user = found.groups("")
+    if "password=" in found[0]:  # an @ in an option, or an option in a password: who can tell
+        return f"{scheme}***"
+    return f"{scheme}{user}***@{_PASSWORD_OPTION.sub('***', url[found.end() :])}"
 
 
 def open_redis(url: str) -> redis.Redis:
@@ -68,9 +69,6 @@ def open_redis(url: str) -> redis.Redis:
     except (RedisError, OSError) as error:
         client.close()
         raise explain(error, url) from error
-    except TypeError as error:  # options in the URL that a connection does not know
-        client.close()
-        raise _no_url(error, url) from error
     client.set_retry(_retry(redis.retry.Retry))
     return client
 
@@ -88,9 +86,6 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     except (RedisError, OSError) as error:
         await client.aclose()
         raise explain(error, url) from error
-    except TypeError as error:  # as above
-        await client.aclose()
-        raise _no_url(error, url) from error
     client.set_retry(_retry(redis.asyncio.retry.Retry))
     return client
 
@@ -124,11 +119,41 @@ def _packing_in_c(kind: Any) -> Any:
 
 def _make(kind: Any, url: str) -> Any:
     try:
-        if urlsplit(url).scheme in _SENTINEL_SCHEMES:
-            return _make_of_sentinels(kind, url)
-        return kind.from_url(url, **_options_of(url))
-    except ValueError as error:
-        raise _no_url(error, url) from error
+        return _try_to_make(kind, url)
+    except _WRONG_URL:
+        raise ConfigurationError(
+            f"redis: {without_password(url)!r} is not a Redis URL ({_what_is_wrong(kind, url)});"
+            " it looks like redis://localhost:6379/0, rediss://..., unix:///path or"
+            " redis+sentinel://host:port,host:port/service"
+        ) from None  # what it raised may show a password
+
+
+def _what_is_wrong(kind: Any, url: str) -> str:
+    """Said of the URL without its password, of which no piece is repeated."""
+    try:
+        _try_to_make(kind, without_password(url))
+    except _WRONG_URL as error:
+        return str(error)
+    return (
+        "in a password, special characters must be percent-encoded,"
+        " as a/b# is in redis://:a%2Fb%23@localhost"
+    )
+
+
+def _try_to_make(kind: Any, url: str) -> Any:
+    parts = urlsplit(url)
+    if parts.scheme in _SENTINEL_SCHEMES:
+        client = _make_of_sentinels(kind, url)
+    else:
+        client = kind.from_url(url, **_options_of(url))
+    pool = client.connection_pool
+    pool.connection_class(**pool.connection_kwargs)  # raises of options that it does not know
+    # An @ behind the host ends a password of which a piece was taken for the host.
+    options = [option.partition("=")[0] for option in parts.query.split("&")]
+    path = "" if url.startswith("unix:///") else parts.path
+    if any("@" in piece for piece in (path, parts.fragment, *options)):
+        raise ValueError("there is an @ behind the host")
+    return client
 
 
 def _options_of(url: str) -> dict[str, Any]:
@@ -223,14 +248,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError(f"{address!r} is no address of a sentinel")
     return parts.hostname, parts.port or _SENTINEL_PORT
-
-
-def _no_url(error: Exception, url: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"redis: {without_password(url)!r} is not a Redis URL ({error}); it looks like"
-        " redis://localhost:6379/0, rediss://..., unix:///path or"
-        " redis+sentinel://host:port,host:port/service"
-    )
 
 
 def _retry(kind: Callable[..., T]) -> T:

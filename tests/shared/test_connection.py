@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +35,21 @@ from tests.roles import as_role
         ("redis://:secret@host:1/0", "redis://:***@host:1/0"),
         ("redis://me:secret@host/0", "redis://me:***@host/0"),
         ("redis://host?password=secret&db=1", "redis://host?password=***&db=1"),
-        ("redis://me:secret@[::1", "[::1"),
+        ("redis://me:secret@[::1", "redis://me:***@[::1"),
+        ("redis://:abc/K+9=@host:1/0", "redis://:***@host:1/0"),
+        ("rediss://me:a#b?c:d@e[f@host", "rediss://me:***@host"),
+        ("redis://secret@host", "redis://***@host"),
+        ("redis://sec/ret:a@host", "redis://***@host"),
+        ("redis+sentinel://:a/b@one:1,two:2/it", "redis+sentinel://:***@one:1,two:2/it"),
+        ("redis+sentinel://:a@one,:b/c@two/it", "redis+sentinel://:***@two/it"),
+        (
+            "redis+sentinel://one/it?sentinel_password=a/b",
+            "redis+sentinel://one/it?sentinel_password=***",
+        ),
+        ("redis://:secret@host?password=secret", "redis://:***@host?password=***"),
+        ("redis://host?password=sec@ret", "redis://***"),
+        ("redis://:sec?password=ret@host", "redis://***"),
+        ("me:secret@host:1", "me:***@host:1"),
     ],
 )
 def test_shows_no_password(url: str, shown: str) -> None:
@@ -57,6 +72,41 @@ async def test_says_that_a_url_is_none(url: str) -> None:
         open_redis(url)
     with pytest.raises(ConfigurationError, match=r"^redis: .* is not a Redis URL"):
         await open_async_redis(url)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "redis+sentinel"])
+@pytest.mark.parametrize(
+    "password", ["12/cret", "#cret", "se?cret", "12?se=cret", "se[cret", "cr%℀"]
+)
+async def test_says_that_a_password_must_be_encoded(scheme: str, password: str) -> None:
+    """And repeats no piece of it. Some would be taken for a server's name and port."""
+    place = {"unix": "/run/sock", "redis+sentinel": "host:1,host:2/it"}.get(scheme, "host:1/0")
+    url = f"{scheme}://:{password}@{place}"
+    said = rf"^redis: '{re.escape(scheme)}://:\*\*\*@{place}' .*percent-encoded.*:a%2Fb%23@"
+    with pytest.raises(ConfigurationError, match=said) as raised:
+        open_redis(url)
+    assert not re.search("12|cret|se=", str(raised.value))
+    assert raised.value.__suppress_context__, "it may show more"
+    with pytest.raises(ConfigurationError, match=said):
+        await open_async_redis(url)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("host:port", "'port'"),
+        ("[::1", "IPv6"),
+        ("host?foo=1", "'foo'"),
+        ("host?db=x", "'db'"),
+    ],
+)
+async def test_says_what_is_wrong_beside_a_password(place: str, said: str) -> None:
+    for url in (f"redis://me:se%2Fcret@{place}", f"redis://me:se/cret@{place}"):
+        with pytest.raises(ConfigurationError, match=rf"me:\*\*\*@.*{said}") as raised:
+            open_redis(url)
+        assert "cret" not in str(raised.value)
+        with pytest.raises(ConfigurationError, match=said):
+            await open_async_redis(url)
 
 
 @pytest.mark.parametrize(
