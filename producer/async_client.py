@@ -71,15 +71,14 @@ from shared.tracing import Tracing
 
 T = TypeVar("T")
 
-_MAX_ASKING = 32
-"""So many streams ask the server at once, as after a reconnection; redis-py's pool has 100
-connections for all calls of the client, and refuses who finds none."""
-
 
 class AsyncClient:
     """`producer.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
 
-    It connects at the first call, or on entering `async with`.
+    It connects at the first call, or on entering `async with`. Any number of tasks may use it at
+    once: at most 32 calls are on their way, more wait for their turn, and all streams together keep
+    one connection. Of those that a given redis-py client may have (`max_connections`, 100 unless it
+    says otherwise), calls take half at most; where several clients share it, each may need 33.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class AsyncClient:
         self._queue: AsyncRequestQueue | None = None
         self._subscriptions: Subscriptions | None = None
         self._connecting = asyncio.Lock()
-        self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._silence = silence_seconds
         self._tracing = tracing
         if isinstance(server, redis.asyncio.Redis):
@@ -379,8 +377,7 @@ class AsyncClient:
         try:
             match action:
                 case Ask(call):
-                    async with self._asking:
-                        return await (await self._connected()).run(call)
+                    return await (await self._connected()).run(call)
                 case Sleep(seconds):
                     await asyncio.sleep(seconds)
                 case Subscribe(channel, sharded):

@@ -61,7 +61,11 @@ T = TypeVar("T")
 
 
 class Client:
-    """Puts requests into a queue and reads their streams. Thread-safe.
+    """Puts requests into a queue and reads their streams.
+
+    Thread-safe: any number of threads may use one client. A thread that reads a stream keeps a
+    connection, and any call takes another while it lasts. A redis-py client that is given has to
+    allow as many (`max_connections`, 100 unless it says otherwise).
 
     `server` is a URL or a redis-py client (which stays its owner's to close); without one, the
     server of PROMPTQ_REDIS_URL or of the `promptq up` that runs on this machine. Use it as a

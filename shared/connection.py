@@ -16,7 +16,13 @@ import redis.asyncio.sentinel
 import redis.retry
 import redis.sentinel
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    MaxConnectionsError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 from redis.maint_notifications import MaintNotificationsConfig
 
 from shared.errors import (
@@ -35,6 +41,7 @@ MIN_VALKEY = 8
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
+_NO_LIMIT = 2**31  # to redis-py none means 100
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 _SENTINEL_PORT = 26379
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
@@ -161,8 +168,13 @@ def _options_of(url: str) -> dict[str, Any]:
 
     Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
     trip, and redis-py would hand out one on which an answer to somebody else waits.
+
+    redis-py refuses who finds all connections of a pool in use, as if the server was gone, and who
+    has one may need another to give it back. So there is no limit but the URL's: how many there are
+    is up to how many threads call, and `AsyncRequestQueue` limits calls.
     """
     options: dict[str, Any] = {
+        "max_connections": _NO_LIMIT,
         "socket_connect_timeout": _CONNECT_TIMEOUT_SECONDS,
         "socket_timeout": _ANSWER_TIMEOUT_SECONDS,
         "maint_notifications_config": MaintNotificationsConfig(enabled=False),
@@ -190,7 +202,8 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
     given = _options_of(plain)  # of which a pool keeps to itself what is no connection's
-    options = {**given, **pool_kind.from_url(plain, **given).connection_kwargs}
+    pool = pool_kind.from_url(plain, **given)
+    options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
     own = {
         name: options.pop(f"sentinel_{name}")
         for name in ("username", "password")
@@ -198,7 +211,7 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     }
     del options["host"]
     secured = {name: value for name, value in options.items() if name.startswith("ssl")}
-    kept = ("socket_", "maint_")
+    kept = ("socket_", "maint_", "max_connections")
     own |= {name: options[name] for name in options if name.startswith(kept)} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
@@ -288,5 +301,10 @@ def explain(error: Exception, url: str) -> PromptqError:
         )
     if isinstance(error, ResponseError):
         return RedisSideError(f"the server at {shown} refuses a command: {error}")
+    if isinstance(error, MaxConnectionsError):
+        return RedisUnavailableError(
+            f"all connections that the redis-py client may have to {shown} are in use:"
+            " let it have more (max_connections)"
+        )
     said = str(error).rstrip(".")  # some of redis-py's are sentences, and more may follow ours
     return RedisUnavailableError(f"no Redis server answers at {shown}: {said}")

@@ -45,6 +45,7 @@ POLL_SECONDS = 1.0
 
 _SCRIPT_TRIES = 4
 _ABORT_CHECK_SECONDS = 0.05
+_MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
 
 
@@ -256,26 +257,34 @@ class RequestQueue(_Queue):
 
 
 class AsyncRequestQueue(_Queue):
-    """The queue for asyncio: `RequestQueue`'s methods, awaited."""
+    """The queue for asyncio: `RequestQueue`'s methods, awaited.
+
+    At most 32 calls are on their way at once, each with a connection of its own, and of those that
+    the client may have no more than half: the others are for subscriptions, of which each keeps
+    one. More calls wait for their turn.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
         super().__init__(queue, **options)
         self._redis: Any = client
+        half = max(1, client.connection_pool.max_connections // 2)
+        self._turns = asyncio.Semaphore(min(_MAX_CALLS_AT_ONCE, half))
         self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
     async def run(self, call: Call[T]) -> T:
-        """Send one call."""
-        self._check_open()
-        if not call.script:
-            return call.parse(await self._redis.execute_command(*call.args))
-        script, failures = self._scripts[call.script], 0
-        while True:
-            try:
-                return call.parse(await script(keys=[self.keys.pending], args=call.args))
-            except NoScriptError:  # as above
-                failures += 1
-                if failures == _SCRIPT_TRIES:
-                    raise
+        """Send one call, when it is its turn."""
+        async with self._turns:
+            self._check_open()
+            if not call.script:
+                return call.parse(await self._redis.execute_command(*call.args))
+            script, failures = self._scripts[call.script], 0
+            while True:
+                try:
+                    return call.parse(await script(keys=[self.keys.pending], args=call.args))
+                except NoScriptError:  # as above
+                    failures += 1
+                    if failures == _SCRIPT_TRIES:
+                        raise
 
     async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         return await self.run(self._enqueue(new))

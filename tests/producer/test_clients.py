@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +373,49 @@ async def test_many_streams_at_once(redis_url: str, own_worker: Any) -> None:
             await asyncio.to_thread(own_worker.finish, claim, chr(ord("a") + n))
         results = await asyncio.gather(*readers)
     assert "".join(result.text for result in results) == "abcdefghijklmnopqrst"
+
+
+def test_many_threads_at_once(redis_url: str, own_worker: Any) -> None:
+    """More than redis-py would give connections to, each with a stream of its own."""
+    with ThreadPoolExecutor(130) as pool, Client(redis_url) as client:
+        ids = client.enqueue_many([{"prompt": "Hi"}] * 130)
+        readers = [pool.submit(client.result, request_id) for request_id in ids]
+        while len(own_worker.redis.pubsub_channels()) < 130:
+            assert not any(reader.done() for reader in readers), "some could not listen"
+            time.sleep(0.01)
+        for _ in ids:
+            own_worker.finish(own_worker.take(), "a")
+        assert [reader.result().text for reader in readers] == ["a"] * 130
+
+
+@pytest.mark.parametrize("limit", [None, 2, 100], ids=["own", "given 2", "given 100"])
+async def test_many_calls_at_once(redis_url: str, own_worker: Any, limit: int | None) -> None:
+    """More than there may be connections: they wait for their turn, and streams go on beside."""
+    async with AsyncExitStack() as stack:
+        server: Any = redis_url
+        if limit is not None:
+            server = redis.asyncio.Redis.from_url(redis_url, max_connections=limit)
+            await stack.enter_async_context(server)
+        client = await stack.enter_async_context(AsyncClient(server))
+        ids = await asyncio.gather(*(client.enqueue("Hi") for _ in range(150)))
+        readers = [asyncio.create_task(client.result(request_id)) for request_id in ids]
+        states = await asyncio.gather(*(client.state(request_id) for request_id in ids))
+        assert states == [RequestState.WAITING] * 150
+        for _ in ids:
+            claim = await asyncio.to_thread(own_worker.take)
+            await asyncio.to_thread(own_worker.finish, claim, "a")
+        assert [result.text for result in await asyncio.gather(*readers)] == ["a"] * 150
+
+
+async def test_closing_ends_calls_that_wait_for_their_turn(redis_url: str) -> None:
+    """They are not sent on a connection opened anew."""
+    client = AsyncClient(redis_url)
+    await client.enqueue("Hi")
+    calls = [asyncio.create_task(client.enqueue("Hi")) for _ in range(300)]
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    await client.close()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(answers[-1], QueueClosedError)
 
 
 async def test_a_cancelled_task_ends(redis_url: str) -> None:

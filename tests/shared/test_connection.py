@@ -134,6 +134,7 @@ def test_explains_what_the_client_library_raises() -> None:
         (redis.exceptions.ResponseError("NOAUTH needed"), RedisAuthError),
         (redis.exceptions.ResponseError("WRONGTYPE Operation"), RedisSideError),
         (redis.exceptions.ConnectionError("refused."), RedisUnavailableError),
+        (redis.exceptions.MaxConnectionsError("too many"), RedisUnavailableError),
         (OSError("unreachable"), RedisUnavailableError),
     ]
     for error, expected in explained:
