@@ -30,8 +30,7 @@ class Gateway:
     watch: QueueWatch
     cancels: Cancels
     calling: asyncio.Semaphore
-    """Held around a call of the client or the queue, for the pool refuses whom it has no connection
-    for."""
+    """Held around a call: each has a connection to itself, and so many are enough."""
 
     @property
     def keys(self) -> Keys:
