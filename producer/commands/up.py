@@ -150,7 +150,9 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         f"  server   {without_password(url)}  [dim]({kind})[/]",
         f"  queue    {options.queue}, {workers} starting",
     ]
-    if options.http_port is not None:
+    if options.http_port is None:
+        lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
+    else:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
         lines.append(f"  HTTP     {where} is the dashboard; /v1 the API of OpenAI")
     where = "" if own else f" --redis {without_password(url)}"

@@ -468,7 +468,9 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
 def test_up_uses_a_server_that_is_there(start: Start, own_worker: HandWorker) -> None:
     """With a URL it starts workers alone; they take their leave, and the server stays."""
     process = start("up", "--model", "model-free")
-    assert "(yours)" in read_until(process, "stops all of it.\n")
+    welcome = read_until(process, "stops all of it.\n")
+    assert "(yours)" in welcome
+    assert "off  (--port 8000: gateway, dashboard and jobs, too)" in welcome
     read_until(process, "ready after ")
     process.terminate()
     process.communicate()
