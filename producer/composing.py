@@ -43,18 +43,16 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
         raise InvalidRequestError(
             f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
         )
-    request = _build(fields)
-    check_size(len(request.to_payload().encode()))
-    return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
-
-
-def _build(fields: dict[str, Any]) -> Request:
     try:
         request = Request.build(fields)
-        from_json(to_json(fields))  # as workers read it: less deep than it can be written
+        payload = request.to_payload().encode()
+        from_json(payload)  # as workers read it, which is less deep than it can be written
+        # In the names within an object halves of characters would be replaced in silence.
+        to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
-    return request
+    check_size(len(payload))
+    return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
@@ -62,7 +60,7 @@ def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
     for name, value in fields.items():
         try:
             from_json(to_json({name: value}))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             why = str(error).removeprefix("Error serializing to JSON: ")
             return InvalidRequestError(
                 f"{name}: cannot be sent as JSON that workers read: {why}", field=name

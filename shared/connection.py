@@ -157,7 +157,8 @@ def _try_to_make(kind: Any, url: str) -> Any:
     pool.connection_class(**pool.connection_kwargs)  # raises of options that it does not know
     # An @ behind the host ends a password of which a piece was taken for the host.
     options = [option.partition("=")[0] for option in parts.query.split("&")]
-    path = "" if url.startswith("unix:///") else parts.path
+    is_socket = parts.scheme == "unix" and (not parts.netloc or parts.netloc.endswith("@"))
+    path = "" if is_socket else parts.path
     if any("@" in piece for piece in (path, parts.fragment, *options)):
         raise ValueError("there is an @ behind the host")
     return client

@@ -182,7 +182,7 @@ class PriorityStatus(StrEnum):
 class Reaped:
     """How many requests a call brought back, ended, buried and deleted.
 
-    `has_more`: of one of these it did as many as one call does.
+    `has_more`: there may be more to be done than one call does.
     """
 
     returned: int

@@ -152,8 +152,8 @@ local function back_to_waiting(id, score, how, delay_ms)
   redis.call('HSET', request_key(id), 'state', 'waiting')
   redis.call('HDEL', request_key(id), 'fence', 'worker', 'alone')
   redis.call('ZREM', leases, id)
-  if delay_ms and delay_ms > 0 then
-    redis.call('ZADD', delayed, exact(now + delay_ms), id)
+  local waits = delay_ms and delay_ms > 0 and redis.pcall('ZADD', delayed, exact(now + delay_ms), id)
+  if type(waits) == 'number' then
     remove_later(pending, id) -- where a plain client may have put it in again meanwhile
     remove_later(pending_of(tenant_name(fields.tenant)), id)
     count_later('delayed', tenant_name(fields.tenant), 1)

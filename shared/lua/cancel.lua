@@ -21,14 +21,14 @@ for n = 2, #ARGV do
     status = 'active'
   elseif redis.call('ZSCORE', leases, id) then
     if queue then redis.call('ZREM', queue, id) end
-    redis.call('ZREM', delayed, id)
+    redis.pcall('ZREM', delayed, id)
     status = 'active'
     if mode == 'any' then
       status = 'flagged'
       redis.call('HSET', request_key(id), 'cancelled', '1')
       redis.call('PUBLISH', control, 'cancel:' .. id)
     end
-  elseif queue or redis.call('ZSCORE', delayed, id) or fields.payload then
+  elseif queue or score_in(delayed, id) or fields.payload then
     if queue then remove_later(queue, id) end
     redis.pcall('HSET', request_key(id), 'cancelled', '1')
     finish_bare(id, 'cancelled')

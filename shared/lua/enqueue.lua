@@ -138,6 +138,7 @@ if #fresh > 0 and has_limits() then
 end
 
 write_needs_memory()
+for _, key in ipairs({deadlines, delayed}) do redis.call('ZREM', key, '') end -- of another type: refused whole
 local arrived = {}
 for _, request in ipairs(fresh) do
   local id, tenant = request.id, request.tenant

@@ -32,6 +32,7 @@ local function look_up(id)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished, tenant = fields.tenant,
+      expired = is_past_deadline(id),
     }
   end
   return known[id]
@@ -43,7 +44,7 @@ local function obstacle(id, fence)
   if request.finished then return 'finished' end
   if request.fence ~= fence then return 'fenced' end
   if request.cancelled then return 'cancelled' end
-  if is_past_deadline(id) then return 'expired' end
+  if request.expired then return 'expired' end
 end
 
 local row_status, held_status = {}, {}

@@ -11,7 +11,7 @@ if not fields or not fields.payload then return 'unknown' end
 if is_final(fields.state) then return 'finished' end
 if redis.call('ZSCORE', leases, id) then return 'active' end
 local queue = queue_of(id, fields.tenant)
-if not queue and not redis.call('ZSCORE', delayed, id) then return 'unknown' end
+if not queue and not score_in(delayed, id) then return 'unknown' end
 if fields.payload ~= ARGV[3] then return 'stale' end
 
 local before = whole(fields.priority) or number_in(fields.payload, 'priority') or 0

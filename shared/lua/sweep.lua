@@ -17,7 +17,7 @@ local function is_orphan(id)
   local fields = read_request(id, 'state', 'tenant') or {}
   local stays = redis.call('PTTL', request_key(id)) == -1 or redis.call('PTTL', tokens_key(id)) == -1
   return stays and not is_final(fields.state)
-    and not (redis.call('ZSCORE', leases, id) or redis.call('ZSCORE', delayed, id))
+    and not (redis.call('ZSCORE', leases, id) or score_in(delayed, id))
     and not queue_of(id, fields.tenant)
 end
 

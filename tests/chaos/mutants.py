@@ -30,7 +30,7 @@ MUTANTS = {
     ),
     "rows-after-the-end": _of_states("publish", "request.finished then"),
     "cancel-ignored": _of_states("publish", "request.cancelled then"),
-    "deadline-ignored": _of_states("publish", "is_past_deadline(id) then"),
+    "deadline-ignored": _of_states("publish", "request.expired then"),
     "log-trimmed": _of_states("publish", "tokens_key(id), count"),
     "claim-without-lease": _of_states("claim", "call_for_all"),
     "attempts-not-counted": _of_states("claim", "local attempt"),

@@ -91,6 +91,12 @@ async def test_says_that_a_password_must_be_encoded(scheme: str, password: str) 
         await open_async_redis(url)
 
 
+@pytest.mark.parametrize("login", ["", "me:pw@"])
+async def test_a_socket_may_have_an_at_in_its_name(login: str, tmp_path: Path) -> None:
+    with pytest.raises(RedisUnavailableError, match="No such file"):
+        open_redis(f"unix://{login}{tmp_path}/run@host.sock")
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [

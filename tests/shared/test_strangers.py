@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
 from shared import lookups, scripts
 from shared.errors import QueueFullError, RequestExistsError
@@ -243,6 +244,25 @@ def test_a_key_of_the_queue_of_another_type_stops_nothing_half_way(client: Any, 
     time.sleep(0.35)
     assert queue.reap().dead == 1
     assert queue.state(claim.request_id) is RequestState.DEAD
+
+
+@pytest.mark.parametrize("name", ["deadlines", "delayed"])
+def test_whoever_needs_a_key_of_another_type_is_refused_whole(client: Any, name: str) -> None:
+    """And where one is not needed it hinders nobody: a backoff is only left out."""
+    queue = RequestQueue(client, lease_ms=50)
+    put(queue, "a")
+    put(queue, "b")
+    client.set(queue.keys.prefix + name, "text")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        queue.enqueue([new("c"), new("d", deadline_ms=60_000, delay_ms=60_000)])
+    assert not client.exists(queue.keys.request("c"), queue.keys.request("d"))
+    for _ in range(2):
+        assert sorted(ids(queue.take_batch(ROOM))) == ["a", "b"]
+        time.sleep(0.1)
+        assert queue.reap().returned == 2
+    assert queue.count() == (2 if name == "delayed" else 0), "the others wait for their backoff"
+    assert queue.run(scripts.cancel(["a", "b"], "any")) == [CancelStatus.CANCELLED] * 2
+    assert queue.is_empty()
 
 
 @pytest.mark.parametrize("kind", ["text", "list of no lengths"])

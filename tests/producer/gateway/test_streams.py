@@ -320,6 +320,19 @@ def test_an_error_of_the_reader_ends_no_answer(
         assert not is_cancelled(own_worker, other.request_id)
 
 
+def test_who_does_not_come_back_leaves_nothing_running(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """As above, without `detach`."""
+    with opened(http, own_worker, {**PROMPT, "n": 2}) as (reading, lost):
+        reading.next()
+        other = own_worker.take()
+        own_worker.redis.delete(KEYS.request(lost.request_id), KEYS.tokens(lost.request_id))
+        *_, (_, data) = reading.rest()
+    assert data["error"]["code"] == "not_found"
+    wait_until(lambda: is_cancelled(own_worker, other.request_id))
+
+
 def test_streams_survive_a_restart_of_the_gateway(
     start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:

@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant(
         "nothing_follows_a_cancel_but_the_end",
         "publish",
-        "if is_past_deadline(id) then return 'expired' end",
+        "if request.expired then return 'expired' end",
         "",
     ),
     Mutant(
