@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from producer.api_keys import ApiKey
 from producer.jobs.batch_lines import is_batch_id, new_batch_id
 from producer.jobs.files import BATCH_FILE_SECONDS
+from producer.jobs.wrong_type import is_wrong_type
 from shared.calling import ids_of
 from shared.errors import PromptqError
 from shared.events import Usage
@@ -144,12 +145,9 @@ class Batches:
 
     async def _fields_of(self, batch_id: str) -> dict[bytes, bytes]:
         try:
-            fields: dict[bytes, bytes] = await self._redis.hgetall(self._keys.batch(batch_id))
+            return _hash_of(await self._redis.hgetall(self._keys.batch(batch_id)))
         except redis.ResponseError as error:
-            if not str(error).startswith("WRONGTYPE"):
-                raise
-            return {}
-        return fields
+            return _hash_of(error)
 
     async def page(
         self, tenant: str, limit: int, after: str | None
@@ -167,7 +165,8 @@ class Batches:
         pipeline = self._redis.pipeline(transaction=False)
         for batch_id in ids:
             pipeline.hgetall(self._keys.batch(batch_id))
-        records = map(_record, ids, await pipeline.execute())
+        hashes = map(_hash_of, await pipeline.execute(raise_on_error=False))
+        records = map(_record, ids, hashes)
         return [it for it in records if it is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenant: str) -> BatchRecord:
@@ -203,6 +202,16 @@ class Batches:
 
 def _fields(values: dict[str, Any]) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in values.items() if value is not None}
+
+
+def _hash_of(reply: Any) -> dict[bytes, bytes]:
+    """The reply, empty where the key is of another type. Any other error is raised."""
+    if is_wrong_type(reply):
+        return {}
+    if isinstance(reply, Exception):
+        raise reply
+    found: dict[bytes, bytes] = reply
+    return found
 
 
 def _record(batch_id: str, fields: dict[bytes, bytes]) -> BatchRecord | None:

@@ -359,7 +359,8 @@ async def test_ids_that_are_no_batch(client: openai.AsyncOpenAI, redis_url: str)
         server.set(KEYS.batch(wrong_type), "a")
         server.hset(KEYS.batch(garbled), mapping={"id": "1", b"\xff": b"\xff"})
         server.hset(KEYS.batch(batch.id), b"\xff", b"\xff")
-        server.zadd(KEYS.batches_of(""), {b"caf\xe9": 1, f"{batch.id}:runner": 2, garbled: 3})
+        listed = {b"caf\xe9": 1, f"{batch.id}:runner": 2, garbled: 3, wrong_type: 4}
+        server.zadd(KEYS.batches_of(""), listed)
     for batch_id in (f"{batch.id}:runner", "batch_no", wrong_type, garbled):
         with pytest.raises(openai.NotFoundError):
             await client.batches.retrieve(batch_id)
