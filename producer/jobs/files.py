@@ -83,10 +83,7 @@ class FileStore:
             with suppress(FileNotFoundError):  # moved by a process that died before the next line
                 source.replace(data)
         else:
-            with data.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-                target.flush()
-                os.fsync(target.fileno())
+            _write(source, data)
         now = int(time.time())
         stored = StoredFile(
             id=file_id,
@@ -197,14 +194,21 @@ class FileStore:
         return self.folder / f"{file_id}.data"
 
 
+def _write(source: BinaryIO, path: Path) -> None:
+    """To the disk itself, so that what is renamed or told of then is whole after a crash."""
+    with path.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+        target.flush()
+        os.fsync(target.fileno())
+
+
 def _link(source: Path, path: Path) -> None:
     try:
         os.link(source, path)
-    except FileNotFoundError:
-        raise
     except OSError:  # of a disk that has no hard links, or of a file that another user made
         copy = path.with_name(path.name + ".new")
-        shutil.copyfile(source, copy)
+        with source.open("rb") as stream:
+            _write(stream, copy)
         copy.replace(path)
 
 

@@ -331,8 +331,8 @@ async def test_a_batch_that_began_owns_its_input(
     assert list((files / "running").iterdir()) == []
 
 
-def test_a_file_is_kept_on_another_disk(tmp_path: Path) -> None:
-    """Where no hard link leads to, it is copied."""
+def test_a_file_is_kept_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no hard link leads to, it is copied, and is on the disk before it bears its name."""
     store = FileStore(tmp_path)
     (tmp_path / "source").write_bytes(b"lines")
     with (tmp_path / "source").open("rb") as source:
@@ -341,7 +341,16 @@ def test_a_file_is_kept_on_another_disk(tmp_path: Path) -> None:
         if Path(elsewhere).stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("there is one disk only")
         kept = Path(elsewhere) / "kept"
+        fsync = os.fsync
+        synced: list[tuple[int, int, bool]] = []
+
+        def looking_on(file: int) -> None:
+            fsync(file)
+            synced.append((os.fstat(file).st_ino, os.fstat(file).st_size, kept.exists()))
+
+        monkeypatch.setattr(os, "fsync", looking_on)
         store.keep(stored.id, "", kept)
+        assert synced == [(kept.stat().st_ino, len(b"lines"), False)]
         store.delete(stored.id, "")
         store.keep(stored.id, "", kept)
         assert [it.name for it in Path(elsewhere).iterdir()] == ["kept"]
