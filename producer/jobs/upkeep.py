@@ -38,14 +38,19 @@ def reap(queue: str) -> str:
         if not _has_been_watched(connection, Keys(queue), settings.lease_ms):
             return "waits for workers to renew their leases"
         requests = RequestQueue(connection, queue, max_crashes=settings.max_crashes)
-        reaped = requests.reap()
+        returned = ended = dead = 0
+        has_more = True
+        while has_more:
+            reaped = requests.reap()
+            returned += reaped.returned
+            ended += reaped.ended
+            dead += reaped.dead
+            has_more = reaped.has_more
         for call in keep_statistics(requests.keys):
             requests.run(call)
-    if reaped.returned or reaped.ended or reaped.dead:
-        get_logger(queue=queue).info(
-            "reaped", returned=reaped.returned, ended=reaped.ended, dead=reaped.dead
-        )
-    return f"{reaped.returned} returned, {reaped.ended} ended, {reaped.dead} dead"
+    if returned or ended or dead:
+        get_logger(queue=queue).info("reaped", returned=returned, ended=ended, dead=dead)
+    return f"{returned} returned, {ended} ended, {dead} dead"
 
 
 def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> bool:

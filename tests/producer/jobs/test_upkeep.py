@@ -72,6 +72,16 @@ def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -
     assert upkeep.reap("default").startswith("1 returned")
 
 
+def test_it_reaps_all_that_is_due(own_worker: HandWorker) -> None:
+    """Also more than one call of the server does."""
+    request = Request.build({"prompt": "a", "deadline_ms": 1})
+    own_worker.queue.enqueue([NewRequest(f"late-{n}", request) for n in range(1001)])
+    upkeep.reap("default")
+    time.sleep(0.06)
+    assert upkeep.reap("default") == "0 returned, 1001 ended, 0 dead"
+    assert own_worker.redis.zcard(KEYS.pending) == 0
+
+
 def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> None:
     """Through RQ's cron and worker; what may still go on stays."""
     jobs = open_jobs_redis(read_jobs_settings())
