@@ -97,9 +97,7 @@ class _BatchJob:
                 )
                 total = await asyncio.to_thread(count_lines, source)
             except FileMissingError:
-                return await self._fail(
-                    "input_file_missing", "the input file was deleted before the batch began"
-                )
+                return await self._fail("input_file_missing", "the input file was deleted")
             except BatchFileError as error:
                 return await self._fail(error.code, str(error))
             if not await self._run_lines(record, source, total):
