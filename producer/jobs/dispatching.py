@@ -7,15 +7,19 @@ that it keeps nobody from what comes behind it.
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import redis
 from rq import Queue
 
 from producer.jobs.batch_lines import is_batch_id
-from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook, has_just_begun
+from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook, is_taken
+from producer.jobs.runner_lease import LEASE_MS
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import UnreadableRecordError, message_of, webhook_id_of
+from producer.jobs.wrong_type import is_wrong_type
 from shared import lookups
 from shared.calling import ids_of
 from shared.errors import InvalidRequestError
@@ -25,13 +29,19 @@ from shared.request_queue import RequestQueue
 
 _PAGE = 100
 _LEADER_MS = 5000
+_LOGGED_CHARACTERS = 100
 
 
 class Dispatcher:
     """One of possibly several; only the leader works, and the next one leads when it is gone."""
 
     def __init__(
-        self, connection: redis.Redis, webhooks: Queue, batches: Queue, settings: JobsSettings
+        self,
+        connection: redis.Redis,
+        webhooks: Queue,
+        batches: Queue,
+        settings: JobsSettings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._redis: Any = connection
         self._webhooks = webhooks
@@ -41,6 +51,11 @@ class Dispatcher:
         self._queue = RequestQueue(connection, settings.queue)
         self._token = secrets.token_hex(8).encode()
         self._log = get_logger(queue=settings.queue)
+        self._clock = clock
+        self._taken: dict[str, float] = {}
+        """When batches were first seen that a worker took, and whose runs have no lease yet."""
+        self._spoilt: set[str] = set()
+        """Keys of which it was told that they are of another type."""
 
     def leads(self) -> bool:
         """Whether this one is the leader, from now on for some seconds."""
@@ -59,19 +74,20 @@ class Dispatcher:
     def hand_out_webhooks(self) -> int:
         """What ended goes to RQ first and is struck off then: after a crash in between it goes
         there again, under the same id."""
-        ids = self._redis.zrange(self._keys.webhooks, 0, _PAGE - 1)
+        key = self._keys.webhooks
+        ids = self._entries(key, lambda: self._redis.zrange(key, 0, _PAGE - 1))
         for raw, request_id in zip(ids, ids_of(ids), strict=True):
             try:
                 message = message_of(self._keys.queue, request_id, self._record_of(request_id))
             except (InvalidRequestError, UnreadableRecordError) as error:
-                self._log.warning("webhook struck off", entry=repr(raw), reason=str(error))
+                self._log.warning("webhook struck off", entry=_shown(raw), reason=str(error))
                 message = None
             if message is not None:
                 url, body = message
                 webhook_id = webhook_id_of(self._keys.queue, request_id)
                 timeout = self._settings.webhook_timeout_seconds
                 enqueue_webhook(self._webhooks, self._keys.queue, webhook_id, url, body, timeout)
-            self._redis.zrem(self._keys.webhooks, raw)
+            self._redis.zrem(key, raw)
         return len(ids)
 
     def _record_of(self, request_id: str) -> dict[str, str]:
@@ -80,7 +96,7 @@ class Dispatcher:
         try:
             return self._queue.run(lookups.record(self._keys, request_id))
         except redis.ResponseError as error:
-            if not str(error).startswith("WRONGTYPE"):
+            if not is_wrong_type(error):
                 raise
             raise UnreadableRecordError("its record is no hash") from None
 
@@ -90,6 +106,7 @@ class Dispatcher:
         if ids:
             ids -= batches_waiting(self._batches)
             ids = {batch_id for batch_id in ids if not self._is_run(batch_id)}
+        ids -= self._just_taken(ids)
         if ids:
             # Once more, and last: one that nobody runs any longer may just have ended.
             ids &= self._unfinished_batches()
@@ -98,16 +115,43 @@ class Dispatcher:
         return len(ids)
 
     def _unfinished_batches(self) -> set[str]:
-        members = list(self._redis.smembers(self._keys.unfinished_batches))
+        key = self._keys.unfinished_batches
+        members = self._entries(key, lambda: self._redis.smembers(key))
         found = set()
         for raw, batch_id in zip(members, ids_of(members), strict=True):
             if is_batch_id(batch_id):
                 found.add(batch_id)
             else:
-                self._log.warning("batch struck off", entry=repr(raw), reason="it is no batch's id")
-                self._redis.srem(self._keys.unfinished_batches, raw)
+                reason = "it is no batch's id"
+                self._log.warning("batch struck off", entry=_shown(raw), reason=reason)
+                self._redis.srem(key, raw)
+        return found
+
+    def _entries(self, key: str, read: Callable[[], Iterable[bytes]]) -> list[bytes]:
+        """What is listed under a key; nothing where a stranger made something else of it."""
+        try:
+            found = list(read())
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            if key not in self._spoilt:
+                self._log.warning("a list counts as empty", key=key, reason=str(error))
+                self._spoilt.add(key)
+            return []
+        self._spoilt.discard(key)
         return found
 
     def _is_run(self, batch_id: str) -> bool:
-        is_leased = self._redis.exists(self._keys.batch_runner(batch_id))
-        return bool(is_leased) or has_just_begun(self._batches, batch_id)
+        return bool(self._redis.exists(self._keys.batch_runner(batch_id)))
+
+    def _just_taken(self, ids: set[str]) -> set[str]:
+        """Those whose runs may yet get a lease. One that has none after the time of a lease counts
+        as lost, whatever RQ believes of its worker."""
+        now = self._clock()
+        since = {it: self._taken.get(it, now) for it in ids if is_taken(self._batches, it)}
+        self._taken = {it: at for it, at in since.items() if now - at < LEASE_MS / 1000}
+        return set(self._taken)
+
+
+def _shown(raw: bytes) -> str:
+    return repr(raw)[:_LOGGED_CHARACTERS]

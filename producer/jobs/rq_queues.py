@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import redis
@@ -19,11 +18,9 @@ from rq.job import Job, JobStatus
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException
-from rq.utils import now, str_to_date
 
 from producer.connecting import server_url
 from producer.jobs.batch_job import run_batch_job
-from producer.jobs.runner_lease import LEASE_MS
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import BACKOFF_SECONDS, deliver_webhook
 from shared.connection import open_redis, without_password
@@ -37,6 +34,7 @@ _RESULT_SECONDS = 600
 _FAILED_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
 _BATCHES = "-batches"
+_TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
@@ -89,17 +87,13 @@ def batches_waiting(queue: Queue) -> set[str]:
     return {job_id.removeprefix(_BATCH_JOB) for job_id in queue.get_job_ids()}
 
 
-def has_just_begun(queue: Queue, batch_id: str) -> bool:
-    """Whether a worker has taken a batch that does not wait, so that its run may yet get a lease.
+def is_taken(queue: Queue, batch_id: str) -> bool:
+    """Whether RQ believes that a worker has a batch, one that does not wait.
 
-    One that died before it began the job has it for as long as RQ's maintenance takes to call
-    the job failed.
+    Of a worker that died RQ may believe so for hours, or for ever.
     """
-    job: Any = queue.connection.hmget(Job.key_for(_BATCH_JOB + batch_id), "status", "started_at")
-    status, started_at = job
-    if status == JobStatus.STARTED.value.encode():
-        return now() - str_to_date(started_at) < timedelta(milliseconds=LEASE_MS)
-    return bool(status == JobStatus.QUEUED.value.encode())
+    status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
+    return status in _TAKEN
 
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> Job:

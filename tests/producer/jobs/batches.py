@@ -72,12 +72,12 @@ async def until(condition: Callable[[], bool]) -> None:
 def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:
     """As if all that a killed process held had run out."""
     connection.delete(KEYS.batch_runner(batch_id), KEYS.jobs_leader)
-    begin_long_ago(connection, batch_id)
+    give_up(connection, batch_id)
 
 
-def begin_long_ago(connection: redis.Redis, batch_id: str) -> None:
-    """As if the RQ job of a batch had begun when no lease of that time could still be held."""
-    connection.hset(f"rq:job:promptq-{batch_id}", "started_at", "2026-01-01T00:00:00.000000Z")
+def give_up(connection: redis.Redis, batch_id: str) -> None:
+    """As if RQ had noticed that the process of a batch is gone."""
+    connection.hset(f"rq:job:promptq-{batch_id}", "status", "failed")
 
 
 async def finished_batch(url: str, batch_id: str) -> Any:

@@ -18,8 +18,8 @@ from tests.integration.faults import OwnServer
 from tests.producer.jobs.batches import (
     KEYS,
     attempts,
-    begin_long_ago,
     finished_batch,
+    give_up,
     line,
     read_lines,
     until,
@@ -116,7 +116,7 @@ async def test_another_process_takes_over(
         assert server.pttl(key) != -1
         assert server.pttl(key) <= most
         server.pexpire(key, 100)  # as if that time had passed
-    begin_long_ago(server, batch.id)
+    give_up(server, batch.id)
     await until(lambda: all(server.get(key) not in (None, holders[key]) for key in holders))
     own_worker.finish(running)
     async with running_worker(redis_url):

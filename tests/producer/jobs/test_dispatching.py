@@ -1,0 +1,116 @@
+"""What the leader hands to RQ, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import redis
+from structlog.testing import capture_logs
+
+from producer.jobs.batch_lines import new_batch_id
+from producer.jobs.dispatching import Dispatcher
+from producer.jobs.rq_queues import batch_queue, open_jobs_redis, webhook_queue
+from producer.jobs.settings import JobsSettings
+from tests.producer.jobs.batches import KEYS
+from tests.producer.playing import HandWorker
+from tests.roles import as_role
+
+LEASE_SECONDS = 15.0  # of docs/jobs.md
+
+
+class Leader:
+    """A dispatcher whose time stands still until a test sets it."""
+
+    def __init__(self, redis_url: str, server: redis.Redis) -> None:
+        settings = JobsSettings(redis_url=as_role("jobs", redis_url))
+        self.now = 0.0
+        self.server = server
+        self.redis = open_jobs_redis(settings)
+        self._batches = batch_queue("default", self.redis)
+        self.dispatcher = Dispatcher(
+            self.redis,
+            webhook_queue("default", self.redis),
+            self._batches,
+            settings,
+            clock=lambda: self.now,
+        )
+
+    def add_batch(self) -> str:
+        """One that waits for a worker."""
+        batch_id = new_batch_id()
+        self.server.sadd(KEYS.unfinished_batches, batch_id)
+        assert self.dispatcher.hand_out_batches() == 1
+        assert self._batches.get_job_ids() == [f"promptq-{batch_id}"]
+        return batch_id
+
+    def take_off(self, batch_id: str, status: str | None) -> None:
+        """As one of RQ's workers does before it runs a batch."""
+        job = f"rq:job:promptq-{batch_id}"
+        self.server.delete(self._batches.key)
+        if status is None:
+            self.server.delete(job)
+        else:
+            self.server.hset(job, "status", status)
+            self.server.hdel(job, "started_at")
+
+
+@pytest.fixture
+def leader(redis_url: str, own_worker: HandWorker) -> Iterator[Leader]:
+    leader = Leader(redis_url, own_worker.redis)
+    with closing(leader.redis):
+        yield leader
+
+
+@pytest.mark.parametrize("status", ["queued", "started"])
+def test_a_batch_whose_worker_died_before_it_began_is_handed_out_again(
+    leader: Leader, status: str
+) -> None:
+    """After the time of a lease, whatever RQ says of its job; each time it happens."""
+    batch_id = leader.add_batch()
+    for begin in (0.0, LEASE_SECONDS):
+        leader.take_off(batch_id, status)
+        for after in (0.0, LEASE_SECONDS - 0.1):
+            leader.now = begin + after
+            assert leader.dispatcher.hand_out_batches() == 0, "it may yet get a lease"
+        leader.now = begin + LEASE_SECONDS
+        assert leader.dispatcher.hand_out_batches() == 1
+        assert leader.dispatcher.hand_out_batches() == 0, "it waits for a worker"
+    leader.take_off(batch_id, status)
+    assert leader.dispatcher.hand_out_batches() == 0
+    leader.server.set(KEYS.batch_runner(batch_id), "a")
+    leader.now = 10 * LEASE_SECONDS
+    assert leader.dispatcher.hand_out_batches() == 0, "it is run"
+    leader.server.delete(KEYS.batch_runner(batch_id))
+    assert leader.dispatcher.hand_out_batches() == 0, "its time begins anew"
+
+
+@pytest.mark.parametrize("status", ["failed", "finished", None])
+def test_a_batch_that_rq_gave_up_is_handed_out_at_once(leader: Leader, status: str | None) -> None:
+    leader.take_off(leader.add_batch(), status)
+    assert leader.dispatcher.hand_out_batches() == 1
+
+
+def test_lists_that_strangers_spoilt_count_as_empty(leader: Leader) -> None:
+    """With one warning each; the rest of the jobs goes on."""
+    spoilt = (KEYS.webhooks, KEYS.unfinished_batches)
+    for key in spoilt:
+        leader.server.set(key, "a")
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert leader.dispatcher.hand_out_webhooks() == 0
+            assert leader.dispatcher.hand_out_batches() == 0
+    assert [entry["key"] for entry in logs] == [*spoilt]
+    leader.server.delete(*spoilt)
+    leader.add_batch()
+
+
+def test_long_entries_are_cut_in_the_log(leader: Leader) -> None:
+    leader.server.zadd(KEYS.webhooks, {"a" * 10_000: 1})
+    leader.server.sadd(KEYS.unfinished_batches, "a" * 10_000)
+    with capture_logs() as logs:
+        leader.dispatcher.hand_out_webhooks()
+        leader.dispatcher.hand_out_batches()
+    assert [entry["event"] for entry in logs] == ["webhook struck off", "batch struck off"]
+    assert {len(entry["entry"]) for entry in logs} == {100}
