@@ -20,7 +20,7 @@ import redis
 from pydantic import BaseModel, ValidationError
 
 from shared import lookups
-from shared.calling import Call
+from shared.calling import Call, is_wrong_type
 from shared.errors import RequestNotFoundError, StreamChangedError
 from shared.events import TokenEvent, TokenLogprob
 from shared.keys import Keys
@@ -318,7 +318,7 @@ class _Stream:
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:
-            if not str(error).startswith("WRONGTYPE"):
+            if not is_wrong_type(error):
                 raise
             return otherwise
         return answer

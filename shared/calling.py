@@ -8,6 +8,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, Generic, TypeVar
 
+from redis.exceptions import ResponseError
+
 T = TypeVar("T")
 
 SCRIPT_NAMES = (
@@ -55,6 +57,11 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 def ids_of(values: Iterable[bytes]) -> list[str]:
     """Ids as a stranger may have put them in: bytes that are no text come as surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
+
+
+def is_wrong_type(reply: object) -> bool:
+    """Whether a server says so that a key is of another type than the command is for."""
+    return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def text_map(reply: Any) -> dict[str, str]:

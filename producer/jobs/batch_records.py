@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from producer.api_keys import ApiKey
 from producer.jobs.batch_lines import is_batch_id, new_batch_id
 from producer.jobs.files import BATCH_FILE_SECONDS
-from producer.jobs.wrong_type import is_wrong_type
-from shared.calling import ids_of
+from shared.calling import ids_of, is_wrong_type
 from shared.errors import PromptqError
 from shared.events import Usage
 from shared.keys import Keys

@@ -19,9 +19,8 @@ from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webh
 from producer.jobs.runner_lease import LEASE_MS
 from producer.jobs.settings import JobsSettings
 from producer.jobs.webhooks import UnreadableRecordError, message_of, webhook_id_of
-from producer.jobs.wrong_type import is_wrong_type
 from shared import lookups
-from shared.calling import ids_of
+from shared.calling import ids_of, is_wrong_type
 from shared.errors import InvalidRequestError
 from shared.keys import Keys, check_request_id
 from shared.logs import get_logger

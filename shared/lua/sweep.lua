@@ -47,8 +47,7 @@ for _, key in ipairs(page[2]) do
   end
 end
 local num_gone = 0
-for _, id in ipairs(redis.call('ZRANGE', orphans, '-inf', exact(now - grace_ms), 'BYSCORE',
-  'LIMIT', 0, limit)) do
+for _, id in ipairs(due(orphans, exact(now - grace_ms), limit)) do
   if is_orphan(id) then
     let_go(id)
     num_gone = num_gone + 1

@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(  # before the second of a plain client's commands
         "a_sweep_lets_go_of_orphans",
         "sweep",
-        "exact(now - grace_ms), 'BYSCORE'",
-        "now_text, 'BYSCORE'",
+        "due(orphans, exact(now - grace_ms),",
+        "due(orphans, now_text,",
         STRAY,
     ),
     Mutant(  # what was an orphan an hour ago, and is none
