@@ -78,7 +78,10 @@ _STATE_AFTER = {
 class SamplingParams(BaseModel):
     """How tokens are chosen and when to stop."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # Else the parser keeps up to 16,384 short texts, prompts among them, in case they come again.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, cache_strings="keys"
+    )
 
     max_tokens: int | None = Field(None, ge=1, description="left out: up to the model's length")
     min_tokens: int = Field(0, ge=0)

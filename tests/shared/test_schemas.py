@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 
 import pytest
 
@@ -70,6 +72,16 @@ def test_a_payload_keeps_what_was_set_and_leaves_out_defaults() -> None:
     payload = Request.build(fields).to_payload()
     assert json.loads(payload) == fields
     assert Request.parse(payload) == Request.build(fields)
+
+
+def test_nothing_is_kept_of_a_payload_that_was_read() -> None:
+    Request.parse('{"prompt": "the first"}')
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for number in range(5_000):
+        Request.parse(f'{{"prompt": "number {number}", "stop": "stop {number}"}}')
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 1_000
 
 
 def test_stop_may_be_one_text_or_several() -> None:
