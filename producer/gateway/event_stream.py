@@ -29,7 +29,8 @@ from shared.errors import PromptqError
 from shared.events import TokenEvent, Usage
 from shared.tool_call_style import ToolCallStyle
 
-_COMMENT = b": waiting\n\n"
+_COMMENT = b": waiting\n"
+"""No blank line behind it: OpenAI's client would take that for the end of an event."""
 _DONE = b"data: [DONE]\n\n"
 
 
