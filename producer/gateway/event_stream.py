@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from producer.gateway.context import Gateway
 from producer.gateway.errors import ApiError, ClientLeftError, as_api_error
 from producer.gateway.http_protocol import PIECES, Unfinished
-from producer.gateway.openai.chunks import ChoiceWriter, usage_chunk
+from producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
 from producer.gateway.openai.completion import Completion
 from producer.gateway.openai.endings import failure
 from producer.gateway.openai.positions import Position, event_id
@@ -155,6 +155,11 @@ class _Frames:
                     for index, have in enumerate(self._have)
                 ]
                 self._positions = [writer.position for writer in self._writers]
+                if roles := role_chunks(self._completion, self._have):
+                    # Without ids: whoever has read no more begins anew. All at once, as none may
+                    # come between them.
+                    frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
+                    await self._out.write_all(frames.encode("ascii"))
         if (finish := self._write_chunk(place, event)) is not None:
             await finish()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -32,7 +33,7 @@ class ChoiceWriter:
         self._request_id = completion.request_ids[index]
         self._tools = ToolText(style) if completion.with_tools else None
         self._echo = completion.echoes[index] if completion.echoes else ""
-        self._is_first = have.is_start
+        self._is_first = have.is_start and not _tells_roles_first(completion)
         self._num_chars = 0
         self._offset = len(self._echo)
         self._before, self._after = _frame_of(completion)
@@ -105,10 +106,26 @@ class ChoiceWriter:
         return json.dumps(completion_logprobs(logprobs, offset))
 
 
+def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
+    """What a chat of several choices begins with: the role of each, in their order.
+
+    OpenAI's client (its `chat.completions.stream`) finds a choice by how many it has heard of.
+    """
+    if not (_tells_roles_first(completion) and all(it.is_start for it in have)):
+        return []
+    before, after = _frame_of(completion)
+    rest = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+    return [f'{before}{{"index":{index},{rest}{after}' for index in range(completion.num_choices)]
+
+
 def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
     """The last chunk, of a client that wants it."""
     before, _ = _frame_of(completion)
     return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
+
+
+def _tells_roles_first(completion: Completion) -> bool:
+    return completion.is_chat and completion.num_choices > 1
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:

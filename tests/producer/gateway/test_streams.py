@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -236,6 +237,65 @@ def test_several_answers_go_on_where_each_stopped(
     assert usage[1]["choices"] == []
     assert usage[1]["usage"]["completion_tokens"] == 5
     assert done[1] == "[DONE]"
+
+
+def test_a_chat_of_several_answers_begins_with_their_roles(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """In their order and without ids, whichever answers first; whoever goes on has them."""
+    body = {**CHAT, "n": 2, "detach": True}
+    with ThreadPoolExecutor() as beside:
+        asked = http.build_request("POST", "/v1/chat/completions", json=body)
+        asking = beside.submit(lambda: http.send(asked, stream=True))
+        first, second = (it for _ in range(2) if (it := own_worker.queue.take()) is not None)
+        for claim, texts in ((second, "xy"), (first, "ab")):
+            own_worker.adopt(claim)
+            for text in texts:
+                own_worker.send(claim, text)
+            own_worker.finish(claim)
+        with closing(asking.result()) as response:
+            url = response.headers["X-Stream-Url"]
+            frames = list(read_frames(response))
+    begin, rest = frames[:2], frames[2:]
+    assert [event_id for event_id, _ in begin] == ["", ""]
+    assert [data["choices"][0]["index"] for _, data in begin] == [0, 1]
+    for _, data in begin:
+        assert data["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in data["choices"][0]["delta"] for _, data in rest[:-1])
+    for place, (event_id, _) in enumerate(rest[:-1]):
+        with continued(http, url, event_id) as again:
+            frames = again.rest()
+        assert sorted(texts_of(frames)) == sorted(texts_of(rest[place + 1 :]))
+        assert all("role" not in data["choices"][0]["delta"] for _, data in frames[:-1])
+
+
+def test_openai_client_gathers_several_answers_to_a_chat(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    """Also when the second begins first: it finds a choice by how many it has heard of before."""
+    has_begun = threading.Event()
+
+    def read() -> list[str | None]:
+        with (
+            OpenAI(base_url=gateway.base_url, api_key="none", max_retries=0) as client,
+            client.chat.completions.stream(model="", messages=CHAT["messages"], n=2) as stream,
+        ):
+            for _ in stream:
+                has_begun.set()
+            got = stream.get_final_completion()
+        assert [choice.message.role for choice in got.choices] == ["assistant"] * 2
+        return [choice.message.content for choice in got.choices]
+
+    with ThreadPoolExecutor() as beside:
+        reading = beside.submit(read)
+        first, second = (it for _ in range(2) if (it := own_worker.queue.take()) is not None)
+        own_worker.adopt(first)
+        own_worker.adopt(second)
+        own_worker.send(second, "x")
+        wait_until(lambda: has_begun.is_set() or reading.done())
+        own_worker.finish(first, "ab")
+        own_worker.finish(second, "y")
+        assert reading.result() == ["ab", "xy"]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
