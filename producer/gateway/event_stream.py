@@ -88,6 +88,8 @@ class EventStream(Response):
         except ClientLeftError:
             if not self._completion.detach:
                 self._gateway.cancels.cancel(request_ids)
+            if not out.has_begun:
+                raise  # so that it is counted as one that left
         finally:
             out.close()
 

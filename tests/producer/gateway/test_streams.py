@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -430,9 +431,10 @@ def test_a_client_that_leaves_cancels(http: httpx2.Client, own_worker: HandWorke
 
 
 def test_a_client_that_leaves_before_the_first_token_cancels(
-    gateway: LiveGateway, own_worker: HandWorker
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:
-    """Whether it streams or waits for the whole answer."""
+    """Whether it streams or waits for the whole answer, and it is counted as one that left."""
+    gateway = start_gateway()
     for stream in (True, False):
         body = {"prompt": "Hi", "stream": stream}
         with pytest.raises(httpx2.ReadTimeout):
@@ -440,6 +442,11 @@ def test_a_client_that_leaves_before_the_first_token_cancels(
         wait_until(own_worker.queue.is_empty)
     states = {own_worker.redis.hget(key, "state") for key in own_worker.redis.keys("*:request:*")}
     assert states == {b"cancelled"}
+    answered = re.compile(r'requests_total{handler="/v1/completions",method="POST",(.*)} (.*)')
+    told: list[tuple[str, str]] = []
+    while sum(float(count) for _, count in told) < 2:
+        told = answered.findall(httpx2.get(f"{gateway.url}/metrics").text)
+    assert [status for status, _ in told] == ['status="499"']
 
 
 def test_a_client_that_said_so_leaves_and_cancels_nothing(
