@@ -76,9 +76,9 @@ class EventStream(Response):
                     await self._stream(out, request_ids)
                 except (ApiError, PromptqError) as error:
                     told = as_api_error(error) if isinstance(error, PromptqError) else error
-                    # If an answer failed, the others would go on for nobody. What fails here, such
-                    # as a server that stays away, ends none: a client that detached comes back.
-                    if told is error or not self._completion.detach:
+                    # One answer failed, so the others would go on for nobody. What fails here, such
+                    # as a server that stays away, is no answer's end: the client may come back.
+                    if told is error and len(request_ids) > 1:
                         self._gateway.cancels.cancel(request_ids)
                     if not out.has_begun:
                         raise told from None

@@ -365,12 +365,13 @@ def test_one_of_several_answers_fails(
     wait_until(lambda: is_cancelled(own_worker, claims[1].request_id))
 
 
+@pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_error_of_the_reader_ends_no_answer(
-    http: httpx2.Client, own_worker: HandWorker, n: int
+    http: httpx2.Client, own_worker: HandWorker, n: int, detach: bool
 ) -> None:
     """One answer or several: here the server lost a record, and what else there is goes on."""
-    with opened(http, own_worker, {**PROMPT, "n": n, "detach": True}) as (reading, lost):
+    with opened(http, own_worker, {**PROMPT, "n": n, "detach": detach}) as (reading, lost):
         reading.next()
         own_worker.redis.delete(KEYS.request(lost.request_id), KEYS.tokens(lost.request_id))
         *_, (_, data) = reading.rest()
@@ -383,17 +384,30 @@ def test_an_error_of_the_reader_ends_no_answer(
         assert not is_cancelled(own_worker, other.request_id)
 
 
-def test_who_does_not_come_back_leaves_nothing_running(
-    http: httpx2.Client, own_worker: HandWorker
+def test_who_could_not_read_on_reads_the_answer_anew(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
 ) -> None:
-    """As above, without `detach`."""
-    with opened(http, own_worker, {**PROMPT, "n": 2}) as (reading, lost):
-        reading.next()
-        other = own_worker.take()
-        own_worker.redis.delete(KEYS.request(lost.request_id), KEYS.tokens(lost.request_id))
-        *_, (_, data) = reading.rest()
-    assert data["error"]["code"] == "not_found"
-    wait_until(lambda: is_cancelled(own_worker, other.request_id))
+    """Here tokens that it has read were lost, and other ones took their place."""
+    first, second = start_gateway(), start_gateway()
+    with (
+        httpx2.Client(base_url=first.url, timeout=30) as http,
+        opened(http, own_worker, PROMPT, "ab") as (reading, claim),
+    ):
+        url = reading.response.headers["X-Stream-Url"]
+        assert reading.text(1) == "ab"
+        own_worker.redis.delete(KEYS.tokens(claim.request_id))
+        own_worker.adopt(claim)
+        own_worker.send(claim, "ax")
+        [(_, data)] = reading.rest()
+        assert "read the request anew" in data["error"]["message"]
+    time.sleep(0.3)
+    with (
+        httpx2.Client(base_url=second.url, timeout=30) as http,
+        continued(http, url) as again,
+    ):
+        assert again.text(1) == "ax"
+        own_worker.finish(claim, "c")
+        assert texts_of(again.rest()) == "c"
 
 
 def test_streams_survive_a_restart_of_the_gateway(
