@@ -246,7 +246,10 @@ class BatchRun:
         return await self._persist(ask) if requests else []
 
     async def _let_go(self) -> None:
-        """Shorten the life of what was written down, once that is safe on the disk."""
+        """Shorten the life of what was written down, once that is safe on the disk.
+
+        A dead letter, which alone has no time to live, is kept for whoever looks why it died.
+        """
         done, self._written = self._written, []
         self._let_go_at = time.monotonic()
 
@@ -254,7 +257,8 @@ class BatchRun:
             pipeline = self._redis.pipeline(transaction=False)
             for new in done:
                 if new.request.webhook_url is None:
-                    pipeline.pexpire(self._keys.request(new.request_id), _KEPT_MS, lt=True)
+                    key = self._keys.request(new.request_id)
+                    pipeline.pexpire(key, _KEPT_MS, xx=True, lt=True)
             await pipeline.execute()
 
         if done:

@@ -24,11 +24,17 @@ KEYS = Keys("default")
 
 def bury(redis_url: str, *request_ids: str) -> None:
     """Make dead letters of new requests, by crashes of workers that nobody sees."""
+    with Client(redis_url) as client:
+        for request_id in request_ids:
+            client.enqueue("[bold]boom[/]", request_id=request_id, max_tokens=9)
+    crash_until_dead(redis_url, *request_ids)
+
+
+def crash_until_dead(redis_url: str, *request_ids: str) -> None:
+    """Make dead letters of the requests that wait, which are these alone."""
     by_hand = QueueClient.from_url(as_role("", redis_url))
     with by_hand as connection, Client(redis_url) as client:
         connection.hset(KEYS.config, "crash_backoff_ms", "0")
-        for request_id in request_ids:
-            client.enqueue("[bold]boom[/]", request_id=request_id, max_tokens=9)
         queue = RequestQueue(connection, worker_id="victim", max_crashes=2)
         hand = HandWorker(connection)
         hand.queue = queue

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 
+from producer import Client
 from producer.jobs.batch_journal import BatchIsRunningError
 from producer.jobs.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
 from producer.jobs.local_batch import BatchOutcome, errors_beside, run_batch
@@ -23,6 +24,7 @@ from producer.jobs.run_options import Progress
 from shared.embedded import EmbeddedServer
 from shared.errors import ConfigurationError
 from tests.helpers import running_worker, text_of
+from tests.producer.commands.test_queue_commands import crash_until_dead
 from tests.producer.jobs.batches import (
     KEYS,
     NUM_TOKENS,
@@ -311,6 +313,29 @@ async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
     errors = read_lines(errors_beside(output))
     assert errors["id-1"]["error"]["code"] == "request_expired"
     assert errors["id-2"]["error"]["code"] == "request_cancelled"
+
+
+async def test_a_dead_letter_is_kept_though_its_line_is_written_down(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
+) -> None:
+    """For whoever looks why it crashed its workers, and for another try."""
+    source = write_lines(tmp_path / "in.jsonl", [line(0), line(1)])
+    output = tmp_path / "out.jsonl"
+    running = asyncio.create_task(run_beside(source, output, redis_url))
+    await until(lambda: own_worker.redis.zcard(KEYS.pending) == 2)
+    own_worker.finish(own_worker.take(), "hi")
+    [poison] = (it.decode() for it in own_worker.redis.zrange(KEYS.pending, 0, -1))
+    crash_until_dead(redis_url, poison)
+    assert (await running).progress == Progress(2, 1, 1, 0)
+    [failed] = read_lines(errors_beside(output)).values()
+    assert failed["response"]["body"]["error"]["code"] == "dead_letter"
+    assert own_worker.redis.pttl(KEYS.request(poison)) == -1
+    with Client(redis_url) as client:
+        assert [it.request_id for it in client.dead_letters()] == [poison]
+        assert client.dead_letter(poison).crashes == 2
+        client.requeue(poison)
+    again = own_worker.take()
+    assert again.payload == own_worker.redis.hget(KEYS.request(poison), "payload")
 
 
 def test_files_that_cannot_be_run(tmp_path: Path, redis_url: str) -> None:
