@@ -202,7 +202,9 @@ class _BatchJob:
         return "failed"
 
     async def _end(self, status: Status, **changes: Any) -> None:
-        self._running("input").unlink(missing_ok=True)
+        source = self._running("input")
+        for path in source.parent.glob(f"{source.name}*"):  # and what killed processes half copied
+            path.unlink(missing_ok=True)
         await self._batches.end(self._batch_id, status, **changes)
 
     def _running(self, name: str) -> Path:

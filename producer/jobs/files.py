@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -120,10 +121,19 @@ class FileStore:
             data = self.path(self.get(file_id, tenant))
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                _link(data, path)
+                source = data.open("rb")
             except FileNotFoundError:
                 raise FileMissingError(f"no file {file_id!r} is known") from None
-        os.utime(path)
+            with source:
+                try:
+                    os.link(data, path)
+                except OSError:  # of a disk with no hard links, or of a file that another user made
+                    _copy(source, path)
+        try:
+            os.utime(path)
+        except PermissionError:  # another user's, which can be read and no more
+            with path.open("rb") as source:
+                _copy(source, path)
 
     def delete(self, file_id: str, tenant: str) -> None:
         """Raises FileMissingError."""
@@ -202,14 +212,14 @@ def _write(source: BinaryIO, path: Path) -> None:
         os.fsync(target.fileno())
 
 
-def _link(source: Path, path: Path) -> None:
+def _copy(source: BinaryIO, path: Path) -> None:
+    """Under a name of its own first, for another process may be copying it too."""
+    copy = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
-        os.link(source, path)
-    except OSError:  # of a disk that has no hard links, or of a file that another user made
-        copy = path.with_name(path.name + ".new")
-        with source.open("rb") as stream:
-            _write(stream, copy)
+        _write(source, copy)
         copy.replace(path)
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _is_over(stored: StoredFile) -> bool:

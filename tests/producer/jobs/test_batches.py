@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -305,7 +307,8 @@ async def test_a_batch_that_began_owns_its_input(
     start: Start,
     own_worker: HandWorker,
 ) -> None:
-    """Its file may be deleted, and the jobs start again; of one that did not begin it may not."""
+    """Its file may be deleted, and the jobs start again; of one that did not begin it may not.
+    Nothing is left of it at its end, half a copy that a killed process made included."""
     server, files = own_worker.redis, tmp_path / "files"
     settings = {"PROMPTQ_FILES_DIR": str(files), "PROMPTQ_BATCH_IN_FLIGHT": "3"}
     process = start("jobs", **settings)
@@ -316,6 +319,7 @@ async def test_a_batch_that_began_owns_its_input(
     await client.files.delete(begun.input_file_id)
     process.terminate()
     assert await asyncio.to_thread(process.wait) == 0
+    (files / "running" / f"{begun.id}.input.jsonl.0.new").write_bytes(b"half a li")
     late = await create(client, [line(n) for n in range(10)])
     await client.files.delete(late.input_file_id)
     process = start("jobs", **settings)
@@ -331,32 +335,97 @@ async def test_a_batch_that_began_owns_its_input(
     assert list((files / "running").iterdir()) == []
 
 
-def test_a_file_is_kept_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no hard link leads to, it is copied, and is on the disk before it bears its name."""
-    store = FileStore(tmp_path)
-    (tmp_path / "source").write_bytes(b"lines")
-    with (tmp_path / "source").open("rb") as source:
-        stored = store.add(source, filename="a", purpose="batch")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
-        if Path(elsewhere).stat().st_dev == tmp_path.stat().st_dev:
+@pytest.fixture
+def other_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder that no hard link leads to from the test's own."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        if Path(folder).stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("there is one disk only")
-        kept = Path(elsewhere) / "kept"
-        fsync = os.fsync
-        synced: list[tuple[int, int, bool]] = []
+        yield Path(folder)
 
-        def looking_on(file: int) -> None:
-            fsync(file)
-            synced.append((os.fstat(file).st_ino, os.fstat(file).st_size, kept.exists()))
 
-        monkeypatch.setattr(os, "fsync", looking_on)
-        store.keep(stored.id, "", kept)
-        assert synced == [(kept.stat().st_ino, len(b"lines"), False)]
-        store.delete(stored.id, "")
-        store.keep(stored.id, "", kept)
-        assert [it.name for it in Path(elsewhere).iterdir()] == ["kept"]
+def with_a_file(folder: Path) -> tuple[FileStore, str]:
+    """A store there with one file, and the file's id."""
+    store = FileStore(folder)
+    return store, store.add(io.BytesIO(b"lines"), filename="a", purpose="batch").id
+
+
+def test_a_file_is_kept_on_another_disk(
+    tmp_path: Path, other_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no hard link leads to, it is copied, and is on the disk before it bears its name."""
+    store, file_id = with_a_file(tmp_path)
+    kept = other_disk / "kept"
+    fsync = os.fsync
+    synced: list[tuple[int, int, bool]] = []
+
+    def looking_on(file: int) -> None:
+        fsync(file)
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size, kept.exists()))
+
+    monkeypatch.setattr(os, "fsync", looking_on)
+    store.keep(file_id, "", kept)
+    assert synced == [(kept.stat().st_ino, len(b"lines"), False)]
+    store.delete(file_id, "")
+    store.keep(file_id, "", kept)
+    assert [it.name for it in other_disk.iterdir()] == ["kept"]
+    assert kept.read_bytes() == b"lines"
+    with pytest.raises(FileMissingError):
+        store.keep(file_id, "", other_disk / "late")
+
+
+def test_two_processes_copy_a_file_at_once(
+    tmp_path: Path, other_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one whose lease ran out meanwhile, and the next; its file is not missing to either."""
+    store, file_id = with_a_file(tmp_path)
+    kept = other_disk / "kept"
+    fsync = os.fsync
+
+    def the_next_is_faster(file: int) -> None:
+        fsync(file)
+        monkeypatch.setattr(os, "fsync", fsync)
+        store.keep(file_id, "", kept)
+
+    monkeypatch.setattr(os, "fsync", the_next_is_faster)
+    store.keep(file_id, "", kept)
+    assert kept.read_bytes() == b"lines"
+    assert [it.name for it in other_disk.iterdir()] == ["kept"]
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(
+    tmp_path: Path, other_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file_id = with_a_file(tmp_path)
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.keep(file_id, "", other_disk / "kept")
+    assert list(other_disk.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_what_another_user_kept_is_copied() -> None:
+    """Who may read it and not change its times, as on a disk that several machines share."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        store, file_id = with_a_file(folder)
+        kept, nobody = folder / "kept", 65534
+        store.keep(file_id, "", kept)
+        os.utime(kept, (1, 1))
+        folder.chmod(0o777)
+        os.seteuid(nobody)
+        try:
+            store.keep(file_id, "", kept)
+        finally:
+            os.seteuid(0)
         assert kept.read_bytes() == b"lines"
-        with pytest.raises(FileMissingError):
-            store.keep(stored.id, "", Path(elsewhere) / "late")
+        assert kept.stat().st_uid == nobody
+        assert kept.stat().st_mtime > 1
+        assert len(list(folder.iterdir())) == 3
 
 
 async def test_ids_that_are_no_batch(client: openai.AsyncOpenAI, redis_url: str) -> None:
