@@ -66,15 +66,16 @@ export function tokenView() {
   return {
     element,
     add(event) {
-      if (!event.text && !event.logprobs) return;
-      const span = h("span", {}, event.text);
-      if (event.logprobs?.length) {
-        told.set(span, event.logprobs);
-        const worst = Math.min(...event.logprobs.map((it) => it.logprob));
-        span.className = `token surprise-${surprise(worst)}`;
+      for (const piece of piecesOf(event)) {
+        const span = h("span", {}, piece.text);
+        if (piece.logprobs.length) {
+          told.set(span, piece.logprobs);
+          const worst = Math.min(...piece.logprobs.map((it) => it.logprob));
+          span.className = `token surprise-${surprise(worst)}`;
+        }
+        if (!coming.length) requestAnimationFrame(append);
+        coming.push(span);
       }
-      if (!coming.length) requestAnimationFrame(append);
-      coming.push(span);
     },
     clear() {
       coming = [];
@@ -83,6 +84,29 @@ export function tokenView() {
       told = new WeakMap();
     },
   };
+}
+
+/**
+ * An event's text token by token: what has ended comes as one event. Halves of a character, and what was cut
+ * off at an end, are not in the text as they are; such tokens share what lies between their neighbours.
+ */
+function piecesOf({ text, logprobs }) {
+  const pieces = [];
+  let shared = [];
+  let at = 0;
+  for (const it of logprobs ?? []) {
+    const from = it.token && logprobs.length > 1 ? text.indexOf(it.token, at) : -1;
+    if (from === at || (from > at && shared.length)) {
+      if (shared.length) pieces.push({ text: text.slice(at, from), logprobs: shared });
+      pieces.push({ text: it.token, logprobs: [it] });
+      shared = [];
+      at = from + it.token.length;
+    } else {
+      shared.push(it);
+    }
+  }
+  if (shared.length || at < text.length) pieces.push({ text: text.slice(at), logprobs: shared });
+  return pieces;
 }
 
 function rowsOf(chosen) {

@@ -12,7 +12,7 @@ from playwright.async_api import Page, expect
 
 from producer import AsyncClient
 from shared.embedded import EmbeddedServer
-from shared.events import TokenEvent
+from shared.events import TokenEvent, TokenLogprob
 from shared.keys import Keys
 from shared.observations import WorkerStats
 from shared.request_queue import AsyncRequestQueue
@@ -233,6 +233,55 @@ async def test_a_requests_life_with_its_text_as_it_comes(
     await expect(page.locator(".facts")).to_contain_text("250 tokens")
     await page.reload()
     await expect(text).to_have_text(text_of(3, 250))
+
+
+async def test_tokens_of_a_text_whose_log_is_gone_tell_their_probabilities_one_by_one(
+    redis_url: str, client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    """Though all come as one event."""
+    await connection.hset(KEYS.config, "log_ttl_ms", 1)
+    async with running_worker(redis_url):
+        request_id = await client.enqueue("Once", max_tokens=40, seed=3, logprobs=1)
+        await client.result(request_id)
+    while await connection.exists(KEYS.tokens(request_id)):
+        await asyncio.sleep(0.01)
+    page = await open_page(f"#/request/{request_id}")
+    tokens = page.locator(".tokens .token")
+    await expect(tokens).to_have_count(40)
+    letters = await tokens.evaluate_all("its => its.map(it => it.textContent)")
+    assert letters == [*text_of(3, 40)]
+    await tokens.nth(7).hover()
+    letter = letters[7].replace(" ", "␣")
+    await expect(page.locator(".tip caption")).to_have_text(
+        f"{letter} id {ord(letters[7])}, rank 1"
+    )
+
+
+async def test_tokens_whose_texts_are_none_by_themselves_share_theirs(
+    client: AsyncClient, connection: Any, open_page: Open
+) -> None:
+    """A space that was cut off, halves of a character, a stop string, an end token."""
+    tokens = [" Once", " caf", "\ufffd", "\ufffd\ufffd", " a", "EN", "D", "</s>"]
+    chosen = [
+        TokenLogprob(token_id=nth, logprob=-0.1, rank=1, token=token)
+        for nth, token in enumerate(tokens)
+    ]
+    await client.enqueue("x", request_id="r")
+    queue = AsyncRequestQueue(connection)
+    (claim,) = await queue.take_batch(ONE)
+    event = TokenEvent(
+        index=0, token_ids=[*range(len(tokens))], text="Once café a", logprobs=chosen, attempt=1,
+        finish_reason=FinishReason.STOP,
+    )  # fmt: skip
+    await queue.publish([Row.of(claim.request_id, claim.fence, event)])
+    page = await open_page("#/request/r")
+    spans, captions = page.locator(".tokens .token"), page.locator(".tip caption")
+    await expect(page.locator(".tokens .text")).to_have_text("Once café a")
+    texts = await spans.evaluate_all("its => its.map(it => it.textContent)")
+    assert texts == ["Once", " caf", "é", " a", ""]
+    for nth, told in ((0, ["␣Once"]), (2, ["\ufffd", "\ufffd\ufffd"]), (3, ["␣a"])):
+        await spans.nth(nth).hover()
+        await expect(captions).to_have_text([re.compile(f"^{it} id") for it in told])
 
 
 async def test_what_was_a_dead_letter_says_so(
