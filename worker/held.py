@@ -51,6 +51,8 @@ class HeldRequest:
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """How it fared, once it has its last row."""
+    error: ErrorInfo | None = None
+    """Why it failed, where its last row says that it did."""
     last_token_at: float | None = None
     """When this attempt's last token came; `time.monotonic()` in seconds."""
     prompt_tokens_told: bool = False
@@ -143,7 +145,7 @@ class HeldRequest:
             completion_tokens=self.num_emitted,
             cached_tokens=self.timing.cached_tokens if self.timing else 0,
         )
-        self.stats = self._stats()
+        self.stats, self.error = self._stats(), error
         event = TokenEvent(
             index=index,
             token_ids=token_ids,

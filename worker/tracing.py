@@ -46,6 +46,8 @@ class RequestTracer:
         )
         if outcome == FinishReason.ERROR:
             span.set_status(Status(StatusCode.ERROR))
+            kind = held.error.type if held.error is not None else "internal_error"
+            span.set_attribute("error.type", kind)
         marks = [begin_ms]
         if timing is not None:
             for name, times in (("preempted", timing.preempted_at), ("resumed", timing.resumed_at)):

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ import pytest
 import redis
 from openai import OpenAI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from producer import AsyncClient, Client
 from producer.gateway.http_tracing import trace_http
@@ -29,6 +31,7 @@ from shared.keys import Keys
 from shared.settings import Settings
 from shared.tracing import Tracing, start_tracing
 from tests.helpers import served_model_free
+from tests.integration.faults import started
 from tests.producer.gateway.living import live_gateway, live_worker
 from tests.roles import as_role
 from worker.service import Worker
@@ -335,6 +338,32 @@ def test_an_enqueue_that_fails_is_a_span_that_says_so(redis_url: str, collector:
     tracing.close()
     errors = [attributes(span).get("error.type") for span in collector.spans]
     assert errors == [None, "RequestExistsError"]
+
+
+@pytest.mark.parametrize("fault", ["fails", "breaks"])
+def test_an_attempt_that_fails_is_a_span_that_says_so(
+    redis_url: str, collector: Collector, tmp_path: Path, fault: str
+) -> None:
+    """Be it the request's own failure, or the engine's, after which it goes back."""
+    told = {"FAULT": fault, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    with (
+        started(tmp_path, redis_url, module="tests.integration.faulty_worker", **told) as worker,
+        Client(redis_url) as client,
+    ):
+        client.generate("x", max_tokens=2)
+        request_id = client.enqueue("!", max_tokens=2)
+        if fault == "fails":
+            result = client.result(request_id, check=False)
+            assert result.error is not None
+            assert result.error.type == "internal_error"
+            worker.terminate()
+        worker.wait()
+    answers = [it for it in collector.spans if it.name == "text_completion model-free"]
+    spans = {attributes(it)["gen_ai.response.id"] == request_id: it for it in answers}
+    assert spans[True].status.code == Status.STATUS_CODE_ERROR
+    assert attributes(spans[True])["error.type"] == "internal_error"
+    assert spans[False].status.code == Status.STATUS_CODE_UNSET
+    assert "error.type" not in attributes(spans[False])
 
 
 def test_all_works_without_the_extra_and_who_asks_for_traces_is_told() -> None:
