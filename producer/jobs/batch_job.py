@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
@@ -28,6 +29,8 @@ from producer.jobs.stop_signals import stop_signals
 from shared.connection import open_async_redis
 from shared.keys import Keys
 from shared.logs import get_logger
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _STATUS_AFTER: dict[Ending, Status] = {
@@ -92,10 +95,8 @@ class _BatchJob:
         if record.status != "finalizing":
             source = self._running("input")
             try:
-                await asyncio.to_thread(
-                    self._store.keep, record.input_file_id, record.tenant, source
-                )
-                total = await asyncio.to_thread(count_lines, source)
+                await self._aside(self._store.keep, record.input_file_id, record.tenant, source)
+                total = await self._aside(count_lines, source)
             except FileMissingError:
                 return await self._fail("input_file_missing", "the input file was deleted")
             except BatchFileError as error:
@@ -107,6 +108,14 @@ class _BatchJob:
             return await self._finalize(record)
         except FileNotFoundError:
             return await self._fail("output_missing", "the answers were deleted while it ran")
+
+    async def _aside(self, call: Callable[..., T], *args: object) -> T:
+        """Call it in a thread, and keep the lease for as long as it takes."""
+        work = asyncio.create_task(asyncio.to_thread(call, *args))
+        while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
+            with suppress(redis.RedisError):  # whether it was lost is looked at between lines
+                await self._lease.renew()
+        return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
         """Whether the batch is over; otherwise another process is to go on with it."""

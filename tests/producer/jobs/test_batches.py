@@ -21,7 +21,7 @@ import redis.asyncio
 
 from producer import Client
 from producer.api_keys import ApiKey
-from producer.jobs.batch_job import run_batch_job
+from producer.jobs import batch_job
 from producer.jobs.batch_lines import MAX_FILE_BYTES
 from producer.jobs.batch_records import Batches, new_batch
 from producer.jobs.files import FileMissingError, FileStore
@@ -165,7 +165,7 @@ async def test_a_batch_tells_how_far_it_is(
     monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path / "files"))
     monkeypatch.setenv("PROMPTQ_BATCH_IN_FLIGHT", "3")
     batch = await create(client, ["{broken\n", *(line(n) for n in range(5))])
-    running = asyncio.create_task(asyncio.to_thread(run_batch_job, "default", batch.id))
+    running = asyncio.create_task(asyncio.to_thread(batch_job.run_batch_job, "default", batch.id))
     for done, more in ((0, 2), (2, 3)):
         while (now := await client.batches.retrieve(batch.id)).status == "validating" or (
             now.request_counts is not None and now.request_counts.completed < done
@@ -391,6 +391,38 @@ def test_two_processes_copy_a_file_at_once(
     store.keep(file_id, "", kept)
     assert kept.read_bytes() == b"lines"
     assert [it.name for it in other_disk.iterdir()] == ["kept"]
+
+
+async def test_a_batch_is_its_runners_while_its_input_is_copied(
+    redis_url: str, tmp_path: Path, own_worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes on a slow disk, which has no hard links."""
+    files = tmp_path / "files"
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", as_role("jobs", redis_url))
+    monkeypatch.setenv("PROMPTQ_FILES_DIR", str(files))
+    monkeypatch.setattr(batch_job, "LEASE_MS", 400)  # after a quarter of it the lease is renewed
+    batch_id = add_batch(redis_url, files, tmp_path, [line(0)])
+    fsync = os.fsync
+    left = []
+
+    def no_hard_links(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    def until_the_lease_is_renewed_or_over(file: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        fsync(file)
+        key = KEYS.batch_runner(batch_id)
+        left[:] = [own_worker.redis.pttl(key)] * 2
+        while 0 <= left[1] <= left[0]:
+            left[:] = left[1], own_worker.redis.pttl(key)
+
+    monkeypatch.setattr(os, "link", no_hard_links)
+    monkeypatch.setattr(os, "fsync", until_the_lease_is_renewed_or_over)
+    async with running_worker(redis_url):
+        status = await asyncio.to_thread(batch_job.run_batch_job, "default", batch_id)
+    assert status == "completed"
+    assert left[1] > left[0]
+    assert list((files / "running").iterdir()) == []
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(
