@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Literal, get_args, get_origin
+import traceback
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import click
 import redis.asyncio
@@ -62,6 +63,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
 
     tracing = start_tracing("promptq-worker", settings.otlp_endpoint)
     client = await _open_when_there(redis_url, settings.redis_wait)
+    worker: Worker | None = None
     try:
         start_up = StartUp()
         try:
@@ -85,13 +87,30 @@ async def serve(settings: Settings, redis_url: str) -> None:
                 await worker.stop()
                 if exposed is not None:
                     await asyncio.to_thread(exposed.close)
-    except EngineStuckError as error:
-        print(f"promptq worker: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # the interpreter would wait for the thread that hangs
+    except Exception as error:
+        if isinstance(error, EngineStuckError) or (worker and worker.intake.is_preparing):
+            _leave_at_once(explain(error, redis_url) if isinstance(error, RedisError) else error)
+        raise
     finally:
         await client.aclose()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+    if worker.intake.is_preparing:
+        _leave_at_once()
+
+
+def _leave_at_once(error: Exception | None = None) -> NoReturn:
+    """End the process, as the interpreter would wait for a thread that may hang for ever.
+
+    `error` is said as it would be in the end.
+    """
+    if isinstance(error, PromptqError):
+        print(f"promptq worker: {error}", file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)
 
 
 def _place_compute_threads() -> None:

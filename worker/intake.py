@@ -154,13 +154,23 @@ class Intake:
         return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
 
     @property
-    def stuck_on(self) -> Claim | None:
-        """The claim whose preparation hangs, if one does."""
-        if self._preparing is None:
-            return None
-        claim, since = self._preparing
-        hangs = time.monotonic() - since > self._stuck_seconds
-        return claim if hangs and self._leases.has_claim(claim) else None
+    def is_preparing(self) -> bool:
+        """Whether its thread is at work, perhaps on what was given back or lost meanwhile."""
+        return self._preparing is not None
+
+    @property
+    def hangs_on(self) -> Claim | None:
+        """The claim whose preparation hangs, if one does, be it held still or not.
+
+        None once it was stopped: nothing waits for that thread then.
+        """
+        return self._overdue if self.is_running else None
+
+    @property
+    def to_blame(self) -> Claim | None:
+        """The claim whose preparation hangs, if it is held still."""
+        claim = self._overdue
+        return claim if claim is not None and self._leases.has_claim(claim) else None
 
     def wake(self) -> None:
         """New work may have come, perhaps more urgent than what runs."""
@@ -199,13 +209,13 @@ class Intake:
         self._drop_ended()
         self._account_fill()
         ready, self._ready = self._ready, []  # it must not be handed out meanwhile
-        stuck_on = self.stuck_on
-        claims = [claim for claim in self._leases.claims if claim is not stuck_on]
+        to_blame = self.to_blame
+        claims = [claim for claim in self._leases.claims if claim is not to_blame]
         held: list[Leased] = [*(held for _, _, held in ready), *claims]
         try:
             await release(self._queue, self._leases, held)
-            if stuck_on is not None:
-                await release(self._queue, self._leases, [stuck_on], crashed=True)
+            if to_blame is not None:
+                await release(self._queue, self._leases, [to_blame], crashed=True)
         except BaseException:
             self._account_fill()
             self._ready = ready
@@ -258,7 +268,6 @@ class Intake:
                 self._on_lost(earlier)
         self._leases.add_claims(claims)
         prepared = await asyncio.to_thread(self._prepare, claims)
-        self._preparing = None
         self._account_fill()
         failed, complete = [], []
         for claim, outcome in zip(claims, prepared, strict=True):
@@ -288,24 +297,31 @@ class Intake:
             with suppress(RedisError, OSError):  # a renewal of the leases tells them too
                 await self._renew(untold)
 
+    @property
+    def _overdue(self) -> Claim | None:
+        if (preparing := self._preparing) is None:  # the thread may reset it at any time
+            return None
+        claim, since = preparing
+        return claim if time.monotonic() - since > self._stuck_seconds else None
+
     def _prepare(self, claims: list[Claim]) -> list[HeldRequest | InvalidRequestError | None]:
         """None for what was lost meanwhile. Runs in a thread of its own: long prompts take time."""
-        outcomes: list[HeldRequest | InvalidRequestError | None] = []
-        for claim in claims:
-            if not self._leases.has_claim(claim):
-                outcomes.append(None)
-                continue
-            self._preparing = (claim, time.monotonic())
-            try:
-                outcomes.append(self._preparation.prepare(claim))
-            except InvalidRequestError as error:
-                outcomes.append(error)
-            except Exception as error:  # whatever it is, it is this request's alone
-                self._log.exception("preparation failed", request_id=claim.request_id)
-                outcomes.append(
-                    InvalidRequestError(f"payload: {error}", "payload", "internal_error")
-                )
-        return outcomes
+        try:
+            return [self._prepare_one(claim) for claim in claims]
+        finally:
+            self._preparing = None
+
+    def _prepare_one(self, claim: Claim) -> HeldRequest | InvalidRequestError | None:
+        if not self._leases.has_claim(claim):
+            return None
+        self._preparing = (claim, time.monotonic())
+        try:
+            return self._preparation.prepare(claim)
+        except InvalidRequestError as error:
+            return error
+        except Exception as error:  # whatever it is, it is this request's alone
+            self._log.exception("preparation failed", request_id=claim.request_id)
+            return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
 
     def _drop_ended(self) -> None:
         while self._ready and self._ready[0][2].ended:

@@ -318,8 +318,8 @@ class Worker:
 
         One of the suspects made the engine fail, which counts against each of them.
         """
-        stuck_on = self.intake.stuck_on  # where the intake itself could not give it back
-        suspects = [*suspects, stuck_on] if stuck_on is not None else suspects
+        to_blame = self.intake.to_blame  # where the intake itself could not give it back
+        suspects = [*suspects, to_blame] if to_blame is not None else suspects
         others = [held for held in (*self.leases, *self.leases.claims) if held not in suspects]
         seconds = self._queue.lease_ms / 1000  # later there is nothing to give back
         for held in self.leases:
@@ -339,14 +339,14 @@ class Worker:
         return self.engine.seconds_without_progress() > self._settings.stuck_seconds
 
     def _is_stuck(self) -> bool:
-        return self._engine_hangs() or self.intake.stuck_on is not None
+        return self._engine_hangs() or self.intake.hangs_on is not None
 
     async def _watch_engine(self) -> None:
         seconds = self._settings.stuck_seconds
         while True:
             await asyncio.sleep(min(seconds / _WATCHES_PER_STANDSTILL, _MAX_WATCH_SECONDS))
-            if (stuck_on := self.intake.stuck_on) is not None:
-                what, of = "the preparation of a request", {"request_id": stuck_on.request_id}
+            if (claim := self.intake.hangs_on) is not None:
+                what, of = "the preparation of a request", {"request_id": claim.request_id}
             elif self._engine_hangs():
                 what, of = "the engine", {}
             else:

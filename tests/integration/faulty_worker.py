@@ -88,6 +88,7 @@ class FaultyTokenizer:
 
     def encode_prompt(self, request: Request) -> list[int]:
         if FAULT == "hang-in-preparation" and request.prompt == "!":
+            print("a fault begins", file=sys.stderr, flush=True)
             time.sleep(SECONDS)
         tokens: list[int] = self._tokenizer.encode_prompt(request)
         return tokens

@@ -7,13 +7,15 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from shared import lookups
-from shared.request_queue import RequestQueue
-from shared.schemas import RequestState
+from shared.request_queue import RequestQueue, new_request_id
+from shared.schemas import Request, RequestState
+from shared.script_values import NewRequest
 from tests.helpers import text_of
 from tests.integration.faults import (
     check_log,
@@ -32,6 +34,11 @@ FAULTY = "tests.integration.faulty_worker"
 def queue(redis_url: str) -> Iterator[RequestQueue]:
     with redis.Redis.from_url(redis_url) as client:
         yield RequestQueue(client)
+
+
+def put_together(queue: RequestQueue, *requests: dict[str, Any]) -> list[str]:
+    """In one call, so that one claim finds them all."""
+    return queue.enqueue([NewRequest(new_request_id(), Request.build(it)) for it in requests])
 
 
 @pytest.mark.parametrize("fault", ["hang", "hang-with-lock"])
@@ -115,6 +122,57 @@ def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
         assert result_of(queue, innocent)["text"] == text_of(1, 2000)
         assert result_of(queue, guilty)["text"] == text_of(2, 3)
     check_log(queue, innocent, text_of(1, 2000))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+def test_a_preparation_that_hangs_is_noticed_though_nobody_wants_its_request_any_more(
+    queue: RequestQueue, redis_url: str, tmp_path: Path, how: str
+) -> None:
+    """Those that were claimed with it would else be held for ever. Nobody is to blame."""
+    options = ["--lease-ms", "800", "--stuck-seconds", "3"]
+    environment = {"FAULT": "hang-in-preparation", "FAULT_FOR": "3600"}
+    deadline_ms = 1000 if how == "expired" else None
+    with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
+        before, guilty, behind = put_together(
+            queue,
+            {"prompt": "a", "seed": 1, "max_tokens": 5},
+            {"prompt": "!", "deadline_ms": deadline_ms},
+            {"prompt": "b", "seed": 2, "max_tokens": 5},
+        )
+        until(lambda: "a fault begins" in worker.said)
+        if how == "cancelled":
+            queue.cancel(guilty)
+        assert result_of(queue, guilty)["finish_reason"] == how
+        assert worker.wait() == 1
+        assert "the preparation of a request has made no progress for 3 s" in worker.said
+        (told,) = worker.logged("the preparation of a request hangs")
+        assert told["request_id"] == guilty
+    for request_id in (before, behind):
+        record = queue.run(lookups.record(queue.keys, request_id))
+        assert (record["state"], record.get("crashes")) == ("waiting", None)
+    with started(tmp_path, redis_url, *options, "--model", "model-free"):
+        assert result_of(queue, before)["text"] == text_of(1, 5)
+        assert result_of(queue, behind)["text"] == text_of(2, 5)
+
+
+def test_a_worker_that_is_told_to_stop_waits_for_no_preparation_that_hangs(
+    queue: RequestQueue, redis_url: str, tmp_path: Path
+) -> None:
+    """It finishes what runs, though that takes longer than what counts as hung."""
+    options = ["--lease-ms", "60000", "--stuck-seconds", "1", "--max-model-len", "8000"]
+    environment = {"FAULT": "hang-in-preparation", "FAULT_FOR": "3600", "STEP_SECONDS": "0.01"}
+    running = put(queue, seed=1, max_tokens=300)
+    with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
+        until(lambda: num_tokens(queue, running) > 5)
+        claimed = put_together(queue, {"prompt": "!"}, {"prompt": "b"})
+        until(lambda: "a fault begins" in worker.said)
+        worker.terminate()
+        assert worker.wait() == 0
+        assert not worker.logged("hangs")
+    assert result_of(queue, running)["text"] == text_of(1, 300)
+    for request_id in claimed:
+        record = queue.run(lookups.record(queue.keys, request_id))
+        assert (record["state"], record.get("crashes")) == ("waiting", None)
 
 
 def test_an_engine_that_hangs_while_its_worker_drains_is_noticed_too(

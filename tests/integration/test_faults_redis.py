@@ -220,13 +220,19 @@ def test_an_address_that_moves_to_the_new_primary_takes_worker_and_reader_along(
         assert worker.wait() == 0
 
 
+@pytest.mark.parametrize("fault", [None, "hang-in-preparation"])
 def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
-    queue: RequestQueue, network: Network, tmp_path: Path
+    queue: RequestQueue, network: Network, tmp_path: Path, fault: str | None
 ) -> None:
+    """It waits for no preparation that hangs."""
     options = ["--redis-retry-seconds", "1"]
-    with started(tmp_path, network.url, *options, module=FAULTY) as worker:
+    environment = {"FAULT": fault, "FAULT_FOR": "3600"} if fault else {}
+    with started(tmp_path, network.url, *options, module=FAULTY, **environment) as worker:
         request_id = put(queue, seed=1, max_tokens=100_000 // 16)
         until(lambda: num_tokens(queue, request_id) > 20)
+        if fault:
+            put(queue, prompt="!")
+            until(lambda: "a fault begins" in worker.said)
         network.cut()
         assert worker.wait() == 1
         assert "promptq worker: no Redis server answers" in worker.said
