@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from shared import scripts
@@ -28,15 +29,17 @@ async def listen(
     """Tell of each message until cancelled. `on_drain` gets the worker's id, None for all.
 
     Messages that are missed while disconnected cost only time: workers poll for new work, and every
-    publish answers with what is cancelled.
+    publish answers with what is cancelled. Only a drain is to be sent again.
     """
     while True:
         try:
             async with client.pubsub() as channel:
                 await channel.subscribe(keys.control)
-                async for message in channel.listen():
-                    if message["type"] != "message":
+                while True:
+                    message = await _next(channel)
+                    if message["type"] == "subscribe":
                         on_pending()  # it listens from now on; something may have come before
+                    if message["type"] != "message":
                         continue
                     kind, colon, name = message["data"].partition(b":")
                     if kind == b"pending":
@@ -48,6 +51,21 @@ async def listen(
         except (RedisError, OSError) as error:
             get_logger().warning("control channel lost, subscribing again", error=str(error))
             await asyncio.sleep(_RECONNECT_SECONDS)
+
+
+async def _next(channel: Any) -> dict[str, Any]:
+    """What comes next, if only the answer to a ping that is sent into silence.
+
+    Raises RedisError if that does not come either: the link may stand and pass nothing.
+    """
+    seconds = channel.connection.socket_timeout
+    message: dict[str, Any] | None = await channel.get_message(timeout=seconds)
+    if message is None:
+        await channel.ping()
+        message = await channel.get_message(timeout=seconds)
+    if message is None:
+        raise RedisConnectionError(f"no answer for {seconds:g} s")
+    return message
 
 
 class Cancels:

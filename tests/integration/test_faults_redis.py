@@ -91,6 +91,30 @@ def test_a_worker_that_is_cut_off_for_a_while_goes_on_with_what_it_has(
     check_log(queue, request_id, text_of(1, LONG))
 
 
+def test_a_worker_whose_links_were_forgotten_hears_what_it_is_told(
+    queue: RequestQueue, network: Network, server: OwnServer, tmp_path: Path
+) -> None:
+    """Its link to the control channel stays open and brings nothing any more."""
+    url = f"{network.url}?socket_timeout=0.3"
+    with (
+        started(tmp_path, url, module=FAULTY) as worker,
+        Client(server.url) as client,
+        server.client() as own,
+    ):
+        until(lambda: own.pubsub_numsub(queue.keys.control)[0][1] == 1)
+        time.sleep(1)
+        assert not worker.logged("control channel lost"), "there was only nothing to say"
+        network.lose()
+        own.publish(queue.keys.control, "pending")
+        before = network.num_accepted
+        until(lambda: network.num_accepted > before)
+        network.mend()
+        while worker.process.poll() is None:
+            client.drain()
+            time.sleep(0.1)
+        assert worker.wait() == 0
+
+
 def test_a_worker_that_was_away_for_longer_than_its_leases_lets_go(
     queue: RequestQueue, network: Network, server: OwnServer, tmp_path: Path
 ) -> None:
