@@ -118,6 +118,8 @@ class WorkerStats(_Observation):
     device: str = ""
     dtype: str = ""
     max_num_seqs: int = 0
+    max_model_len: int = 0
+    """Longest prompt and output that it takes; 0 from an older worker, which does not tell."""
     num_running: int = 0
     num_waiting: int = 0
     """In the engine, without a slot yet."""

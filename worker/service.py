@@ -13,7 +13,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from shared import scripts
+from shared import lookups, scripts
 from shared.ending import end
 from shared.errors import InvalidRequestError, PromptqError
 from shared.events import ErrorInfo, Result, TokenEvent, Usage
@@ -141,6 +141,7 @@ class Worker:
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reaper.run_once))
         await self._beat()
+        await self._survive_redis(self._compare_lengths)
         self.intake.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -206,6 +207,7 @@ class Worker:
             device=self.served.device,
             dtype=self.served.dtype,
             max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_prefetched=self.intake.available,
@@ -302,6 +304,22 @@ class Worker:
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()
+
+    async def _compare_lengths(self) -> None:
+        """Warn of the first worker of the queue with another limit: streams may move to it."""
+        keys, own = self._queue.keys, self._limits.max_model_len
+        with suppress(ValueError):  # whatever a stranger wrote there, a worker starts
+            for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
+                other = await self._queue.run(lookups.worker_stats(keys, worker_id))
+                if other is not None and other.max_model_len not in (0, own):
+                    self._log.warning(
+                        "another worker of the queue takes other lengths; streams that move between"
+                        " them may be cut short: give all the same --max-model-len",
+                        max_model_len=own,
+                        other_max_model_len=other.max_model_len,
+                        other_worker_id=worker_id,
+                    )
+                    return
 
     async def _listen(self) -> None:
         def drain(worker_id: str | None) -> None:

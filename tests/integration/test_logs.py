@@ -183,3 +183,26 @@ print(second.getvalue(), end="")
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert outcome.stderr == ""
     assert [json.loads(line)["event"] for line in outcome.stdout.splitlines()] == ["ours", "theirs"]
+
+
+def test_a_worker_says_that_another_has_another_length(redis_url: str) -> None:
+    """A stream may go on at any of them."""
+    url = as_role("worker", redis_url)
+    worker = ["-m", "worker", "--model", "model-free", "--redis", url, "--max-model-len"]
+    with (
+        running(*worker, "600") as (_, of_first),
+        running(*worker, "600") as (_, of_second),
+        running(*worker, "500") as (_, of_third),
+        Client(redis_url) as client,
+    ):
+        told = {it.worker_id: it.max_model_len for it in client.stats().workers}
+        assert sorted(told.values()) == [500, 600, 600]
+    assert of_first == of_second == []
+    (line,) = of_third
+    assert (line["level"], line["max_model_len"], line["other_max_model_len"]) == (
+        "warning",
+        500,
+        600,
+    )
+    assert "--max-model-len" in line["event"]
+    assert (told[line["worker_id"]], told[line["other_worker_id"]]) == (500, 600)

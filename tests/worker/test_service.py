@@ -359,6 +359,19 @@ async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQu
     assert await queue.run(lookups.live_worker_ids(queue.keys, 0)) == []
 
 
+@pytest.mark.parametrize("worker_id", ["stranger", b"\xff"])
+async def test_a_worker_starts_whatever_a_stranger_wrote_about_others(
+    redis_url: str, queue: AsyncRequestQueue, worker_id: str | bytes
+) -> None:
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        await client.zadd(queue.keys.workers, {worker_id: 2**52})
+        await client.hset(queue.keys.worker("stranger"), "max_model_len", "nonsense")
+    async with running_worker(redis_url):
+        assert (await finished(queue, await put(queue, seed=1, max_tokens=5)))["text"] == text_of(
+            1, 5
+        )
+
+
 async def test_a_worker_of_another_model_refuses_to_start(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
