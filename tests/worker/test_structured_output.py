@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 
 from shared.schemas import FinishReason
 from tests.worker.structured import (
@@ -23,6 +25,8 @@ from tests.worker.structured import (
     text_of,
 )
 from worker.building import Served
+from worker.engine.sampling.masks import Masks
+from worker.engine.sequence import Sequence
 
 SEEDS = range(6)
 
@@ -226,6 +230,32 @@ def test_one_grammar_that_fails_fails_alone(
     assert "doesn't satisfy the grammar" in (outputs[1].error or "")
     for output in (outputs[0], outputs[2]):
         jsonschema.validate(json.loads(text_of(random_model, output)), SCHEMAS["array"])
+
+
+def test_masks_that_found_no_memory_are_there_the_next_time(
+    random_model: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [prepare(random_model, response_format=json_schema(SCHEMAS[n])) for n in SCHEMAS]
+    sequences = [Sequence.of(each.engine_request) for each in held]
+    cpu, make = torch.device("cpu"), np.empty
+
+    def computed(masks: Masks, sequences: list[Sequence]) -> torch.Tensor:
+        pending = masks.start(sequences)
+        assert pending is not None
+        return pending.words.result()[0].clone()
+
+    def short(shape: tuple[int, ...], **options: Any) -> Any:
+        if len(shape) == 3:
+            raise MemoryError("so short")
+        return make(shape, **options)
+
+    masks = Masks(cpu)
+    computed(masks, sequences[:1])
+    with monkeypatch.context() as scarce:
+        scarce.setattr(np, "empty", short)
+        with pytest.raises(MemoryError):
+            computed(masks, sequences)
+    assert torch.equal(computed(masks, sequences), computed(Masks(cpu), sequences))
 
 
 def test_preemption_keeps_the_grammar(tmp_path: Path) -> None:

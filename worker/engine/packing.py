@@ -91,8 +91,9 @@ class Packer:
         self._grow(max(slots, default=-1) + 1, width)
         for slot, sequence in zip(slots, sequences, strict=True):
             if self._known[slot] != sequence.block_table:
-                self._known[slot] = table = sequence.block_table.copy()
-                self._tables[slot, : len(table)] = table
+                table = sequence.block_table.copy()
+                self._tables[slot, : len(table)] = np.array(table, dtype=np.int64)
+                self._known[slot] = table  # once it is written
         return self._tables[slots, :width]
 
     @staticmethod
@@ -106,5 +107,5 @@ class Packer:
         if num_slots > rows or width > columns:
             tables = np.zeros((max(rows, num_slots), max(columns, 2 * width)), dtype=np.int64)
             tables[:rows, :columns] = self._tables
-            self._tables = tables
             self._known += [[] for _ in range(num_slots - rows)]
+            self._tables = tables

@@ -63,7 +63,6 @@ class Sampler:
         self._device = device
         self._kernels: Kernels = NativeKernels() if native else TorchKernels(device)
         self._scratch = Scratch(device)
-        self._sequence_ids: list[int] = []
         self._rows: _Rows | None = None
 
     def sample(
@@ -102,8 +101,7 @@ class Sampler:
 
     def _rows_of(self, sequences: list[Sequence]) -> _Rows:
         sequence_ids = [sequence.sequence_id for sequence in sequences]
-        if self._rows is None or sequence_ids != self._sequence_ids:
-            self._sequence_ids = sequence_ids
+        if self._rows is None or sequence_ids != self._rows.sequence_ids:
             self._rows = _Rows(sequences, self._vocab_size, self._device)
         return self._rows
 
@@ -112,6 +110,7 @@ class _Rows:
     """What one set of sequences asks for; None, empty or False where no row asks."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
+        self.sequence_ids = [sequence.sequence_id for sequence in sequences]
         params = [sequence.request.params for sequence in sequences]
         self.reporting = [row for row, each in enumerate(params) if each.logprobs is not None]
         self.num_top = [params[row].logprobs or 0 for row in self.reporting]

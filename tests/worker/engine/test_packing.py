@@ -70,6 +70,16 @@ def test_a_slot_forgets_its_former_owner() -> None:
     assert packer.pack(Batch([again])).layout.block_tables.tolist() == [[9]]
 
 
+def test_a_table_that_could_not_be_written_is_not_taken_for_known() -> None:
+    """Which would let a sequence read and write another one's blocks."""
+    packer = Packer(BLOCK_SIZE, torch.device("cpu"))
+    packer.pack(Batch([ScheduledSequence(sequence(1, 3, 0, [7]), 2, 1, samples=True)]))
+    broken = Batch([ScheduledSequence(sequence(2, 3, 0, [2**70]), 2, 1, samples=True)])
+    for _ in range(2):
+        with pytest.raises(OverflowError):
+            packer.pack(broken)
+
+
 def test_a_sequence_without_a_slot() -> None:
     homeless = sequence(4, 2, 0, [0])
     homeless.slot = None

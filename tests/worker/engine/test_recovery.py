@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from shared.schemas import FinishReason, SamplingParams
+from tests.worker.engine.tiny_models import save_model
+from worker.engine import sampler
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import EngineRequest, SequenceOutput
 from worker.engine.model_free import Launched, ModelFreeRunner, tokens_of
-from worker.engine.sequence import Batch
+from worker.engine.model_runner import ModelRunner
+from worker.engine.sampling.penalties import Penalties
+from worker.engine.sequence import Batch, Sequence
 
 Fault = Callable[[Batch, int], Exception | None]
 
@@ -37,17 +43,27 @@ def run(
     """Serve so many sequences to their ends, recovering from every step that raises."""
     runner = FaultyRunner(fault)
     engine = LLMEngine(runner, max_num_seqs=64, max_num_batched_tokens=256, **options)
-    for sequence_id in range(count):
-        engine.add(
-            EngineRequest(
-                sequence_id,
-                [1] * (prompt - 1) + [sequence_id],
-                SamplingParams(),
-                seed=sequence_id,
-                max_tokens=max_tokens,
-            )
+    requests = [
+        EngineRequest(
+            sequence_id,
+            [1] * (prompt - 1) + [sequence_id],
+            SamplingParams(),
+            seed=sequence_id,
+            max_tokens=max_tokens,
         )
-    tokens: dict[int, list[int]] = {n: [] for n in range(count)}
+        for sequence_id in range(count)
+    ]
+    tokens, last = serve(engine, requests)
+    return tokens, last, runner, engine
+
+
+def serve(
+    engine: LLMEngine, requests: list[EngineRequest]
+) -> tuple[dict[int, list[int]], dict[int, SequenceOutput]]:
+    """The tokens of each to its end, and its last output."""
+    for request in requests:
+        engine.add(request)
+    tokens: dict[int, list[int]] = {request.sequence_id: [] for request in requests}
     last: dict[int, SequenceOutput] = {}
     while engine.has_work:
         try:
@@ -60,7 +76,7 @@ def run(
                 last[output.sequence_id] = output
     engine.check_integrity()
     assert engine.stats.num_used_blocks == 0
-    return tokens, last, runner, engine
+    return tokens, last
 
 
 def is_in(batch: Batch, sequence_id: int) -> bool:
@@ -173,3 +189,61 @@ def test_one_that_needs_more_memory_than_there_is_goes_back_alone() -> None:
 def test_memory_that_is_short_for_everything_and_for_good_is_the_engines_end() -> None:
     with pytest.raises(MemoryError, match="so short"):
         run(out_of_memory(5, 10**9), 5)
+
+
+# --- the real sampler, which knows from step to step what its sequences ask for
+
+ASKING = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=3, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    directory = save_model(tmp_path_factory.mktemp("llama"), "llama", 7)
+    return ModelRunner.load(str(directory), device="cpu", dtype="float32", kv_cache_memory=1 << 20)
+
+
+def seeded(count: int) -> list[EngineRequest]:
+    """Of different lengths, so that the three that run are often others."""
+    return [
+        EngineRequest(n, [5 + n, 9, 30], ASKING, seed=n, max_tokens=6 + 3 * n, order=(n, ""))
+        for n in range(count)
+    ]
+
+
+def alone(runner: ModelRunner, request: EngineRequest) -> list[int]:
+    engine = LLMEngine(runner, max_num_seqs=1, max_num_batched_tokens=64)
+    tokens, _ = serve(engine, [request])
+    return tokens[request.sequence_id]
+
+
+def test_no_memory_for_what_a_new_set_asks_for_changes_no_token(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is computed again for the same sequences, and not by what others asked for."""
+    expected = {request.sequence_id: alone(runner, request) for request in seeded(6)}
+    failed: list[list[int]] = []
+
+    def short_once(sequences: list[Sequence], *args: Any) -> Penalties:
+        ids = [sequence.sequence_id for sequence in sequences]
+        if len(ids) == 3 and ids not in failed:
+            failed.append(ids)
+            raise MemoryError("so short")
+        return Penalties(sequences, *args)
+
+    monkeypatch.setattr(sampler, "Penalties", short_once)
+    engine = LLMEngine(runner, max_num_seqs=3, max_num_batched_tokens=64)
+    tokens, last = serve(engine, seeded(6))
+    assert len(failed) >= 3
+    assert tokens == expected
+    assert {output.finish_reason for output in last.values()} == {FinishReason.LENGTH}
+
+
+def test_one_whose_parameters_cannot_be_worked_out_ends_alone(runner: ModelRunner) -> None:
+    expected = {request.sequence_id: alone(runner, request) for request in seeded(6)}
+    requests = seeded(6)
+    requests[3] = replace(requests[3], seed=-5)  # as no worker would let through
+    engine = LLMEngine(runner, max_num_seqs=3, max_num_batched_tokens=64)
+    tokens, last = serve(engine, requests)
+    assert last[3].finish_reason is FinishReason.ERROR
+    assert tokens == {**expected, 3: []}
+    assert {last[n].finish_reason for n in (0, 1, 2, 4, 5)} == {FinishReason.LENGTH}

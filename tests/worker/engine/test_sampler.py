@@ -243,6 +243,29 @@ def test_penalties_and_constraints_change_just_what_they_should() -> None:
         torch.testing.assert_close(scores, reference(before, row))
 
 
+def test_penalties_that_found_no_memory_miss_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the step that failed, which is then computed again."""
+    vocab_size = 80
+    logits = random_logits(60, vocab_size)
+    sequences = random_sequences(60, vocab_size)
+    penalties = Penalties(sequences, CPU)
+    penalties.apply(logits.clone())
+    for row in sequences:
+        row.token_ids.append(row.num_tokens % vocab_size)
+    with monkeypatch.context() as short:
+        short.setattr(torch, "cat", no_memory)
+        with pytest.raises(MemoryError):
+            penalties.apply(logits.clone())
+    again, afresh = logits.clone(), logits.clone()
+    penalties.apply(again)
+    Penalties(sequences, CPU).apply(afresh)
+    torch.testing.assert_close(again, afresh)
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("so short")
+
+
 def thresholds(
     scaled: torch.Tensor,
     min_p: torch.Tensor | None = None,

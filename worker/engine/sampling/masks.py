@@ -77,9 +77,10 @@ class Masks:
     def _compute(self, grammars: list[Grammar]) -> tuple[torch.Tensor, dict[int, str]]:
         masker, count = grammars[0].masker, len(grammars)
         if len(self._words) < count or self._words.shape[1] != masker.num_words:
-            self._words = np.empty((count, masker.num_words), dtype=np.int32)
             if self._unpacks_here:
                 self._bias = np.empty((count, 4 * masker.num_words, 8), dtype=np.float32)
+            # Last, as it tells the size of both.
+            self._words = np.empty((count, masker.num_words), dtype=np.int32)
         words = self._words[:count]
         errors = masker.fill(grammars, words)
         if not self._unpacks_here:

@@ -66,13 +66,13 @@ class Penalties:
         if any(now != then + 1 for now, then in zip(lengths, self._lengths, strict=True)):
             self._lengths, self._output = self._count_output()
             return
-        self._lengths = lengths
         last = [sequence.token_ids[-1] for sequence in self._sequences]
         index, tokens = self._output
         self._output = (
             torch.cat([index, torch.arange(len(last), device=self._device)]),
             torch.cat([tokens, torch.tensor(last, device=self._device)]),
         )
+        self._lengths = lengths  # last, in case there was no memory for what they count
 
     def _count_output(self) -> tuple[list[int], _Occurrences]:
         """The sequences' lengths now, and the tokens of their outputs."""
