@@ -14,8 +14,9 @@ local function bury(id, crashes)
     'the request was aboard at %d crashes of workers, the last time alone, and is not tried again',
     crashes))
   redis.call('HSET', request_key(id), 'state', 'dead')
-  redis.call('PERSIST', request_key(id))
-  redis.pcall('ZADD', prefix .. 'dead', now_text, id)
+  -- What is listed nowhere would never be purged.
+  local is_listed = type(redis.pcall('ZADD', prefix .. 'dead', now_text, id)) == 'number'
+  if is_listed then redis.call('PERSIST', request_key(id)) end
 end
 
 -- Delete a dead letter and all that is kept of it; false if it is none.

@@ -244,6 +244,9 @@ def test_a_key_of_the_queue_of_another_type_stops_nothing_half_way(client: Any, 
     time.sleep(0.35)
     assert queue.reap().dead == 1
     assert queue.state(claim.request_id) is RequestState.DEAD
+    # A dead letter is kept for as long as it can be found.
+    expires = client.pttl(queue.keys.request(claim.request_id)) > 0
+    assert expires is (name == "dead")
 
 
 @pytest.mark.parametrize("name", ["deadlines", "delayed"])
