@@ -152,7 +152,7 @@ local function claim(queue, fields, cost, has_log, turn)
   local attempt = whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
   local base = seed_base ~= '' and seed_base or fields.nonce or ''
-  local seed = whole(fields.seed) and fields.seed or seed_of(base .. id)
+  local seed = whole(fields.seed, -1) >= 0 and fields.seed or seed_of(base .. id)
   local enqueued_at = whole(fields.enqueued_at) and fields.enqueued_at or now_text
   redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,

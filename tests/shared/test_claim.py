@@ -225,6 +225,19 @@ def test_a_seed_is_given_once_and_kept(queue: RequestQueue) -> None:
     assert first.fence != second.fence
 
 
+@pytest.mark.parametrize("seed", ["-1", "-5", "9223372036854775808", "1e3", "0x1", ""])
+def test_a_seed_that_is_none_counts_as_left_out(
+    client: Any, queue: RequestQueue, seed: str
+) -> None:
+    put(queue, "a")
+    (first,) = queue.take_batch(ROOM)
+    assert queue.release([held(first)]) == ["waiting"]
+    client.hset(queue.keys.request("a"), "seed", seed)
+    (second,) = queue.take_batch(ROOM)
+    assert second.seed == first.seed
+    assert 0 <= second.seed < 2**63
+
+
 def seeds_of(queue: RequestQueue) -> dict[str, int]:
     """Of all that wait."""
     seeds: dict[str, int] = {}
