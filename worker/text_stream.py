@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_TOKENS = 16
+_MOST_BYTES = 4
+"""Of a character."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -31,6 +33,8 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; empty while a character is incomplete."""
         self._tokens.append(token_id)
+        if len(self._tokens) - self._num_done > _MOST_TOKENS and not self._may_be_complete():
+            return ""
         whole = self._decode(self._tokens)
         text = whole[len(self._done) :]
         if not text or text.endswith(REPLACEMENT):
@@ -46,6 +50,17 @@ class IncrementalDecoder:
         text = whole[len(self._done) :]
         self._settle(whole)
         return text
+
+    def _may_be_complete(self) -> bool:
+        """Whether it is worth decoding all that is held back, of which there is much.
+
+        If a character has come to its end, the last tokens show it. The first ones are there for
+        tokenizers that show a whole run of bytes as U+FFFD if one is wrong: it is among them, for
+        otherwise they would have made a character.
+        """
+        first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
+        text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
+        return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
         """All tokens are given. Old ones are left out only now and then, as it costs a decoding."""

@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import InvalidRequestError
 from shared.output_format import JsonOutput, ToolCallOutput, ToolSchema
 from tests.worker.structured import SCHEMAS, closed
+from tests.worker.tiny_tokenizers import byte_fallback
 from worker.engine.grammar import Grammar, GrammarError
 from worker.grammars import Grammars
 from worker.shipped import MODEL_DIR
@@ -57,21 +57,6 @@ def walk(grammar: Grammar, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]
         grammar.accept(token_id)
         tokens.append(token_id)
     return tokens
-
-
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As of SentencePiece: spaces are U+2581, and what has no token is spelt in bytes."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words += ["▁", '"', "{", "}", ":", ",", "a", "b", '▁"', '{"', '":', "▁{", "cat", "1", "23"]
-    model = models.BPE(
-        {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:3]])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
 @pytest.mark.parametrize("seed", range(5))
