@@ -216,6 +216,7 @@ class Preparation:
         self._check_tokens(request, prompt)
         emitted = [token_id for event in claim.events for token_id in event.token_ids]
         room = self.limits.max_model_len - len(prompt)
+        max_tokens = min(request.max_tokens or room, room)
         ends = frozenset(request.stop_token_ids or ())
         if not request.ignore_eos:
             ends |= self.end_token_ids
@@ -228,9 +229,9 @@ class Preparation:
                 prompt_token_ids=prompt,
                 params=request,
                 seed=claim.seed if request.seed is None else request.seed,
-                max_tokens=min(request.max_tokens or room, room),
+                max_tokens=max_tokens,
                 end_token_ids=ends,
-                bad_token_sequences=self._bad_token_sequences(request),
+                bad_token_sequences=self._bad_token_sequences(request, max_tokens),
                 output_token_ids=emitted,
                 priority=request.priority,
                 order=claim.order,
@@ -302,10 +303,14 @@ class Preparation:
             ) from error
         return grammar
 
-    def _bad_token_sequences(self, request: Request) -> tuple[tuple[int, ...], ...]:
+    def _bad_token_sequences(
+        self, request: Request, max_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Those that an output of so many tokens has room for."""
         found = {
             tuple(tokens)
             for word in request.bad_words or ()
             for tokens in self.tokenizer.encode_word(word)
+            if len(tokens) <= max_tokens
         }
         return tuple(sorted(found))

@@ -75,6 +75,14 @@ def test_what_the_request_leaves_open_is_settled_here() -> None:
     assert prepare().sequence_id != prepare().sequence_id
 
 
+def test_bad_words_that_no_output_has_room_for_are_left_out() -> None:
+    words = ["a" * length for length in (2, 5, 6, 16, 17, 3_000_000)]
+    lengths = [len(it) for it in prepare(bad_words=words).engine_request.bad_token_sequences]
+    assert lengths == [2, 5, 6, 16]
+    held = prepare(emitted("abc"), bad_words=words, max_tokens=5)
+    assert [len(it) for it in held.engine_request.bad_token_sequences] == [2, 5]
+
+
 @pytest.mark.parametrize("length", [20, 30])
 def test_a_prompt_must_leave_room_for_an_answer(length: int) -> None:
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -387,6 +388,38 @@ def test_bad_words_count_in_the_output_alone(native: bool) -> None:
     assert token_ids(logits, [sequence([5], [6], **bad)], native) == [7]
     assert token_ids(logits, [sequence([1], [5, 6], **bad)], native) != [7]
     assert token_ids(logits, [sequence([1], [6, 5], **bad)], native) == [7]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bad_words_of_all_lengths(native: bool, seed: int) -> None:
+    """That begin and end alike, so that many nearly match."""
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(20):
+        output = random.integers(0, 2, 40).tolist()
+        beginnings = [
+            output[40 - length :] if random.random() < 0.5 else random.integers(0, 2, length)
+            for length in random.integers(0, 41, 8)
+        ]
+        bad = tuple((*map(int, it), int(random.integers(0, 10))) for it in beginnings)
+        rows.append(sequence([0, 1], output, temperature=0.0, bad_token_sequences=bad))
+    rows.append(sequence([0], temperature=0.0, bad_token_sequences=((3, 4, 5), (6,))))
+    logits = random_logits(len(rows), 10, seed=seed)
+    expected = [int(reference(each, row).argmax()) for each, row in zip(logits, rows, strict=True)]
+    assert token_ids(logits, rows, native) == expected
+
+
+def test_a_long_bad_word_takes_no_memory_for_the_short_ones() -> None:
+    long, short = tuple(range(4, 104)) * 500, [(n, 1, 2) for n in range(255)]
+    asking = [sequence([1], bad_token_sequences=(long, *short)) for _ in range(8)]
+    tracemalloc.start()
+    try:
+        Constraints(asking, 300, CPU).apply(torch.zeros(8, 300))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * len(asking) * (len(long) + 3 * len(short)), "what the tokens themselves take"
 
 
 def test_ids_outside_of_the_vocabulary_do_no_harm(native: bool) -> None:

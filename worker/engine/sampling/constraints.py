@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,8 +11,6 @@ import torch
 from worker.engine.sequence import Sequence
 
 BANNED = float("-inf")
-_ANY = -1
-_NOTHING = -2
 
 
 class Constraints:
@@ -83,36 +83,32 @@ class _BadEndings:
     """Last tokens of bad words whose other tokens the output ends with."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int) -> None:
-        entries = [
-            (row, bad)
-            for row, sequence in enumerate(sequences)
-            for bad in sequence.request.bad_token_sequences
-            if len(bad) > 1 and bad[-1] < vocab_size
-        ]
-        self._longest = max((len(bad) - 1 for _, bad in entries), default=0)
-        with_entries = sorted({row for row, _ in entries})
-        self._sequences = [sequences[row] for row in with_entries]
-        # Bad words are aligned to the right, as the output's end is; what lies before matches all.
-        self._prefixes = np.full((len(entries), self._longest), _ANY, dtype=np.int64)
-        for index, (_, bad) in enumerate(entries):
-            self._prefixes[index, self._longest - len(bad) + 1 :] = bad[:-1]
-        self._ending_of = np.array([with_entries.index(row) for row, _ in entries], dtype=np.int64)
-        self._pairs = np.array([(row, bad[-1]) for row, bad in entries], dtype=np.int64)
+        # By the last token but one, so that a step looks at few words, if at any.
+        self._words: list[tuple[int, Sequence, dict[int, list[tuple[int, ...]]]]] = []
+        for row, sequence in enumerate(sequences):
+            words = defaultdict(list)
+            for bad in sequence.request.bad_token_sequences:
+                if len(bad) > 1 and bad[-1] < vocab_size:
+                    words[bad[-2]].append(bad)
+            if words:
+                self._words.append((row, sequence, words))
 
     def __bool__(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._words)
 
     def pairs(self) -> npt.NDArray[np.int64]:
-        if not self._sequences:
-            return np.empty((0, 2), dtype=np.int64)
-        endings = np.full((len(self._sequences), self._longest), _NOTHING, dtype=np.int64)
-        for index, sequence in enumerate(self._sequences):
-            count = min(self._longest, sequence.num_output_tokens)
-            if count:
-                endings[index, -count:] = sequence.token_ids[-count:]
-        matches = (self._prefixes == _ANY) | (self._prefixes == endings[self._ending_of])
-        pairs: npt.NDArray[np.int64] = self._pairs[matches.all(axis=1)]
-        return pairs
+        pairs = [
+            (row, bad[-1])
+            for row, sequence, words in self._words
+            for bad in words.get(sequence.token_ids[-1], ())
+            if _output_ends_with(sequence, bad[:-1])
+        ]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def _output_ends_with(sequence: Sequence, tokens: tuple[int, ...]) -> bool:
+    count = len(tokens)
+    return sequence.num_output_tokens >= count and (*sequence.token_ids[-count:],) == tokens
 
 
 _Pairs = tuple[torch.Tensor, torch.Tensor]
