@@ -167,11 +167,6 @@ class Publisher:
             self._settle(item, status)
         self._on_progress()
 
-    async def fail(self, held: HeldRequest, error: ErrorInfo) -> None:
-        """End one request with an error."""
-        self.abort(held)
-        await self.send([held.next_row([], "", finish_reason=FinishReason.ERROR, error=error)])
-
     def abort(self, held: HeldRequest) -> None:
         """Take a request out of the engine."""
         held.ended = True
