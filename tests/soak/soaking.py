@@ -17,6 +17,7 @@ from producer.async_client import AsyncClient
 from producer.commands.processes import WorkerProcess
 from shared.embedded import EmbeddedServer
 from shared.keys import Keys
+from shared.observations import SAMPLE_MS
 from tests.roles import as_role, bring_in_roles
 from tests.soak.trends import trend_of
 
@@ -93,6 +94,7 @@ async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
             client = await stack.enter_async_context(AsyncClient(url, load.queue))
             for seed in range(_WARM_UP_REQUESTS):
                 await client.generate("Once", seed=seed, max_tokens=load.max_tokens)
+            await _fill_statistics(control, Keys(load.queue))
             clients[load.queue] = client
             pids[load.queue] = (await client.stats()).workers[0].pid
         latencies = {load.queue: _Latencies() for load in LOADS}
@@ -114,6 +116,21 @@ async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
                 task.cancel()
             await asyncio.gather(*sending, return_exceptions=True)
     return samples
+
+
+async def _fill_statistics(control: redis.asyncio.Redis, keys: Keys) -> None:
+    """As they are after an hour: until then they grow, to an entry for each of its 5 s."""
+    latest: list[tuple[bytes, dict[bytes, bytes]]] = []
+    while not (latest and latest[0][1][b"ttft_p50_ms"]):  # so that it is of a usual size
+        await asyncio.sleep(1.0)
+        latest = await control.xrevrange(keys.statistics, count=1)
+    entry_id, fields = latest[0]
+    at = int(entry_id.split(b"-")[0])
+    pipeline = control.pipeline()
+    pipeline.delete(keys.statistics)
+    for before in range(3_600_000 - SAMPLE_MS, -1, -SAMPLE_MS):
+        pipeline.xadd(keys.statistics, fields, id=f"{at - before}-0")
+    await pipeline.execute()
 
 
 async def _sample(
