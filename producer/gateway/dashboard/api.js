@@ -49,6 +49,9 @@ export async function post(path, body = {}) {
   return (await send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
 
+/** Whether asking again is of no use. */
+const isRefusal = (error) => error instanceof ApiError && error.status >= 400 && error.status < 500;
+
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const SILENCE_MS = 40_000;
@@ -110,7 +113,7 @@ export function stream(path, query, on, isOver = () => false) {
         if (closed || (isOver() && !(error instanceof ApiError))) return;
         if (document.hidden) continue;
         on.broken?.(error);
-        if (error instanceof ApiError && error.status >= 400 && error.status < 500) return;
+        if (isRefusal(error)) return;
       }
       if (Date.now() - began > LONGEST_WAIT_MS) wait = FIRST_WAIT_MS;
       await new Promise((resolve) => setTimeout(resolve, wait));
@@ -124,4 +127,21 @@ export function stream(path, query, on, isOver = () => false) {
     document.removeEventListener("visibilitychange", rest);
     control?.abort();
   };
+}
+
+/**
+ * A stream that tells a page all of itself once a second, to `told`; `more` has functions for other events.
+ * The frame says while the page is not live. Returns what closes it.
+ */
+export function live(kind, query, frame, told, more = {}) {
+  return stream(`live/${kind}`, query, {
+    ...more,
+    [kind]: (it) => {
+      frame.warn(null);
+      told(it);
+    },
+    unreachable: () => frame.warn("The queue cannot be reached at the moment; what is below is older."),
+    broken: (error) => frame.warn(isRefusal(error) ? error.message : `Not live: ${error.message}. Trying again.`),
+    begun: () => frame.warn(null),
+  });
 }

@@ -1,45 +1,50 @@
 // Requests that were given up because they crash their workers.
 
 import { purge, requeue } from "./actions.js";
-import { get } from "./api.js";
-import { toast } from "./dialog.js";
+import { get, live } from "./api.js";
 import { h, show } from "./dom.js";
 import { clock, count } from "./format.js";
 import { requestLink } from "./parts.js";
 
 const MOST = 100;
 
-export function open(main) {
+export function open(main, { frame }) {
   const list = h("div");
   const all = h("div", { class: "buttons" });
   main.append(h("div", { class: "title" }, h("h1", {}, "Dead letters"), h("span", { class: "spacer" }), all), list);
+  let shown = null;
   let closed = false;
 
-  async function load() {
+  async function load(ids) {
+    shown = ids;
     let letters;
     try {
       letters = await get("dead", { limit: MOST + 1 });
     } catch (error) {
-      toast(error.message, "bad");
+      frame.warn(error.message);
+      shown = null; // the next event has it read again
       return;
     }
     if (closed) return;
-    const then = async (action, ids) => (await action(ids)) && load();
-    show(all, letters.length > 0 && h("button", { type: "button", onclick: () => then(requeue, null) }, "Requeue all"),
-      letters.length > 0 && h("button", { type: "button", class: "danger", onclick: () => then(purge, null) }, "Purge all"));
+    show(all, letters.length > 0 && h("button", { type: "button", onclick: () => requeue(null) }, "Requeue all"),
+      letters.length > 0 && h("button", { type: "button", class: "danger", onclick: () => purge(null) }, "Purge all"));
     const hasMore = letters.length > MOST;
     show(list, hasMore && h("p", { class: "quiet" }, `The latest ${MOST}; there are more.`), letters.length
-      ? letters.slice(0, MOST).map((it) => letter(it, then))
+      ? letters.slice(0, MOST).map(letter)
       : h("p", { class: "card empty" }, "No request was given up."));
   }
 
-  load();
+  const close = live("dead", {}, frame, ({ value }) => {
+    const ids = value.ids.join(" ");
+    if (ids !== shown) load(ids);
+  });
   return () => {
     closed = true;
+    close();
   };
 }
 
-function letter(it, then) {
+function letter(it) {
   return h("article", { class: "card letter", "data-key": it.request_id },
     h("h2", {}, requestLink(it.request_id)),
     h("p", {}, it.message),
@@ -48,6 +53,6 @@ function letter(it, then) {
       h("ul", {}, it.history.map((one) => h("li", {}, `Attempt ${one.attempt} on ${one.worker}, ${clock(one.claimed_at)} to ${clock(one.ended_at)}: ${one.how}`))),
       h("pre", { class: "payload" }, it.payload)),
     h("div", { class: "buttons" },
-      h("button", { type: "button", onclick: () => then(requeue, [it.request_id]) }, "Requeue"),
-      h("button", { type: "button", class: "danger", onclick: () => then(purge, [it.request_id]) }, "Purge")));
+      h("button", { type: "button", onclick: () => requeue([it.request_id]) }, "Requeue"),
+      h("button", { type: "button", class: "danger", onclick: () => purge([it.request_id]) }, "Purge")));
 }

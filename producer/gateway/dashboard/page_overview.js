@@ -1,7 +1,7 @@
 // What waits, what runs, how fast it goes, and who works.
 
 import { drain, pause, resume } from "./actions.js";
-import { stream } from "./api.js";
+import { live } from "./api.js";
 import { chart } from "./chart.js";
 import { h, show } from "./dom.js";
 import { count, duration, rate } from "./format.js";
@@ -35,18 +35,11 @@ export function open(main, { frame }) {
     show(workers, workersOf(it, now));
   }
 
-  return stream("live/overview", {}, {
+  return live("overview", {}, frame, showOverview, {
     history: (it) => {
       samples = it.samples;
       sampleMs = it.sample_ms;
     },
-    overview: (it) => {
-      frame.warn(null);
-      showOverview(it);
-    },
-    unreachable: () => frame.warn("The queue cannot be reached at the moment; what is below is older."),
-    broken: (error) => frame.warn(`Not live: ${error.message}. Trying again.`),
-    begun: () => frame.warn(null),
   });
 }
 

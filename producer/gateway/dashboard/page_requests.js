@@ -1,6 +1,6 @@
 // Looks for requests by id, tenant and state.
 
-import { get } from "./api.js";
+import { get, live } from "./api.js";
 import { toast } from "./dialog.js";
 import { h, show } from "./dom.js";
 import { clock, count, duration } from "./format.js";
@@ -11,7 +11,10 @@ const STATES = [
   ["cancelled", "cancelled"], ["expired", "expired"], ["dead", "dead"], ["", "any"],
 ];
 
-export function open(main, { query }) {
+/** Those that lie in a set of the queue, whose first page is live; others are looked for among all keys. */
+const IN_SETS = ["waiting", "delayed", "active", "dead"];
+
+export function open(main, { query, frame }) {
   const given = Object.fromEntries(["prefix", "tenant", "state"].map((it) => [it, query.get(it) ?? ""]));
   if (!query.has("state") && !given.prefix) given.state = "active";
   const prefix = h("input", { name: "prefix", value: given.prefix, placeholder: "its id, or how it begins", autocomplete: "off" });
@@ -19,22 +22,31 @@ export function open(main, { query }) {
   const state = h("select", { name: "state" }, STATES.map(([value, name]) => h("option", { value, selected: value === given.state }, name)));
   const found = h("section", { class: "card" });
   let rows = [];
+  let close = () => {};
   let closed = false;
 
-  async function search(cursor = "") {
-    let page;
-    try {
-      page = await get("requests", { ...given, cursor });
-    } catch (error) {
-      toast(error.message, "bad");
-      return;
-    }
-    if (closed) return;
-    rows = cursor ? [...rows, ...page.requests] : page.requests;
+  function showPage(page, before = []) {
+    rows = [...before, ...page.requests];
     show(found,
       h("p", { class: "quiet searched" }, `Searched ${page.searched}.`),
       rows.length ? table(COLUMNS, rows, (it) => it.request_id) : h("p", { class: "empty" }, page.cursor ? "Nothing so far." : "No request is like this."),
-      page.cursor && h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => search(page.cursor) }, "Search on")));
+      page.cursor && h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => searchOn(page.cursor, rows) }, "Search on")));
+  }
+
+  async function searchOn(cursor, before) {
+    close(); // what comes behind belongs to what is shown now
+    try {
+      const page = await get("requests", { ...given, cursor });
+      if (!closed) showPage(page, before);
+    } catch (error) {
+      toast(error.message, "bad");
+    }
+  }
+
+  function search() {
+    close();
+    if (given.prefix || !IN_SETS.includes(given.state)) searchOn("", []);
+    else close = live("requests", given, frame, ({ value }) => showPage(value));
   }
 
   main.append(
@@ -56,6 +68,7 @@ export function open(main, { query }) {
   search();
   return () => {
     closed = true;
+    close();
   };
 }
 

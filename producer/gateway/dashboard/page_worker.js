@@ -1,20 +1,14 @@
 // One worker: its batch, a row a slot, and its memory.
 
 import { drain } from "./actions.js";
-import { stream } from "./api.js";
+import { live } from "./api.js";
 import { h, show, sized } from "./dom.js";
 import { ago, bytes, count, duration, percent, rate } from "./format.js";
 import { badge, bar, facts, heartbeat, requestLink, section, table, tile } from "./parts.js";
 
 export function open(main, { argument: id, frame }) {
-  return stream("live/worker", { id }, {
-    worker: ({ now, value }) => {
-      frame.warn(null);
-      show(main, ...(value ? view(value, now) : gone(id)));
-    },
-    unreachable: () => frame.warn("The queue cannot be reached at the moment; what is below is older."),
-    broken: (error) => frame.warn(`Not live: ${error.message}. Trying again.`),
-    begun: () => frame.warn(null),
+  return live("worker", { id }, frame, ({ now, value }) => {
+    show(main, ...(value ? view(value, now) : gone(id)));
   });
 }
 

@@ -24,7 +24,7 @@ from producer.gateway.request_search import FoundRequests
 from producer.gateway.sampler import Sampler
 from producer.timeline import Timeline
 from shared.ending import end
-from shared.errors import PromptqError, RequestNotFoundError
+from shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from shared.keys import check_request_id
 from shared.logs import get_logger
 from shared.observations import SAMPLE_MS
@@ -48,7 +48,14 @@ TIMELINE_SECONDS = 1.0
 MAX_SHOWN_PAYLOAD = 65_536
 """Characters; a longer payload is cut, as people do not read it."""
 
+MAX_SHOWN_DEAD = 100
+"""Dead letters; the page is sent one more, to tell that there are more."""
+
 RequestId = Annotated[str, Query(alias="id")]
+
+
+class _Dead(BaseModel):
+    ids: list[str]
 
 
 @cache
@@ -108,6 +115,31 @@ async def live_request(
     return event_response(request, gateway, _request(gateway, request_id, timeline))
 
 
+@router.get("/dashboard/api/live/requests")
+async def live_requests(
+    request: Request,
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    state: str,
+    tenant: str = "",
+) -> StreamingResponse:
+    """The first page of a state that has a sorted set, once a second."""
+    if state not in request_search.SETS:
+        names = ", ".join(request_search.SETS)
+        raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
+    gateway.keys.pending_of(tenant)  # raises if that is no name
+    topic = f"requests {state} {tenant}"
+    return event_response(
+        request, gateway, _sampled(_sampler_of(request, gateway), topic, "requests")
+    )
+
+
+@router.get("/dashboard/api/live/dead")
+async def live_dead(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> StreamingResponse:
+    """The ids of the latest dead letters, once a second; what is in them never changes."""
+    return event_response(request, gateway, _sampled(_sampler_of(request, gateway), "dead", "dead"))
+
+
 @router.get("/dashboard/api/requests")
 async def requests(
     admin: ThisAdmin,
@@ -146,17 +178,30 @@ def _sampler_of(request: Request, gateway: Gateway) -> Sampler:
     if not hasattr(state, "sampler"):
 
         async def read(topic: str) -> str:
-            kind, _, worker_id = topic.partition(" ")
-            if kind == "overview":
-                return await _as_of_now(gateway, await gateway.client.overview())
-            try:
-                return await _as_of_now(gateway, await gateway.client.worker(worker_id))
-            except RequestNotFoundError:
-                return await _as_of_now(gateway, None)
+            return await _as_of_now(gateway, await _topic(gateway, topic))
 
         state.sampler = Sampler(read)
     sampler: Sampler = state.sampler
     return sampler
+
+
+async def _topic(gateway: Gateway, topic: str) -> BaseModel | None:
+    """What pages show of `overview`, `dead`, `requests STATE TENANT` or `worker ID`."""
+    kind, _, rest = topic.partition(" ")
+    if kind == "overview":
+        return await gateway.client.overview()
+    if kind == "dead":
+        return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
+    if kind == "requests":
+        state, _, tenant = rest.partition(" ")
+        with explained(gateway.client.url):
+            return await request_search.search(
+                gateway.redis, gateway.keys, state=state, tenant=tenant
+            )
+    try:
+        return await gateway.client.worker(rest)
+    except RequestNotFoundError:
+        return None
 
 
 async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:

@@ -39,6 +39,8 @@ DATA = [
     ("GET", "/dashboard/api/live/overview"),
     ("GET", "/dashboard/api/live/worker?id=w"),
     ("GET", "/dashboard/api/live/request?id=r"),
+    ("GET", "/dashboard/api/live/requests?state=waiting"),
+    ("GET", "/dashboard/api/live/dead"),
     ("GET", "/dashboard/api/requests"),
     ("GET", "/dashboard/api/dead"),
     ("POST", "/dashboard/api/cancel"),
@@ -73,11 +75,12 @@ async def test_only_an_administrator_sees_and_steers(
         assert answer.json()["error"]["type"] == "permission_error"
 
 
+STREAMS_ASK = {"id": "r", "state": "waiting"}
 STREAMS = [path.partition("?")[0] for _, path in DATA if "/live/" in path]
 
 
 async def read_to_its_end(http: httpx2.AsyncClient, path: str, begun: asyncio.Event) -> None:
-    async with http.stream("GET", path, params={"id": "r"}, timeout=30) as answer:
+    async with http.stream("GET", path, params=STREAMS_ASK, timeout=30) as answer:
         assert answer.status_code == 200
         async for _ in answer.aiter_lines():
             begun.set()
@@ -100,7 +103,7 @@ async def test_a_stream_ends_when_its_reader_is_let_in_no_more(
         secret, key = await client.create_api_key(ApiKey(name="ann", is_admin=True))
         headers = {"Authorization": f"Bearer {secret}"}
     begun = [asyncio.Event() for _ in STREAMS]
-    assert len(STREAMS) == 3
+    assert len(STREAMS) == 5
     async with httpx2.AsyncClient(base_url=gateway.url, headers=headers) as http:
         reading = [
             asyncio.create_task(read_to_its_end(http, *it))
@@ -120,7 +123,7 @@ async def test_a_stream_ends_when_its_reader_is_let_in_no_more(
         await asyncio.gather(*reading)
         expected = 403 if what == "no administrator's" else 401
         for path in STREAMS:
-            answer = await http.get(path, params={"id": "r"})
+            answer = await http.get(path, params=STREAMS_ASK)
             assert answer.status_code == expected
 
 

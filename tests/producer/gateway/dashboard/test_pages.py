@@ -202,6 +202,45 @@ async def test_requests_are_found_by_state_tenant_and_id(
     await expect(page.get_by_text("No request is like this")).to_be_visible()
 
 
+async def test_a_list_changes_with_the_queue(client: AsyncClient, open_page: Open) -> None:
+    """Of what waits, of one tenant too; what was searched on stays."""
+    page = await open_page("#/requests?state=waiting", expected="400")
+    rows, searched = page.locator("tbody tr"), page.locator(".searched")
+    await expect(page.get_by_text("No request is like this.")).to_be_visible()
+    await client.enqueue("x", request_id="first")
+    await expect(rows).to_have_text([re.compile("first")])
+    await client.enqueue_many(
+        {"prompt": "x", "request_id": f"g{n:02}", "tenant": "gold"} for n in range(60)
+    )
+    await expect(searched).to_have_text("Searched 1 to 50 of 61 that wait.")
+    await client.cancel("first")
+    await expect(page.get_by_role("link", name="first")).to_be_hidden()
+    await page.get_by_label("Tenant").fill("gold")
+    await page.get_by_role("button", name="Search", exact=True).click()
+    await expect(searched).to_have_text("Searched 1 to 50 of 60 that wait of tenant gold.")
+    await client.cancel("g00")
+    await expect(searched).to_have_text("Searched 1 to 50 of 59 that wait of tenant gold.")
+    await page.get_by_role("button", name="Search on").click()
+    await expect(rows).to_have_count(59)
+    await client.cancel("g01")
+    await page.wait_for_timeout(2500)
+    await expect(rows).to_have_count(59)
+
+    await page.evaluate("location.hash = '#/requests?state=waiting&tenant=no+one'")
+    await expect(page.get_by_text("tenant: 'no one' is not 1 to 64")).to_be_visible()
+
+
+async def test_dead_letters_come_and_go(
+    redis_url: str, client: AsyncClient, open_page: Open
+) -> None:
+    page = await open_page("#/dead")
+    await expect(page.get_by_text("No request was given up")).to_be_visible()
+    bury(redis_url, "culprit")
+    await expect(page.locator("article h2")).to_have_text(["culprit"])
+    await client.purge(["culprit"])
+    await expect(page.get_by_text("No request was given up")).to_be_visible()
+
+
 async def test_a_requests_life_with_its_text_as_it_comes(
     redis_url: str, client: AsyncClient, connection: Any, open_page: Open
 ) -> None:
