@@ -66,9 +66,11 @@ def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
         with running("-c", GATEWAY, redis_url) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"
             body = {"prompt": "x", "max_tokens": 3}
-            asked = httpx2.post(f"{url}/v1/completions?key=secret", json=body).json()["id"]
-            httpx2.get(f"{url}/healthz")
-            httpx2.get(f"{url}/nothing")
+            asked = httpx2.post(f"{url}/v1/completions?key=secret", json=body, timeout=None).json()[
+                "id"
+            ]
+            httpx2.get(f"{url}/healthz", timeout=None)
+            httpx2.get(f"{url}/nothing", timeout=None)
         refused = client.enqueue("x", model="another")
         client.result(refused, check=False)
         cancelled = client.enqueue("x", max_tokens=7000)

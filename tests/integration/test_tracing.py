@@ -132,7 +132,9 @@ async def test_one_trace_leads_from_an_http_request_to_the_tokens(
         await worker.start()
         try:
             transport = httpx2.ASGITransport(app=app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://x") as http:
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://x", timeout=None
+            ) as http:
                 await http.post("/ask/why", headers={"traceparent": PARENT})
         finally:
             await worker.stop()

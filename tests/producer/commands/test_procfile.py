@@ -86,7 +86,7 @@ def test_every_process_type_starts_and_finds_the_others(
     *_, line = map(ready_line, others)
     found = re.search(r"http://\S+(?=,)", line)
     assert found is not None
-    assert httpx2.get(f"{found[0]}/readyz").status_code == 200
+    assert httpx2.get(f"{found[0]}/readyz", timeout=None).status_code == 200
     with Client(as_role("producer", url)) as client, redis.Redis.from_url(url) as connection:
         assert client.generate("Once", max_tokens=3).finish_reason == "length"
         users = {it["user"] for it in connection.client_list()}

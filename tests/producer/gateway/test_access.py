@@ -58,7 +58,7 @@ async def calling(
     app = app_with_routes(url)
     async with app.router.lifespan_context(app):
         transport = httpx2.ASGITransport(app=app, client=client)
-        async with httpx2.AsyncClient(transport=transport, base_url=base) as http:
+        async with httpx2.AsyncClient(transport=transport, base_url=base, timeout=None) as http:
             yield http
 
 

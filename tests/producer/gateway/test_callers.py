@@ -108,7 +108,7 @@ def id_of_call(gateway: LiveGateway, tenant: str | None = None, secret: str = ""
         headers["Authorization"] = f"Bearer {secret}"
     body = {**PROMPT, "detach": True, "tenant": tenant}
     url = f"{gateway.url}/v1/completions"
-    with httpx2.stream("POST", url, json=body, headers=headers) as response:
+    with httpx2.stream("POST", url, json=body, headers=headers, timeout=None) as response:
         assert response.status_code == 200
         return str(response.headers["X-Request-Id"])
 

@@ -38,7 +38,7 @@ def test_a_whole_answer_says_where_it_can_be_read_again(
     )
     answer = raw.parse()
     assert raw.headers["X-Request-Id"] == answer.id
-    again = httpx2.get(letters_gateway.url + raw.headers["X-Stream-Url"])
+    again = httpx2.get(letters_gateway.url + raw.headers["X-Stream-Url"], timeout=None)
     chunks = [json.loads(it[6:]) for it in again.text.splitlines() if it.startswith("data: {")]
     for choice in answer.choices:
         pieces = [it["choices"][0] for it in chunks if it["choices"][0]["index"] == choice.index]

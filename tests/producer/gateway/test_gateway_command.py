@@ -36,8 +36,8 @@ def url_of(process: subprocess.Popen[str]) -> str:
 def test_it_serves_and_ends_cleanly(start: Start) -> None:
     process = start("gateway", "--port", "0")
     url = url_of(process)
-    assert httpx2.get(f"{url}/healthz").json() == {"status": "ok"}
-    assert httpx2.get(f"{url}/v1/models").json()["data"] == []
+    assert httpx2.get(f"{url}/healthz", timeout=None).json() == {"status": "ok"}
+    assert httpx2.get(f"{url}/v1/models", timeout=None).json()["data"] == []
     process.terminate()
     output, logs = process.communicate()
     assert output == ""
@@ -47,8 +47,8 @@ def test_it_serves_and_ends_cleanly(start: Start) -> None:
 
 def test_it_starts_without_a_server(start: Start) -> None:
     url = url_of(start("gateway", "--port", "0", "--redis", f"redis://127.0.0.1:{free_port()}/0"))
-    assert httpx2.get(f"{url}/healthz").status_code == 200
-    assert httpx2.get(f"{url}/v1/models").status_code == 503
+    assert httpx2.get(f"{url}/healthz", timeout=None).status_code == 200
+    assert httpx2.get(f"{url}/v1/models", timeout=None).status_code == 503
 
 
 def test_a_port_that_is_taken(run: Run, start: Start) -> None:
@@ -64,7 +64,7 @@ def test_gateways_share_a_port(run: Run, start: Start) -> None:
     gateways = [start("gateway", "--port", port, "--share-port") for _ in range(2)]
     (url,) = {url_of(gateway) for gateway in gateways}
     for _ in range(60):
-        assert httpx2.get(f"{url}/v1/models").status_code == 200
+        assert httpx2.get(f"{url}/v1/models", timeout=None).status_code == 200
     assert "cannot listen" in run("gateway", "--port", port).stderr
     for gateway in gateways:
         gateway.terminate()

@@ -119,7 +119,7 @@ def test_a_client_that_leaves_while_it_sends(
     with connected(gateway) as connection:
         connection.sendall(CHUNKED.replace(b"models", b"completions") + b"5\r\nab")
     counted = b'handler="/v1/completions",method="POST",status="499"'
-    with httpx2.Client(base_url=gateway.url) as http:
+    with httpx2.Client(base_url=gateway.url, timeout=None) as http:
         while counted not in http.get("/metrics").content:
             pass
     assert "Traceback" not in "".join(capfd.readouterr())

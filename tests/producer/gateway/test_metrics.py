@@ -23,7 +23,9 @@ from tests.producer.commands.test_queue_commands import bury
 async def client_of(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
     async with app.router.lifespan_context(app):
         transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://gateway", timeout=None
+        ) as client:
             yield client
 
 

@@ -100,7 +100,7 @@ def test_the_streamed_call_of_a_tool(stories: OpenAI, stories_gateway: LiveGatew
     calls = [chunk.choices[0].delta.tool_calls for chunk in chunks]
     assert sum(map(bool, calls)) > 1
     [named] = [call[0].id for call in calls if call and call[0].id]
-    again = httpx2.get(stories_gateway.url + raw.headers["X-Stream-Url"])
+    again = httpx2.get(stories_gateway.url + raw.headers["X-Stream-Url"], timeout=None)
     assert again.text.count(json.dumps(named)) == 1
 
 

@@ -459,7 +459,7 @@ def test_a_client_that_leaves_before_the_first_token_cancels(
     answered = re.compile(r'requests_total{handler="/v1/completions",method="POST",(.*)} (.*)')
     told: list[tuple[str, str]] = []
     while sum(float(count) for _, count in told) < 2:
-        told = answered.findall(httpx2.get(f"{gateway.url}/metrics").text)
+        told = answered.findall(httpx2.get(f"{gateway.url}/metrics", timeout=None).text)
     assert [status for status, _ in told] == ['status="499"']
 
 
@@ -555,7 +555,7 @@ def test_openai_clients_pass_over_comments_in_mid_stream(
 ) -> None:
     """They make an event of any blank line behind an event with an id, and fail as it is empty."""
     gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
-    with ThreadPoolExecutor() as beside, httpx2.Client(base_url=gateway.url) as http:
+    with ThreadPoolExecutor() as beside, httpx2.Client(base_url=gateway.url, timeout=None) as http:
         reading = beside.submit(read, gateway.base_url)
         claim = own_worker.queue.take()
         assert claim is not None
@@ -653,7 +653,7 @@ async def test_the_application_streams_behind_any_server(redis_url: str) -> None
         app.router.lifespan_context(app),
         running_worker(redis_url),
         httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app=app), base_url="http://localhost"
+            transport=httpx2.ASGITransport(app=app), base_url="http://localhost", timeout=None
         ) as http,
     ):
         answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 5, "seed": 3})

@@ -66,7 +66,7 @@ async def test_the_list_of_data_is_complete() -> None:
 async def test_only_an_administrator_sees_and_steers(
     gateway: LiveGateway, secrets: dict[str, str], method: str, path: str
 ) -> None:
-    async with httpx2.AsyncClient(base_url=gateway.url) as http:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http:
         body = BODY if method == "POST" else None
         assert (await http.request(method, path, json=body)).status_code == 401
         headers = {"Authorization": f"Bearer {secrets['tim']}"}
@@ -104,7 +104,7 @@ async def test_a_stream_ends_when_its_reader_is_let_in_no_more(
         headers = {"Authorization": f"Bearer {secret}"}
     begun = [asyncio.Event() for _ in STREAMS]
     assert len(STREAMS) == 5
-    async with httpx2.AsyncClient(base_url=gateway.url, headers=headers) as http:
+    async with httpx2.AsyncClient(base_url=gateway.url, headers=headers, timeout=None) as http:
         reading = [
             asyncio.create_task(read_to_its_end(http, *it))
             for it in zip(STREAMS, begun, strict=True)
@@ -171,7 +171,7 @@ async def test_the_playground_takes_from_the_rates_of_its_key(
     key = ApiKey(name="ann", tenant="gold", is_admin=True, requests_per_minute=1)
     secret, _ = await client.create_api_key(key)
     headers = {"Authorization": f"Bearer {secret}"}
-    async with httpx2.AsyncClient(base_url=gateway.url, headers=headers) as http:
+    async with httpx2.AsyncClient(base_url=gateway.url, headers=headers, timeout=None) as http:
 
         async def play(**fields: object) -> httpx2.Response:
             return await http.post("/dashboard/api/play", json={"prompt": "Hi", **fields})
@@ -234,7 +234,7 @@ async def test_an_open_page_asks_for_a_key_when_its_own_is_revoked(
 
 
 async def test_files_come_with_a_strict_policy(gateway: LiveGateway) -> None:
-    async with httpx2.AsyncClient(base_url=gateway.url) as http:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http:
         answer = await http.get("/")
         policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy

@@ -121,7 +121,7 @@ async def test_drain_of_a_worker_without_a_name_drains_nobody(
 ) -> None:
     async with connection.pubsub() as channel:
         await channel.subscribe(KEYS.control)
-        async with httpx2.AsyncClient(base_url=gateway.url) as http:
+        async with httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http:
             answer = await http.post("/dashboard/api/drain", json={"id": ""})
             assert answer.status_code == 404
         assert await client.drain("") == []
@@ -177,7 +177,7 @@ async def test_an_action_that_comes_too_late_says_so(client: AsyncClient, open_p
 
 async def test_other_web_sites_may_do_nothing(client: AsyncClient, gateway: LiveGateway) -> None:
     """Without keys a browser's user may do everything, and so could each page that they visit."""
-    async with httpx2.AsyncClient(base_url=gateway.url) as http:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http:
         for site in ("cross-site", "same-site"):
             answer = await http.post("/dashboard/api/pause", headers={"Sec-Fetch-Site": site})
             assert answer.status_code == 403

@@ -29,7 +29,10 @@ KEYS = Keys("default")
 
 @pytest.fixture
 async def http(redis_url: str) -> AsyncIterator[httpx2.AsyncClient]:
-    async with serving(redis_url) as gateway, httpx2.AsyncClient(base_url=gateway.url) as http:
+    async with (
+        serving(redis_url) as gateway,
+        httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http,
+    ):
         yield http
 
 
@@ -91,7 +94,7 @@ async def test_of_a_long_payload_the_beginning_is_shown(
 async def test_a_body_that_is_too_large_is_refused(redis_url: str) -> None:
     async with (
         serving(redis_url, http_max_body_bytes=1000) as gateway,
-        httpx2.AsyncClient(base_url=gateway.url) as http,
+        httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http,
     ):
         answer = await http.post("/dashboard/api/play", json={"prompt": "x" * 1000})
         assert answer.status_code == 413
