@@ -452,7 +452,9 @@ def test_a_client_that_leaves_before_the_first_token_cancels(
     for stream in (True, False):
         body = {"prompt": "Hi", "stream": stream}
         with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(f"{gateway.url}/v1/completions", json=body, timeout=0.2)
+            httpx2.post(
+                f"{gateway.url}/v1/completions", json=body, timeout=httpx2.Timeout(None, read=1.0)
+            )
         wait_until(own_worker.queue.is_empty)
     states = {own_worker.redis.hget(key, "state") for key in own_worker.redis.keys("*:request:*")}
     assert states == {b"cancelled"}
