@@ -7,6 +7,7 @@ shared disk. Ids sort by time.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
@@ -95,9 +96,7 @@ class FileStore:
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             tenant=tenant,
         )
-        text = self._meta(file_id).with_suffix(".json.new")
-        text.write_text(stored.model_dump_json())
-        text.replace(self._meta(file_id))
+        _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
         return stored
 
     def get(self, file_id: str, tenant: str) -> StoredFile:
@@ -128,12 +127,12 @@ class FileStore:
                 try:
                     os.link(data, path)
                 except OSError:  # of a disk with no hard links, or of a file that another user made
-                    _copy(source, path)
+                    _write_whole(source, path)
         try:
             os.utime(path)
         except PermissionError:  # another user's, which can be read and no more
             with path.open("rb") as source:
-                _copy(source, path)
+                _write_whole(source, path)
 
     def delete(self, file_id: str, tenant: str) -> None:
         """Raises FileMissingError."""
@@ -172,7 +171,7 @@ class FileStore:
                     count += 1
                 else:
                     known.add(file_id)
-        for pattern in ("file-*.data", "file-*.json.new"):
+        for pattern in ("file-*.data", "file-*.json*.new"):
             for path in self.folder.glob(pattern):
                 if path.name.split(".", 1)[0] not in known:
                     with suppress(FileNotFoundError):
@@ -212,14 +211,14 @@ def _write(source: BinaryIO, path: Path) -> None:
         os.fsync(target.fileno())
 
 
-def _copy(source: BinaryIO, path: Path) -> None:
-    """Under a name of its own first, for another process may be copying it too."""
-    copy = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
+def _write_whole(source: BinaryIO, path: Path) -> None:
+    """Under a name of its own first, for another process may be writing it too."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
-        _write(source, copy)
-        copy.replace(path)
+        _write(source, new)
+        new.replace(path)
     finally:
-        copy.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def _is_over(stored: StoredFile) -> bool:
