@@ -100,9 +100,7 @@ async def live_worker(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
 ) -> StreamingResponse:
     """A worker and its batch, once a second."""
-    return event_response(
-        request, gateway, _sampled(_sampler_of(request, gateway), f"worker {worker_id}", "worker")
-    )
+    return _live(request, gateway, f"worker {worker_id}")
 
 
 @router.get("/dashboard/api/live/request")
@@ -128,16 +126,13 @@ async def live_requests(
         names = ", ".join(request_search.SETS)
         raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
     gateway.keys.pending_of(tenant)  # raises if that is no name
-    topic = f"requests {state} {tenant}"
-    return event_response(
-        request, gateway, _sampled(_sampler_of(request, gateway), topic, "requests")
-    )
+    return _live(request, gateway, f"requests {state} {tenant}")
 
 
 @router.get("/dashboard/api/live/dead")
 async def live_dead(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> StreamingResponse:
     """The ids of the latest dead letters, once a second; what is in them never changes."""
-    return event_response(request, gateway, _sampled(_sampler_of(request, gateway), "dead", "dead"))
+    return _live(request, gateway, "dead")
 
 
 @router.get("/dashboard/api/requests")
@@ -212,7 +207,13 @@ async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
     return f'{{"now":{seconds * 1000 + microseconds // 1000},"value":{text}}}'
 
 
-async def _sampled(sampler: Sampler, topic: str, event: str) -> AsyncGenerator[str, None]:
+def _live(request: Request, gateway: Gateway, topic: str) -> StreamingResponse:
+    return event_response(request, gateway, _sampled(_sampler_of(request, gateway), topic))
+
+
+async def _sampled(sampler: Sampler, topic: str) -> AsyncGenerator[str, None]:
+    """A topic as events of its kind, which is its first word."""
+    event = topic.partition(" ")[0]
     async with aclosing(sampler.watch(topic)) as samples:
         async for sample in samples:
             yield message("unreachable", "null") if sample is None else message(event, sample)
@@ -223,7 +224,7 @@ async def _overview(gateway: Gateway, sampler: Sampler) -> AsyncGenerator[str, N
         samples = await gateway.client.statistics()
         dumped = [it.model_dump(mode="json") for it in samples]
         yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
-    async with aclosing(_sampled(sampler, "overview", "overview")) as messages:
+    async with aclosing(_sampled(sampler, "overview")) as messages:
         async for text in messages:
             yield text
 
