@@ -179,10 +179,11 @@ async def test_says_how_long_a_step_takes_and_does_not_wait_for_one_that_hangs()
 
     thread = EngineThread(hooked_engine(hang))
     thread.start()
-    last = 0.0
-    while (idle := thread.seconds_without_progress()) >= last:  # to be idle is no standstill
-        last = idle
+    idle = []
+    for _ in range(200):
+        idle.append(thread.seconds_without_progress())
         await asyncio.sleep(0.01)
+    assert any(later < before for before, later in pairwise(idle)), "idle is no standstill"
     thread.add(request(1))
     while not entered.is_set():
         await asyncio.sleep(0.001)
