@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import peers, plot, table, targets
+from benchmarks.floor import torch_dtype
 from benchmarks.measuring import Plan, Run, carry_out
 from benchmarks.models import MODELS
 from benchmarks.registry import ROWS
@@ -44,8 +45,9 @@ def main() -> None:
 def _rates(run: Run, plan: Plan) -> str:
     rates = run.rates
     lines = [
-        f"memory reads at {rates.bytes_per_second / 1e9:.1f} GB/s, the bf16 matrix product runs at "
-        f"{rates.operations_per_second / 1e12:.2f} TFLOP/s"
+        f"memory reads at {rates.bytes_per_second / 1e9:.1f} GB/s, the matrix product runs at "
+        f"{rates.operations_per_second / 1e12:.2f} TFLOP/s, in {torch_dtype()}",
+        f"vLLM and transformers compute in {torch_dtype()}, all others in bfloat16",
     ]
     for model in plan.models:
         floor = f"{run.floor_seconds(model) * 1000:.1f} ms"
@@ -66,6 +68,7 @@ def _report(plan: Plan, run: Run, found: list[targets.Target]) -> dict[str, Any]
             "bytes_per_second": run.rates.bytes_per_second,
             "operations_per_second": run.rates.operations_per_second,
         },
+        "torch_dtype": torch_dtype(),
         "floor_seconds": {model: run.floor_seconds(model) for model in plan.models},
         "arrivals_per_second": run.arrivals,
         "rounds": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.models import Shape
 
@@ -20,20 +21,29 @@ class Rates:
     bytes_per_second: float
     """Reading memory in order."""
     operations_per_second: float
-    """A bf16 matrix product of 1,024 rows; a multiplication and an addition are two."""
+    """A matrix product of 1,024 rows in torch_dtype(); a multiplication and an addition are two."""
+
+
+def torch_dtype() -> str:
+    """bfloat16, or float32 on processors for which torch has no fast products in bf16."""
+    import torch
+
+    ops: Any = torch.ops
+    return "bfloat16" if ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def measure_rates() -> Rates:
     """The best of several ways and repeats, since what disturbs only ever slows."""
     import torch
 
+    dtype: torch.dtype = getattr(torch, torch_dtype())
     numbers = torch.ones(_BYTES // 4)
-    weights = torch.ones(_BYTES // 2 // _WIDTH, _WIDTH, dtype=torch.bfloat16)
-    vector = torch.ones(_WIDTH, dtype=torch.bfloat16)
+    weights = torch.ones(_BYTES // dtype.itemsize // _WIDTH, _WIDTH, dtype=dtype)
+    vector = torch.ones(_WIDTH, dtype=dtype)
     with torch.inference_mode():
         reading = min(_best(lambda: numbers.sum()), _best(lambda: weights @ vector))
-        left = torch.randn(_ROWS, _WIDTH).bfloat16()
-        right = torch.randn(_WIDTH, _WIDTH).bfloat16()
+        left = torch.randn(_ROWS, _WIDTH).to(dtype)
+        right = torch.randn(_WIDTH, _WIDTH).to(dtype)
         product = _best(lambda: left @ right)
     return Rates(_BYTES / reading, 2 * _ROWS * _WIDTH * _WIDTH / product)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: token ids in, exactly `num_output` tokens out, greedily, in bf16."""
+    """One request: token ids in, exactly `num_output` tokens out, greedily."""
 
     prompt: list[int]
     num_output: int
@@ -55,6 +55,8 @@ class Job:
     workloads: list[Workload]
     peers: str
     """Directory that holds the peers' environments."""
+    torch_dtype: str
+    """What peers compute in that multiply through torch: floor.torch_dtype()."""
 
 
 @dataclass(slots=True)

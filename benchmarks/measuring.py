@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import workloads
-from benchmarks.floor import Rates, decode_floor, measure_rates
+from benchmarks.floor import Rates, decode_floor, measure_rates, torch_dtype
 from benchmarks.jobs import Job, Request, Workload
 from benchmarks.models import MODELS, model_dir
 from benchmarks.registry import ROWS, Row
@@ -154,7 +154,7 @@ def _measure(
 
 def _job(plan: Plan, model: str, number: int, loads: list[Workload]) -> Job:
     if model == MODEL_FREE:
-        return Job("", _QUEUE_BATCH, 0, 0, loads, str(plan.peers))
+        return Job("", _QUEUE_BATCH, 0, 0, loads, str(plan.peers), torch_dtype())
     shape = MODELS[model]
     return Job(
         model=str(model_dir(shape, plan.cache)),
@@ -163,4 +163,5 @@ def _job(plan: Plan, model: str, number: int, loads: list[Workload]) -> Job:
         max_model_len=MAX_MODEL_LEN,
         workloads=[workloads.warm_up(shape, plan.seed + number), *loads],
         peers=str(plan.peers),
+        torch_dtype=torch_dtype(),
     )

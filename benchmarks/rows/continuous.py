@@ -13,14 +13,14 @@ _PAGE_TOKENS, _BATCH_TOKENS = 256, 512
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=torch.bfloat16, attn_implementation="sdpa"
+        job.model, dtype=job.torch_dtype, attn_implementation="sdpa"
     ).eval()
     config = model.config
-    token_bytes = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    num_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    token_bytes = num_numbers * model.dtype.itemsize
     manager = model.init_continuous_batching(
         GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=job.max_model_len),
         continuous_batching_config=ContinuousBatchingConfig(

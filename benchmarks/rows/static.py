@@ -12,10 +12,9 @@ _BATCH = 32
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=job.torch_dtype).eval()
     for workload in job.workloads:
         reset_peak(own_tree())
         outcome = drive(model, workload)

@@ -14,7 +14,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
     llm = LLM(
         model=job.model,
-        dtype="bfloat16",
+        dtype=job.torch_dtype,
         max_num_seqs=job.max_num_seqs,
         max_model_len=job.max_model_len,
         kv_cache_memory_bytes=job.kv_cache_bytes,

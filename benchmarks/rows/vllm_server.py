@@ -15,7 +15,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", job.model),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "bench"),
-        *("--dtype", "bfloat16", "--max-model-len", str(job.max_model_len)),
+        *("--dtype", job.torch_dtype, "--max-model-len", str(job.max_model_len)),
         *("--max-num-seqs", str(job.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(job.kv_cache_bytes)),
         *("--disable-log-stats", "--disable-uvicorn-access-log"),

@@ -1,7 +1,8 @@
 // A linear layer, cut into slices of its output so that the threads of a team can share it.
 //
-// A slice is multiplied by oneDNN on one thread, two rows at least: from there on, what comes out for
-// a row does not depend on the rows beside it.
+// A slice is multiplied on one thread, by oneDNN or, in bf16 on processors that it has no fast code
+// for, by widening.h; two rows at least: from there on, what comes out for a row does not depend on
+// the rows beside it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "team.h"
+#include "widening.h"
 
 namespace promptq {
 
@@ -55,9 +57,10 @@ class Linear {
       for (const at::Tensor& weight : stacked) parts.push_back(weight.slice(0, first, last));
       const at::Tensor weight = at::cat(parts);
       slices_.push_back(Slice{
-          is_packed(weight) ? reorder_weight().call(weight, kTypicalRows) : weight,
+          is_widened(weight) ? WideningWeight::pack(weight)
+                             : reorder_weight().call(weight, kTypicalRows),
           bias ? OptionalTensor(bias->slice(0, first, last).contiguous()) : OptionalTensor(),
-          Range{first, last - first}});
+          Range{first, last - first}, weight.size(0)});
     }
   }
 
@@ -80,7 +83,8 @@ class Linear {
   struct Slice {
     at::Tensor weight;
     OptionalTensor bias;
-    Range columns;
+    Range columns;  // of each of the stacked
+    int64_t width;  // of all of them
   };
 
   // Rows that weights are laid out for; measured, one layout serves 1 to 512 rows equally well.
@@ -89,17 +93,19 @@ class Linear {
   static constexpr int64_t kMostRows = 256;
 
   static at::Tensor apply(const at::Tensor& x, const Slice& slice) {
-    if (!is_packed(slice.weight)) return at::linear(x, slice.weight, slice.bias);
+    if (is_widened(slice.weight))
+      return WideningWeight::multiply(x, slice.weight, slice.bias, slice.width);
     return packed_linear().call(x, slice.weight, slice.bias, "none", Scalars(), "");
   }
 
-  // Weights lie in the blocks that oneDNN multiplies fastest.
-  static bool is_packed(const at::Tensor& weight) {
-    static const bool can_pack = c10::Dispatcher::singleton()
-                                     .findSchemaOrThrow("mkldnn::_is_mkldnn_bf16_supported", "")
-                                     .typed<bool()>()
-                                     .call();
-    return can_pack || weight.scalar_type() == at::kFloat;
+  // Whether oneDNN would multiply these weights one number at a time.
+  static bool is_widened(const at::Tensor& weight) {
+    static const bool multiplies_bf16 =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("mkldnn::_is_mkldnn_bf16_supported", "")
+            .typed<bool()>()
+            .call();
+    return weight.scalar_type() == at::kBFloat16 && !multiplies_bf16;
   }
 
   std::vector<Slice> slices_;

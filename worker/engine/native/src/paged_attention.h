@@ -81,7 +81,7 @@ struct Tile {
 // scores[g * stride + i] = query[g] . rows[i] for kLanes keys.
 template <int Group, int NumSpans, typename T>
 void score(
-    const T* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
+    const Factor<T>* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
     int64_t stride) {
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
   if (NumSpans) size = NumSpans * kSpan;
@@ -92,7 +92,7 @@ void score(
       T padded[kSpan];
       const T* key = whole_span(rows[i] + offset, s, size, padded);
 #pragma GCC unroll 8
-      for (int g = 0; g < Group; ++g) add_dot(sums[g], query + (g * num_spans + s) * kSpan, key);
+      for (int g = 0; g < Group; ++g) add_dot<T>(sums[g], query + (g * num_spans + s) * kSpan, key);
     }
 #pragma GCC unroll 8
     for (int g = 0; g < Group; ++g) products[g][i] = sums[g];
@@ -104,10 +104,11 @@ void score(
 // sums[g] += weights[g * stride + i] * rows[i] for kLanes values.
 template <int Group, int NumSpans, typename T>
 void accumulate(
-    const Weight<T>* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
+    const Factor<T>* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
     int64_t stride) {
   // Spans whose sums fit into the registers; a number that the compiler knows, so that they stay.
-  constexpr int kTile = std::max(1, std::min(NumSpans, Group <= 2 ? 4 : 2));
+  constexpr int kTile =
+      std::max(1, std::min(NumSpans, kRegisters / (4 * std::max(2, Group))));
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
   if (NumSpans) size = NumSpans * kSpan;
   for (int64_t from = 0; from < num_spans; from += kTile) {
@@ -170,12 +171,12 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
   scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
   float* sums = scratch.data();                      // [num_queries, padded_size]
   float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
-  T* queries = reinterpret_cast<T*>(scores + num_queries * length);  // [num_queries, padded_size]
+  auto* queries = reinterpret_cast<Factor<T>*>(scores + num_queries * length);  // likewise as sums
 
   for (int64_t query = 0; query < num_queries; ++query)
-    std::memcpy(
-        queries + query * padded_size,
-        tile.query + tile.offset_of(query / queries_each, query % queries_each), size * sizeof(T));
+    lay_out(
+        tile.query + tile.offset_of(query / queries_each, query % queries_each), size,
+        queries + query * padded_size);
   over_blocks(tile, tile.keys, begin, length, [&](auto group, int64_t query, int64_t i,
                                                   const T* const* rows, int64_t offset) {
     score<group(), NumSpans>(
@@ -183,15 +184,15 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
   });
   for (int64_t query = 0; query < num_queries; ++query) {
     const int64_t position = tile.position + query % queries_each / tile.group;
-    softmax<Weight<T>>(
+    softmax<Factor<T>>(
         scores + query * length, length, tile.pattern.first(position) - begin,
         position + 1 - begin, tile.scale);
   }
   over_blocks(tile, tile.values, begin, length, [&](auto group, int64_t query, int64_t i,
                                                     const T* const* rows, int64_t offset) {
     accumulate<group(), NumSpans>(
-        reinterpret_cast<const Weight<T>*>(scores + query * length) + i, rows, offset, size,
-        sums + query * padded_size, length * sizeof(float) / sizeof(Weight<T>));
+        reinterpret_cast<const Factor<T>*>(scores + query * length) + i, rows, offset, size,
+        sums + query * padded_size, length * sizeof(float) / sizeof(Factor<T>));
   });
   for (int64_t query = 0; query < num_queries; ++query) {
     T* out = tile.out + tile.offset_of(query / queries_each, query % queries_each);
@@ -204,8 +205,8 @@ void attend(const Tile<T>& tile, std::vector<float>& scratch) {
 template <typename T>
 void attend_sized(const Tile<T>& tile, std::vector<float>& scratch) {
   switch (tile.size) {  // the usual ones, known to the compiler
-    case 2 * kSpan: return attend<2>(tile, scratch);
-    case 4 * kSpan: return attend<4>(tile, scratch);
+    case 64: return attend<64 / kSpan>(tile, scratch);
+    case 128: return attend<128 / kSpan>(tile, scratch);
     default: return attend<0>(tile, scratch);
   }
 }

@@ -1,4 +1,4 @@
-// Sixteen fp32 numbers as one value; the compiler makes registers of them on any processor.
+// As many fp32 numbers as a register of the processor holds, as one value.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,15 @@
 
 namespace promptq {
 
-constexpr int kLanes = 16;
+// A wider vector than the processor's would be computed through memory, part by part.
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kRegisters = 32;
+#else
+constexpr int kLanes = 8, kRegisters = 16;
+#endif
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Indices __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
 constexpr int64_t kSpan = 2 * kLanes;  // numbers of a head that are read at a time
 
@@ -33,7 +39,7 @@ inline void store_vector(float* place, const Vector& vector) {
   std::memcpy(place, &vector, sizeof vector);
 }
 
-// A span of numbers in fp32.
+// A span of numbers in fp32, in the order of widen().
 struct Pair {
   Vector a, b;
 };
@@ -49,10 +55,16 @@ inline void store_pair(float* place, const Pair& pair) {
 
 inline Pair widen(const float* place) { return load_pair(place); }
 
+// Numbers at even places first, then those at odd ones: one operation for each half of a span.
 inline Pair widen(const Bf16* place) {
-  Pair pair;
-  for (int i = 0; i < kLanes; ++i) pair.a[i] = load(place[i]), pair.b[i] = load(place[kLanes + i]);
-  return pair;
+  const Words words = load_as<Words>(place);
+  return {reinterpret_cast<Vector>(words << 16), reinterpret_cast<Vector>(words & 0xffff0000u)};
+}
+
+// The place within a span of the number that widen() puts at `index`.
+template <typename T>
+int64_t widened_from(int64_t index) {
+  return std::is_same_v<T, float> ? index : index % kLanes * 2 + index / kLanes;
 }
 
 // Where span `index` of a row of `size` numbers lies; a part of one is copied to `padded`, with
@@ -78,19 +90,33 @@ inline void add_products(Vector& sum, __m512bh a, __m512bh b) {
 constexpr bool kMultipliesBf16 = false;
 #endif
 
-// What the weights of values of type T are kept as.
+// What is multiplied with many numbers of type T: a query with keys, weights with values.
 template <typename T>
-using Weight = std::conditional_t<kMultipliesBf16, T, float>;
+using Factor = std::conditional_t<kMultipliesBf16, T, float>;
+
+// Lay a row of `size` numbers out for add_dot(), with zeros behind it to the end of the span.
+template <typename T>
+void lay_out(const T* row, int64_t size, Factor<T>* to) {
+  for (int64_t s = 0; s < spans_of(size); ++s) {
+    T padded[kSpan];
+    const T* span = whole_span(row, s, size, padded);
+    if constexpr (std::is_same_v<T, Factor<T>>)
+      std::memcpy(to + s * kSpan, span, kSpan * sizeof(T));
+    else
+      store_pair(to + s * kSpan, widen(span));
+  }
+}
 
 // sum += a . b over a span, spread over the lanes.
 template <typename T>
-void add_dot(Vector& sum, const T* a, const T* b) {
-#ifdef __AVX512BF16__
-  if constexpr (std::is_same_v<T, Bf16>) return add_products(sum, bf16_of(a), bf16_of(b));
-#endif
-  const Pair left = widen(a), right = widen(b);
-  sum += left.a * right.a;
-  sum += left.b * right.b;
+void add_dot(Vector& sum, const Factor<T>* a, const T* b) {
+  if constexpr (std::is_same_v<Factor<T>, float>) {
+    const Pair left = load_pair(a), right = widen(b);
+    sum += left.a * right.a;
+    sum += left.b * right.b;
+  } else {
+    add_products(sum, bf16_of(a), bf16_of(b));
+  }
 }
 
 // Two values, laid out as they are multiplied.
@@ -99,7 +125,7 @@ struct TwoValues {
   TwoValues(const T* one, const T* other) : one(widen(one)), other(widen(other)) {}
 
   // sums += weights[0] * one + weights[1] * other
-  void add_to(Pair& sums, const Weight<T>* weights) const {
+  void add_to(Pair& sums, const Factor<T>* weights) const {
     sums.a += weights[0] * one.a;
     sums.b += weights[0] * one.b;
     sums.a += weights[1] * other.a;
@@ -107,7 +133,7 @@ struct TwoValues {
   }
 
   // The index within a span of what lies at `place` of the sums.
-  static int64_t index_of(int64_t place) { return place; }
+  static int64_t index_of(int64_t place) { return widened_from<T>(place); }
 
   Pair one, other;
 };
@@ -136,7 +162,8 @@ struct TwoValues<Bf16> {
 
 // Sums of neighbours: those of `a`, then those of `b`.
 inline Vector add_neighbours(Vector a, Vector b) {
-  constexpr Indices even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  Indices even;
+  for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
   return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
 }
 
