@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.models import Shape
 
@@ -26,10 +25,9 @@ class Rates:
 
 def torch_dtype() -> str:
     """bfloat16, or float32 on processors for which torch has no fast products in bf16."""
-    import torch
+    from worker.engine.precision import has_fast_bf16_products
 
-    ops: Any = torch.ops
-    return "bfloat16" if ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    return "bfloat16" if has_fast_bf16_products() else "float32"
 
 
 def measure_rates() -> Rates:

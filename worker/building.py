@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import ConfigurationError
-from shared.logs import take_over_logs
+from shared.logs import get_logger, take_over_logs
 from shared.script_values import ModelIdentity
 from shared.settings import Settings
 from shared.tool_call_style import ToolCallStyle
@@ -107,6 +107,12 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         cuda_graphs=settings.cuda_graphs,
         progress=progress,
     )
+    if runner.is_slow_in_bf16:
+        get_logger().warning(
+            "this processor has no fast products in bfloat16, and there is no native code for this"
+            " model: --dtype float32 is many times faster",
+            why_not_native=runner.why_not_native,
+        )
     progress("tokenizer")
     tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
     return Served(

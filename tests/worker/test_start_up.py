@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
@@ -21,6 +21,7 @@ from shared.logs import configure_logs
 from shared.settings import Settings
 from tests.roles import as_role
 from worker.building import build
+from worker.engine.precision import has_fast_bf16_products
 from worker.start_up import StartUp
 
 
@@ -120,6 +121,17 @@ def test_the_way_a_model_is_computed_is_said() -> None:
     assert build(Settings(**settings)).way == "native code"
     assert build(Settings(**settings, native=False)).way == "no native code (it was not asked for)"
     assert "float16" in build(Settings(**settings, dtype="float16")).way
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_worker_that_would_be_faster_in_fp32_says_so(
+    dtype: Literal["float32", "bfloat16"], native: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("info", "json")
+    build(Settings(max_num_seqs=2, device="cpu", dtype=dtype, native=native))
+    is_slow = dtype == "bfloat16" and not native and not has_fast_bf16_products()
+    assert ("--dtype float32 is many times faster" in capsys.readouterr().err) == is_slow
 
 
 def test_weights_that_do_not_fit_are_refused_beforehand(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from worker.engine.memory import give_back
 from worker.engine.native.build import NativeCodeError, load_native
 from worker.engine.native.decoder import DTYPES, NativeDecoder, release_weights
 from worker.engine.packing import PackedStep, Packer
+from worker.engine.precision import has_fast_bf16_products
 from worker.engine.progress import Progress, unheard
 from worker.engine.runner import KVLayout, SampledToken
 from worker.engine.sampler import Sampler, SamplerOutput
@@ -249,6 +250,12 @@ class ModelRunner:
             last_rows.append(self._model.logits(self._packer.pack(batch), row))
         self.collect(self.launch(batch))
         self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
+
+    @property
+    def is_slow_in_bf16(self) -> bool:
+        """Whether it computes in bf16 and would be many times faster in fp32."""
+        is_torch_on_cpu = bool(self.why_not_native) and self.device.type == "cpu"
+        return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 
     def peak_memory_bytes(self) -> int:
         """Of the device on CUDA, of the whole process on a CPU."""

@@ -1,10 +1,11 @@
-"""A model in fp32 for a while."""
+"""What types processors compute in, and a model in fp32 for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,12 @@ from worker.engine.memory import free_bytes
 _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
 """Of free memory, that fp32 copies of the weights may take."""
+
+
+def has_fast_bf16_products() -> bool:
+    """Whether torch has vector code for them on this processor: without, one number at a time."""
+    ops: Any = torch.ops
+    return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager

@@ -170,6 +170,31 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
     assert agreement(modules) > 24
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "columns"),
+    [(1, 64, 16), (2, 7, 1), (5, 33, 40), (6, 512, 64), (13, 1536, 48), (64, 40, 999), (97, 64, 33)],
+)
+def test_bf16_products_on_processors_that_have_none(
+    rows: int, inputs: int, columns: int, with_bias: bool
+) -> None:
+    """Within the rounding of the result, and each row to the last bit as it is alone."""
+    load_native()
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).bfloat16()
+
+    x, weight, bias = draw(rows, inputs), draw(columns, inputs), draw(columns) * with_bias
+    linear: Any = torch.ops.promptq.widening_linear
+    found = linear(x, weight, bias if with_bias else None)
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * inputs)
+    alone = [linear(x[row : row + 1], weight, bias if with_bias else None) for row in range(rows)]
+    assert torch.equal(torch.cat(alone), found)
+
+
 def test_without_a_compiler_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

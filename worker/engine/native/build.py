@@ -26,6 +26,7 @@ _FLAGS = [
     "-march=native",
     "-ffast-math",
     "-fno-finite-math-only",
+    "-fno-associative-math",  # sums in the order that stands there, for any number of rows
     "-fopenmp",
     "-DAT_PARALLEL_OPENMP=1",
 ]

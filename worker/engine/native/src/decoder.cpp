@@ -211,4 +211,6 @@ TORCH_LIBRARY(promptq, library) {
       .def("add_layer", &Decoder::add_layer)
       .def("logits", &Decoder::logits);
   library.def("keep_freed_memory", &promptq::keep_freed_memory);
+  // Decoders call it where the processor calls for it; by name it can be held against others anywhere.
+  library.def("widening_linear", &promptq::widening_linear);
 }

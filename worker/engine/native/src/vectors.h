@@ -160,23 +160,43 @@ struct TwoValues<Bf16> {
 };
 #endif
 
+#ifdef __AVX512F__
 // Sums of neighbours: those of `a`, then those of `b`.
 inline Vector add_neighbours(Vector a, Vector b) {
-  Indices even;
-  for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
+  constexpr Indices even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
   return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
 }
 
-// Lane i of the result is the sum of all lanes of vectors[i], of which there are `Width`; the lanes
-// behind repeat.
-template <int Width = kLanes>
-Vector sum_each(const Vector* vectors) {
+template <int Width>
+[[gnu::always_inline]] inline Vector sum_some(const Vector* vectors) {
   if constexpr (Width == 1) {
     return vectors[0];
   } else {
-    return add_neighbours(sum_each<Width / 2>(vectors), sum_each<Width / 2>(vectors + Width / 2));
+    return add_neighbours(sum_some<Width / 2>(vectors), sum_some<Width / 2>(vectors + Width / 2));
   }
 }
+
+// Lane i of the result is the sum of all lanes of vectors[i], of which there are kLanes.
+inline Vector sum_each(const Vector* vectors) { return sum_some<kLanes>(vectors); }
+#else
+// Sums of neighbours within each half, where shuffles are cheap: those of `a`, then those of `b`.
+inline Vector add_neighbours(Vector a, Vector b) {
+  constexpr Indices even{0, 2, 8, 10, 4, 6, 12, 14};
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+}
+
+// A half's lanes are the sums of that half of four vectors.
+inline Vector sum_halves(const Vector* four) {
+  return add_neighbours(add_neighbours(four[0], four[1]), add_neighbours(four[2], four[3]));
+}
+
+// As above.
+inline Vector sum_each(const Vector* vectors) {
+  constexpr Indices first_halves{0, 1, 2, 3, 8, 9, 10, 11};
+  const Vector a = sum_halves(vectors), b = sum_halves(vectors + 4);
+  return __builtin_shuffle(a, b, first_halves) + __builtin_shuffle(a, b, first_halves + 4);
+}
+#endif
 
 // Turn scores into weights that sum to 1, those outside of [first, last) into zeros. `length` is a
 // multiple of kLanes. The weights lie where the scores were, as numbers of type W.
