@@ -1,8 +1,8 @@
 // A linear layer, cut into slices of its output so that the threads of a team can share it.
 //
-// A slice is multiplied on one thread, by oneDNN or, in bf16 on processors that it has no fast code
-// for, by widening.h; two rows at least: from there on, what comes out for a row does not depend on
-// the rows beside it.
+// A slice is multiplied on one thread: by oneDNN, two rows at least, since from there on what comes
+// out for a row does not depend on the rows beside it; or by widening.h, in bf16 on processors that
+// oneDNN has no fast code for.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -73,7 +73,8 @@ class Linear {
       const Slice& slice = slices_[item % num_slices];
       const int64_t part = item / num_slices, first = num_rows * part / num_parts;
       const Range rows{first, num_rows * (part + 1) / num_parts - first};
-      use(apply(x.narrow(0, first, std::max(rows.count, kLeastRows)), slice), rows, slice.columns);
+      const int64_t least = is_widened(slice.weight) ? 1 : kLeastRows;
+      use(apply(x.narrow(0, first, std::max(rows.count, least)), slice), rows, slice.columns);
     });
   }
 

@@ -23,7 +23,7 @@ class WideningWeight {
     const int64_t num_tiles = (columns + kColumns - 1) / kColumns;
     at::Tensor padded = at::zeros({num_tiles * kColumns, in}, weight.options());
     padded.narrow(0, 0, columns).copy_(weight);
-    // A word of a tile holds a column of the first half below and one of the second above.
+    // So that widen() gives the columns of the first half, then those of the second.
     return padded.view({num_tiles, 2, kLanes, in}).permute({0, 3, 2, 1}).contiguous();
   }
 
@@ -32,17 +32,22 @@ class WideningWeight {
   static at::Tensor multiply(
       const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
       int64_t columns) {
-    const int64_t rows = x.size(0), in = x.size(1);
+    const int64_t rows = x.size(0), in = x.size(1), num_tiles = packed.size(0);
     at::Tensor y = at::empty({rows, columns}, x.options());
     const at::Tensor wide = widen_rows(x);
-    for (int64_t tile = 0; tile < packed.size(0); ++tile) {
+    for (int64_t tile = 0, step; tile < num_tiles; tile += step) {
+      // A tile alone has too few sums of one or two rows to keep the processor busy.
+      step = rows <= kFewRows && tile + 1 < num_tiles ? 2 : 1;
       const Bf16* weights = data<Bf16>(packed) + tile * in * kColumns;
       const int64_t first = tile * kColumns;
       const Target target{
-          data<Bf16>(y) + first, columns, std::min(kColumns, columns - first),
+          data<Bf16>(y) + first, columns, columns - first,
           bias ? data<Bf16>(*bias) + first : nullptr};
       for_groups(rows, [&](auto group, int64_t row) {
-        multiply_tile<group()>(data<float>(wide) + row * in, weights, in, target.at(row));
+        const float* from = data<float>(wide) + row * in;
+        if constexpr (group() <= kFewRows)
+          if (step == 2) return multiply_tiles<group(), 2>(from, weights, in, target.at(row));
+        multiply_tiles<group(), 1>(from, weights, in, target.at(row));
       });
     }
     return y;
@@ -51,9 +56,9 @@ class WideningWeight {
  private:
   static constexpr int64_t kColumns = 2 * kLanes;
   // Two sums each fit into the registers, beside the weights and a number of x.
-  static constexpr int64_t kRows = kRegisters / 2 - 2;
+  static constexpr int64_t kRows = kRegisters / 2 - 2, kFewRows = 2;
 
-  // Where the results of some rows go.
+  // Where the results of some rows go, and how many columns are left.
   struct Target {
     Bf16* y;
     int64_t stride, num_columns;
@@ -95,21 +100,23 @@ class WideningWeight {
     return wide;
   }
 
-  template <int Rows>
-  static void multiply_tile(const float* x, const Bf16* weights, int64_t in, const Target& target) {
-    Vector sums[Rows][2] = {};
-    for (int64_t i = 0; i < in; ++i, x += Rows, weights += kColumns) {
-      const Words words = load_as<Words>(weights);
-      const Vector low = reinterpret_cast<Vector>(words << 16);
-      const Vector high = reinterpret_cast<Vector>(words & 0xffff0000u);
+  template <int Rows, int Tiles>
+  static void multiply_tiles(
+      const float* x, const Bf16* weights, int64_t in, const Target& target) {
+    Vector sums[Rows][2 * Tiles] = {};
+    for (int64_t i = 0; i < in; ++i, x += Rows, weights += kColumns)
+#pragma GCC unroll 2
+      for (int t = 0; t < Tiles; ++t) {
+        const Pair columns = widen(weights + t * in * kColumns);
 #pragma GCC unroll 16
-      for (int r = 0; r < Rows; ++r) {
-        sums[r][0] += x[r] * low;
-        sums[r][1] += x[r] * high;
+        for (int r = 0; r < Rows; ++r) {
+          sums[r][2 * t] += x[r] * columns.a;
+          sums[r][2 * t + 1] += x[r] * columns.b;
+        }
       }
-    }
+    const int64_t num_columns = std::min<int64_t>(Tiles * kColumns, target.num_columns);
     for (int r = 0; r < Rows; ++r)
-      for (int64_t column = 0; column < target.num_columns; ++column) {
+      for (int64_t column = 0; column < num_columns; ++column) {
         const float sum = sums[r][column / kLanes][column % kLanes];
         const float bias = target.bias ? load(target.bias[column]) : 0.0f;
         store(target.y[r * target.stride + column], sum + bias);
