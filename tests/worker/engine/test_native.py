@@ -175,11 +175,14 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
     ("rows", "inputs", "columns"),
     [(1, 64, 16), (2, 7, 1), (5, 33, 40), (6, 512, 64), (13, 1536, 48), (64, 40, 999), (97, 9, 33)],
 )
-def test_bf16_products_on_processors_that_have_none(
-    rows: int, inputs: int, columns: int, with_bias: bool
+@pytest.mark.parametrize("products", ["widening_linear", "tile_linear"])
+def test_bf16_products_of_our_own(
+    products: str, rows: int, inputs: int, columns: int, with_bias: bool
 ) -> None:
     """Within the rounding of the result, and each row to the last bit as it is alone."""
     load_native()
+    if not hasattr(torch.ops.promptq, products):
+        pytest.skip("this processor has no tile registers")
     print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
 
@@ -187,7 +190,7 @@ def test_bf16_products_on_processors_that_have_none(
         return torch.randn(*sizes, generator=generator).bfloat16()
 
     x, weight, bias = draw(rows, inputs), draw(columns, inputs), draw(columns) * with_bias
-    linear: Any = torch.ops.promptq.widening_linear
+    linear: Any = getattr(torch.ops.promptq, products)
     found = linear(x, weight, bias if with_bias else None)
     exact = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * inputs)

@@ -213,4 +213,7 @@ TORCH_LIBRARY(promptq, library) {
   library.def("keep_freed_memory", &promptq::keep_freed_memory);
   // Decoders call it where the processor calls for it; by name it can be held against others anywhere.
   library.def("widening_linear", &promptq::widening_linear);
+#ifdef __AMX_BF16__
+  if (promptq::has_tiles()) library.def("tile_linear", &promptq::tile_linear);
+#endif
 }

@@ -1,8 +1,7 @@
 // A linear layer, cut into slices of its output so that the threads of a team can share it.
 //
-// A slice is multiplied on one thread: by oneDNN, two rows at least, since from there on what comes
-// out for a row does not depend on the rows beside it; or by widening.h, in bf16 on processors that
-// oneDNN has no fast code for.
+// A slice is multiplied on one thread, and what comes out for a row does not depend on the rows
+// beside it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,28 +11,59 @@
 #include <vector>
 
 #include "team.h"
+#include "tiles.h"
 #include "widening.h"
 
 namespace promptq {
 
 using OptionalTensor = c10::optional<at::Tensor>;
 
-using Scalars = c10::List<c10::optional<at::Scalar>>;
+// How weights are laid out, and what rows are multiplied with them so laid out: x w' + b for `x` of
+// [rows, in], of which there are `least_rows`, and `columns` outputs.
+struct Products {
+  at::Tensor (*pack)(const at::Tensor& weight);
+  at::Tensor (*multiply)(
+      const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias, int64_t columns);
+  int64_t least_rows = 1;
+};
 
-inline auto& reorder_weight() {
+// The library's, oneDNN. One row alone would be summed in another order than among others.
+inline at::Tensor pack_for_library(const at::Tensor& weight) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
                        .typed<at::Tensor(const at::Tensor&, c10::optional<int64_t>)>();
-  return op;
+  constexpr int64_t kTypicalRows = 32;  // measured, one layout serves 1 to 512 rows equally well
+  return op.call(weight, kTypicalRows);
 }
 
-inline auto& packed_linear() {
+inline at::Tensor multiply_by_library(
+    const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias, int64_t) {
+  using Scalars = c10::List<c10::optional<at::Scalar>>;
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
                        .typed<at::Tensor(
                            const at::Tensor&, const at::Tensor&, const OptionalTensor&,
                            c10::string_view, Scalars, c10::optional<c10::string_view>)>();
-  return op;
+  return op.call(x, packed, bias, "none", Scalars(), "");
+}
+
+inline bool library_multiplies_bf16() {
+  static const bool does = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("mkldnn::_is_mkldnn_bf16_supported", "")
+                               .typed<bool()>()
+                               .call();
+  return does;
+}
+
+inline Products products_of(at::ScalarType type) {
+  if (type == at::kBFloat16) {
+#ifdef __AMX_BF16__
+    if (has_tiles()) return {TileWeight::pack, TileWeight::multiply};
+#endif
+    // The library would multiply them one number at a time.
+    if (!library_multiplies_bf16()) return {WideningWeight::pack, WideningWeight::multiply};
+  }
+  return {pack_for_library, multiply_by_library, 2};
 }
 
 struct Range {
@@ -47,7 +77,8 @@ class Linear {
   // which there may be at most `num_slices`.
   Linear(
       const std::vector<at::Tensor>& stacked, const OptionalTensor& bias, int64_t granule,
-      int64_t num_slices) {
+      int64_t num_slices)
+      : products_(products_of(stacked[0].scalar_type())) {
     const int64_t columns = stacked[0].size(0), granules = (columns + granule - 1) / granule;
     num_slices = std::min(num_slices, granules);
     for (int64_t slice = 0; slice < num_slices; ++slice) {
@@ -57,8 +88,7 @@ class Linear {
       for (const at::Tensor& weight : stacked) parts.push_back(weight.slice(0, first, last));
       const at::Tensor weight = at::cat(parts);
       slices_.push_back(Slice{
-          is_widened(weight) ? WideningWeight::pack(weight)
-                             : reorder_weight().call(weight, kTypicalRows),
+          products_.pack(weight),
           bias ? OptionalTensor(bias->slice(0, first, last).contiguous()) : OptionalTensor(),
           Range{first, last - first}, weight.size(0)});
     }
@@ -73,8 +103,8 @@ class Linear {
       const Slice& slice = slices_[item % num_slices];
       const int64_t part = item / num_slices, first = num_rows * part / num_parts;
       const Range rows{first, num_rows * (part + 1) / num_parts - first};
-      const int64_t least = is_widened(slice.weight) ? 1 : kLeastRows;
-      use(apply(x.narrow(0, first, std::max(rows.count, least)), slice), rows, slice.columns);
+      const at::Tensor these = x.narrow(0, first, std::max(rows.count, products_.least_rows));
+      use(products_.multiply(these, slice.weight, slice.bias, slice.width), rows, slice.columns);
     });
   }
 
@@ -88,27 +118,10 @@ class Linear {
     int64_t width;  // of all of them
   };
 
-  // Rows that weights are laid out for; measured, one layout serves 1 to 512 rows equally well.
-  static constexpr int64_t kTypicalRows = 32;
   // Rows of one item, at most: enough to read weights seldom, few enough to stay in the cache.
   static constexpr int64_t kMostRows = 256;
 
-  static at::Tensor apply(const at::Tensor& x, const Slice& slice) {
-    if (is_widened(slice.weight))
-      return WideningWeight::multiply(x, slice.weight, slice.bias, slice.width);
-    return packed_linear().call(x, slice.weight, slice.bias, "none", Scalars(), "");
-  }
-
-  // Whether oneDNN would multiply these weights one number at a time.
-  static bool is_widened(const at::Tensor& weight) {
-    static const bool multiplies_bf16 =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("mkldnn::_is_mkldnn_bf16_supported", "")
-            .typed<bool()>()
-            .call();
-    return weight.scalar_type() == at::kBFloat16 && !multiplies_bf16;
-  }
-
+  Products products_;
   std::vector<Slice> slices_;
 };
 
