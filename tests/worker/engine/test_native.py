@@ -173,7 +173,16 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "inputs", "columns"),
-    [(1, 64, 16), (2, 7, 1), (5, 33, 40), (6, 512, 64), (13, 1536, 48), (64, 40, 999), (97, 9, 33)],
+    [
+        (1, 64, 16),
+        (2, 7, 1),
+        (5, 33, 40),
+        (6, 512, 64),
+        (13, 1536, 48),
+        (64, 40, 999),
+        (97, 9, 33),
+        (97, 64, 33),
+    ],
 )
 @pytest.mark.parametrize("products", ["widening_linear", "tile_linear"])
 def test_bf16_products_of_our_own(

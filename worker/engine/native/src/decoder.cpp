@@ -82,7 +82,7 @@ class Decoder : public torch::CustomClassHolder {
       const Layout& layout) {
     const int64_t num_rows = hidden.size(0), size = hidden.size(1), query_size = num_heads_ * head_size_;
     const auto rows_of = [&](int64_t count, int64_t size) {
-      return at::empty({std::max(count, Linear::kLeastRows), size}, hidden.options());
+      return at::empty({std::max(count, kLeastRows), size}, hidden.options());
     };
     at::Tensor normed = rows_of(num_rows, size), query = rows_of(num_rows, query_size);
     at::Tensor attended = rows_of(num_rows, query_size), inner = rows_of(num_rows, inner_size_);
@@ -212,8 +212,8 @@ TORCH_LIBRARY(promptq, library) {
       .def("logits", &Decoder::logits);
   library.def("keep_freed_memory", &promptq::keep_freed_memory);
   // Decoders call it where the processor calls for it; by name it can be held against others anywhere.
-  library.def("widening_linear", &promptq::widening_linear);
+  library.def("widening_linear", &promptq::linear<promptq::WideningWeight>);
 #ifdef __AMX_BF16__
-  if (promptq::has_tiles()) library.def("tile_linear", &promptq::tile_linear);
+  if (promptq::has_tiles()) library.def("tile_linear", &promptq::linear<promptq::TileWeight>);
 #endif
 }

@@ -18,6 +18,9 @@ namespace promptq {
 
 using OptionalTensor = c10::optional<at::Tensor>;
 
+// Rows that every way of multiplying can do with.
+constexpr int64_t kLeastRows = 2;
+
 // How weights are laid out, and what rows are multiplied with them so laid out: x w' + b for `x` of
 // [rows, in], of which there are `least_rows`, and `columns` outputs.
 struct Products {
@@ -63,7 +66,13 @@ inline Products products_of(at::ScalarType type) {
     // The library would multiply them one number at a time.
     if (!library_multiplies_bf16()) return {WideningWeight::pack, WideningWeight::multiply};
   }
-  return {pack_for_library, multiply_by_library, 2};
+  return {pack_for_library, multiply_by_library, kLeastRows};
+}
+
+// x w' + b of bf16 in one go: [rows, in], [columns, in] and [columns].
+template <typename Weight>
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
+  return Weight::multiply(x, Weight::pack(weight), bias, weight.size(0));
 }
 
 struct Range {
@@ -107,8 +116,6 @@ class Linear {
       use(products_.multiply(these, slice.weight, slice.bias, slice.width), rows, slice.columns);
     });
   }
-
-  static constexpr int64_t kLeastRows = 2;
 
  private:
   struct Slice {

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "elements.h"
 
@@ -45,7 +44,7 @@ class TileWeight {
       const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
       int64_t columns) {
     const int64_t rows = x.size(0), num_panels = packed.size(0), num_steps = packed.size(1);
-    const at::Tensor tiles = in_tiles(x);
+    const at::Tensor whole = in_steps(x);
     at::Tensor y = at::empty({rows, columns}, x.options());
     int64_t configured = 0;
     for (int64_t panel = 0; panel < num_panels; ++panel) {
@@ -54,7 +53,7 @@ class TileWeight {
       for (int64_t row = 0; row < rows; row += 2 * kRows) {
         const int64_t num_rows = std::min(2 * kRows, rows - row);
         if (num_rows != configured) configure(configured = num_rows);
-        const Bf16* from = data<Bf16>(tiles) + row * num_steps * kInputs;
+        const Bf16* from = data<Bf16>(whole) + row * num_steps * kInputs;
         alignas(64) float sums[2 * kRows][kColumns];
         if (num_rows > kRows)
           multiply_panel<2>(from, weights, num_steps, sums);
@@ -77,21 +76,13 @@ class TileWeight {
 
   static int64_t steps_of(int64_t in) { return (in + kInputs - 1) / kInputs; }
 
-  // [row tiles, steps, kRows, kInputs], with zeros behind the last input: rows as they lie in `x` may all
-  // fall into the same few places of the cache.
-  static at::Tensor in_tiles(const at::Tensor& x) {
-    const int64_t rows = x.size(0), in = x.size(1), num_steps = steps_of(in);
-    at::Tensor tiles = at::empty({(rows + kRows - 1) / kRows, num_steps, kRows, kInputs}, x.options());
-    for (int64_t row = 0; row < rows; ++row) {
-      const Bf16* from = data<Bf16>(x) + row * in;
-      Bf16* to = data<Bf16>(tiles) + (row / kRows * num_steps * kRows + row % kRows) * kInputs;
-      for (int64_t first = 0; first < in; first += kInputs, to += kTile) {
-        const int64_t count = std::min(kInputs, in - first);
-        std::memcpy(to, from + first, count * sizeof(Bf16));
-        std::fill(to + count, to + kInputs, Bf16(0));
-      }
-    }
-    return tiles;
+  // `x` with whole steps of inputs.
+  static at::Tensor in_steps(const at::Tensor& x) {
+    const int64_t rows = x.size(0), in = x.size(1);
+    if (in % kInputs == 0) return x;
+    at::Tensor padded = at::zeros({rows, steps_of(in) * kInputs}, x.options());
+    padded.narrow(1, 0, in).copy_(x);
+    return padded;
   }
 
   // Tiles 0 to 3 are the sums, 4 and 5 rows of x, 6 and 7 weights.
@@ -113,24 +104,24 @@ class TileWeight {
   template <int RowTiles>
   static void multiply_panel(
       const Bf16* x, const Bf16* weights, int64_t num_steps, float (*sums)[kColumns]) {
-    const Bf16* lower = x + num_steps * kTile;
+    const int64_t inputs = num_steps * kInputs, bytes = inputs * sizeof(Bf16);  // of a row of x
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (RowTiles == 2) {
       _tile_zero(2);
       _tile_zero(3);
     }
-    for (int64_t step = 0; step < num_steps; ++step, x += kTile, lower += kTile, weights += 2 * kTile) {
+    for (int64_t step = 0; step < num_steps; ++step, x += kInputs, weights += 2 * kTile) {
       // Beyond the page that the processor reads ahead in by itself.
       for (int64_t i = 0; i < 2 * kTile; i += kInputs)
         _mm_prefetch(weights + kStepsAhead * 2 * kTile + i, _MM_HINT_T0);
       _tile_loadd(6, weights, 64);
-      _tile_loadd(4, x, 64);
+      _tile_loadd(4, x, bytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, weights + kTile, 64);
       _tile_dpbf16ps(1, 4, 7);
       if constexpr (RowTiles == 2) {
-        _tile_loadd(5, lower, 64);
+        _tile_loadd(5, x + kRows * inputs, bytes);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
@@ -149,22 +140,12 @@ class TileWeight {
       const float (*sums)[kColumns], int64_t num_rows, int64_t num_columns, int64_t stride,
       const Bf16* bias, Bf16* y) {
     for (int64_t row = 0; row < num_rows; ++row, y += stride) {
-      if (bias) {
 #pragma omp simd
-        for (int64_t i = 0; i < num_columns; ++i) store(y[i], sums[row][i] + load(bias[i]));
-      } else {
-#pragma omp simd
-        for (int64_t i = 0; i < num_columns; ++i) store(y[i], sums[row][i]);
-      }
+      for (int64_t i = 0; i < num_columns; ++i)
+        store(y[i], sums[row][i] + (bias ? load(bias[i]) : 0.0f));
     }
   }
 };
-
-// x w' + b of bf16: [rows, in], [columns, in] and [columns].
-inline at::Tensor tile_linear(
-    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
-  return TileWeight::multiply(x, TileWeight::pack(weight), bias, weight.size(0));
-}
 
 }  // namespace promptq
 #endif

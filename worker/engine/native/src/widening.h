@@ -124,10 +124,4 @@ class WideningWeight {
   }
 };
 
-// x w' + b of bf16: [rows, in], [columns, in] and [columns].
-inline at::Tensor widening_linear(
-    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
-  return WideningWeight::multiply(x, WideningWeight::pack(weight), bias, weight.size(0));
-}
-
 }  // namespace promptq
