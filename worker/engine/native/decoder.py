@@ -20,7 +20,7 @@ from worker.engine.packing import PackedStep
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the weights that it computes with."""
 
-_VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
+VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -114,7 +114,7 @@ class NativeDecoder:
             mlp.down_proj.weight,
             cache.key,
             cache.value,
-            _VISIBLE[pattern.kind],
+            VISIBLE[pattern.kind],
             pattern.size,
         )
 

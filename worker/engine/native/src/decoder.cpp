@@ -88,7 +88,7 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor attended = rows_of(num_rows, query_size), inner = rows_of(num_rows, inner_size_);
     at::Tensor last = rows_of(rows.size(0), size);
     at::Tensor logits = at::empty({rows.size(0), vocab_size_}, hidden.options());
-    const Tiles tiles(layout, layers_[0].cache.pattern, num_kv_heads_, at::get_num_threads());
+    const Pieces pieces(layout, layers_[0].cache.pattern, num_kv_heads_, at::get_num_threads());
     Team::run(at::get_num_threads(), [&](Team& team) {
       const c10::InferenceMode without_gradients;
       std::vector<float> scratch;
@@ -101,8 +101,8 @@ class Decoder : public torch::CustomClassHolder {
                 columns.count / head_size_, rows.first + i, layer, positions, layout,
                 data<T>(query));
         });
-        team.share(tiles.count(), [&](int64_t index) {
-          attend_sized(tiles.at<T>(index, query, attended, layer.cache, scale_), scratch);
+        team.share(pieces.count(), [&](int64_t index) {
+          attend_sized(pieces.at<T>(index, query, attended, layer.cache, scale_), scratch);
         });
         add_product<T>(team, layer.output, attended, hidden);
         norm_rows<T>(team, hidden, layer.inner_norm, normed);
@@ -200,6 +200,25 @@ void keep_freed_memory() {
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
+// Attention of packed rows [T, num_heads, size] over one layer's K and V, which hold theirs already.
+at::Tensor attend_packed(
+    const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+    const at::Tensor& query_starts, const at::Tensor& context_lens, const at::Tensor& block_tables,
+    int64_t visible, int64_t window, double scale) {
+  const Layout layout{query_starts, context_lens, block_tables, {}, {}};
+  const LayerCache cache{keys, values, Pattern{static_cast<Visible>(visible), window}};
+  const at::Tensor rows = query.flatten(1);
+  at::Tensor out = at::empty_like(rows);
+  const Pieces pieces(layout, cache.pattern, keys.size(1), 1);
+  std::vector<float> scratch;
+  for (int64_t index = 0; index < pieces.count(); ++index)
+    if (query.scalar_type() == at::kBFloat16)
+      attend_sized(pieces.at<Bf16>(index, rows, out, cache, static_cast<float>(scale)), scratch);
+    else
+      attend_sized(pieces.at<float>(index, rows, out, cache, static_cast<float>(scale)), scratch);
+  return out.view_as(query);
+}
+
 }  // namespace promptq
 
 TORCH_LIBRARY(promptq, library) {
@@ -211,7 +230,8 @@ TORCH_LIBRARY(promptq, library) {
       .def("add_layer", &Decoder::add_layer)
       .def("logits", &Decoder::logits);
   library.def("keep_freed_memory", &promptq::keep_freed_memory);
-  // Decoders call it where the processor calls for it; by name it can be held against others anywhere.
+  // What decoders call; by name, and on any processor that can, it can be held against others.
+  library.def("paged_attention", &promptq::attend_packed);
   library.def("widening_linear", &promptq::linear<promptq::WideningWeight>);
 #ifdef __AMX_BF16__
   if (promptq::has_tiles()) library.def("tile_linear", &promptq::linear<promptq::TileWeight>);

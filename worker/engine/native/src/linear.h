@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "team.h"
-#include "tiles.h"
+#include "tile_linear.h"
 #include "widening.h"
 
 namespace promptq {

@@ -39,6 +39,16 @@ inline void store_vector(float* place, const Vector& vector) {
   std::memcpy(place, &vector, sizeof vector);
 }
 
+// Each number rounded as store() does it.
+inline void store_vector(Bf16* place, const Vector& vector) {
+#ifdef __AVX512BF16__
+  const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(vector));
+  std::memcpy(place, &rounded, sizeof rounded);
+#else
+  for (int i = 0; i < kLanes; ++i) store(place[i], vector[i]);
+#endif
+}
+
 // A span of numbers in fp32, in the order of widen().
 struct Pair {
   Vector a, b;
@@ -176,6 +186,21 @@ template <int Width>
   }
 }
 
+// Swap lanes and vectors, of which there are kLanes.
+inline void transpose(Vector* vectors) {
+  constexpr Indices low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  for (int round = 0; round < 4; ++round) {  // each moves one bit of the index of a number
+    Vector mixed[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      mixed[2 * i] = __builtin_shuffle(vectors[i], vectors[i + kLanes / 2], low);
+      mixed[2 * i + 1] = __builtin_shuffle(vectors[i], vectors[i + kLanes / 2], low + 8);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) vectors[i] = mixed[i];
+  }
+}
+
 // Lane i of the result is the sum of all lanes of vectors[i], of which there are kLanes.
 inline Vector sum_each(const Vector* vectors) { return sum_some<kLanes>(vectors); }
 #else
@@ -215,16 +240,16 @@ void softmax(float* scores, int64_t length, int64_t first, int64_t last, float s
   float most = kNever;
   for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
 #pragma omp simd
-  for (int64_t i = 0; i < length; ++i) scores[i] = exponential(scale * (scores[i] - most));
-  std::fill(scores, scores + first, 0.0f);
-  std::fill(scores + last, scores + length, 0.0f);
+  for (int64_t i = 0; i < length; ++i)
+    scores[i] = scores[i] == kNever ? 0.0f : exponential(scale * (scores[i] - most));
   Vector sums = {};
   for (int64_t i = 0; i < length; i += kLanes) sums += load_as<Vector>(scores + i);
   float total = 0.0f;
   for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
   const float share = 1.0f / total;
   W* weights = reinterpret_cast<W*>(scores);
-  for (int64_t i = 0; i < length; ++i) store(weights[i], scores[i] * share);
+  for (int64_t i = 0; i < length; i += kLanes)
+    store_vector(weights + i, load_as<Vector>(scores + i) * share);
 }
 
 }  // namespace promptq

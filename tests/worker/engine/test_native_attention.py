@@ -1,0 +1,106 @@
+"""Native attention against plain attention in higher precision, and each row against it alone."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+
+from benchmarks.gpu.cases import Case, Shape, off_by
+from worker.engine.attention import FULL, LayerCache, Pattern, Scoring, StepLayout
+from worker.engine.native.build import load_native
+from worker.engine.native.decoder import VISIBLE
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+PATTERNS = [FULL, Pattern("sliding", 6), Pattern("sliding", 33), Pattern("chunked", 24)]
+SHAPES = [
+    Shape(4, 4, 64, 64, block_size=16),
+    Shape(8, 2, 128, 128, block_size=32),
+    Shape(3, 1, 24, 24, block_size=16),
+    Shape(18, 2, 32, 32, block_size=5),
+    Shape(10, 2, 40, 40, block_size=8),
+]
+STEPS = {
+    "decodes": [(170, 1), (33, 1), (32, 1), (16, 1), (1, 1)],
+    "whole prompts": [(9, 9), (75, 75), (1, 1), (17, 17)],
+    "all at once": [(130, 1), (9, 1), (20, 20), (19, 6), (18, 17), (272, 40)],
+}
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each time; that of a failure is printed."""
+    chosen = secrets.randbelow(1 << 31)
+    print(f"seed {chosen}")
+    return chosen
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: LayerCache,
+    layout: StepLayout,
+    scoring: Scoring,
+) -> torch.Tensor:
+    cache.key[layout.write_blocks, :, layout.write_offsets] = keys
+    cache.value[layout.write_blocks, :, layout.write_offsets] = values
+    starts, contexts = layout.query_starts, layout.context_lens
+    return over(cache, scoring, query, starts, contexts, layout.block_tables)
+
+
+def over(
+    cache: LayerCache,
+    scoring: Scoring,
+    query: torch.Tensor,
+    starts: list[int],
+    contexts: list[int],
+    tables: torch.Tensor,
+) -> torch.Tensor:
+    """Attention over a cache that holds all K and V."""
+    visible, size = VISIBLE[scoring.pattern.kind], scoring.pattern.size
+    found: torch.Tensor = torch.ops.promptq.paged_attention(
+        query,
+        cache.key,
+        cache.value,
+        torch.tensor(starts),
+        torch.tensor(contexts),
+        tables,
+        visible,
+        size,
+        scoring.scale,
+    )
+    return found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
+    load_native()
+    for shape in SHAPES:
+        case = Case(STEPS[step], shape, dtype=dtype, device=CPU, seed=seed)
+        scoring = Scoring(0.3, pattern)
+        output = case.attend(attend, scoring)
+        assert output.dtype == dtype
+        assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], shape
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_rows_do_not_depend_on_each_other(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
+    """To the last bit, for a row of a chunk becomes a decode when a sequence is taken up again."""
+    load_native()
+    for shape in SHAPES:
+        case = Case(STEPS["all at once"], shape, dtype=dtype, device=CPU, seed=seed)
+        scoring, layout = Scoring(0.3, pattern), case.layout
+        together = case.attend(attend, scoring)
+        row = 0
+        for index, (context, rows) in enumerate(case.step):
+            for position in range(context - rows, context):
+                query, table = case.query[row : row + 1], layout.block_tables[index : index + 1]
+                alone = over(case.cache, scoring, query, [0, 1], [position + 1], table)
+                assert torch.equal(alone[0], together[row]), (shape, index, position)
+                row += 1

@@ -1,0 +1,248 @@
+// Attention of a piece in tile registers, with K and V as they lie in the cache.
+//
+// A product sums over the numbers in its rows and over the pairs in its columns. Keys are rows: their
+// numbers are summed over. Values are columns: positions are summed over, but the pairs that they lie
+// in are two numbers of one position. So each weight goes in twice, once before a zero and once behind
+// one, which gives the even and the odd numbers of the head.
+#pragma once
+
+#ifdef __AMX_BF16__
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "elements.h"
+#include "pieces.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace promptq {
+
+class TileAttention {
+ public:
+  // `scratch` is reused.
+  TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
+      : piece_(piece), begin_(piece.first() / kTileRows * kTileRows),
+        num_tiles_(tiles_of(piece.last() - begin_, kTileRows)),
+        num_spans_(tiles_of(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
+        width_(std::min(kTileRows, queries_each_)), num_groups_(tiles_of(queries_each_, kTileRows)),
+        num_halves_(tiles_of(queries_each_, kHalf)) {
+    const int64_t num_heads = piece.num_kv_heads;
+    const int64_t num_scores = num_heads * queries_each_ * num_tiles_ * kTileRows;
+    const int64_t num_sums = num_heads * num_halves_ * num_spans_ * kSums;
+    const int64_t num_query_tiles = num_heads * num_groups_ * num_spans_;
+    constexpr int64_t kFloats = kTileSize / 2, kLine = 64 / sizeof(float);  // of a tile, of a line
+    scratch.resize(std::max<size_t>(
+        scratch.size(),
+        num_scores + num_sums + (num_query_tiles + num_halves_ + num_spans_) * kFloats + kLine));
+    float* place = scratch.data() + kLine - reinterpret_cast<uintptr_t>(scratch.data()) / sizeof(float) % kLine;
+    const auto take = [&](int64_t count) { return std::exchange(place, place + count); };
+    scores_ = take(num_scores);
+    sums_ = take(num_sums);
+    queries_ = reinterpret_cast<Bf16*>(take(num_query_tiles * kFloats));
+    weights_ = reinterpret_cast<Bf16*>(take(num_halves_ * kFloats));
+    copy_ = reinterpret_cast<Bf16*>(take(num_spans_ * kFloats));
+    std::fill_n(sums_, num_sums, 0.0f);
+    for (int64_t tile = 0; tile < num_tiles_; ++tile)
+      offsets_.push_back(piece.offset_in_cache(std::max(piece.first(), begin_ + tile * kTileRows)));
+  }
+
+  void run() {
+    const int64_t num_heads = piece_.num_kv_heads;
+    for (int64_t head = 0; head < num_heads; ++head) lay_out_queries(head);
+    TileProducts products;
+    products.configure(kTileRows, kTileRows, width_);
+    for_tiles(piece_.keys, [&](int64_t tile, int64_t head, const CacheTile& keys) {
+      score(tile, head, keys);
+    });
+    for (int64_t query = 0; query < num_heads * queries_each_; ++query) {
+      const int64_t position = piece_.position + query % queries_each_ / piece_.group;
+      softmax<Bf16>(
+          scores_of(query), num_tiles_ * kTileRows, piece_.pattern.first(position) - begin_,
+          position + 1 - begin_, piece_.scale);
+    }
+    const int64_t num_rows = 2 * std::min(kHalf, queries_each_);
+    products.configure(num_rows, num_rows, kTileRows);
+    for_tiles(piece_.values, [&](int64_t tile, int64_t head, const CacheTile& values) {
+      accumulate(tile, head, values);
+    });
+    for (int64_t head = 0; head < num_heads; ++head) store_sums(head);
+  }
+
+ private:
+  static constexpr int64_t kHalf = kTileRows / 2;  // queries whose weights fill a tile
+  static constexpr int64_t kSums = kTileRows * kTileRows;
+  static constexpr int64_t kNear = 1, kFar = 4;  // tiles ahead
+
+  static int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+  // Rows of K or V for kTileRows positions, and those that come a little and a little more later.
+  struct CacheTile {
+    TilePlace rows;
+    const Bf16 *near, *far;
+
+    TilePlace at(int64_t span) const {
+      return {static_cast<const Bf16*>(rows.first) + span * kTileInputs, rows.stride};
+    }
+    // A span's share of it: see TileWeight.
+    void read_ahead(int64_t span) const {
+#pragma GCC unroll 16
+      for (int64_t row = 0; row < kTileRows; ++row) {
+        const int64_t line = span * kTileRows + row;
+        _mm_prefetch(far + line * kTileInputs, _MM_HINT_T1);
+        _mm_prefetch(near + line * kTileInputs, _MM_HINT_T0);
+      }
+    }
+  };
+
+  // Call work(tile, head, rows) for all tiles of positions and all KV heads, as they lie in memory.
+  template <typename Work>
+  void for_tiles(const Bf16* cache, const Work& work) {
+    const int64_t num_heads = piece_.num_kv_heads, stride = piece_.head_stride;
+    const auto ahead = [&](int64_t tile, int64_t head) {
+      for (; head >= num_heads && tile + 1 < num_tiles_; ++tile) head -= num_heads;
+      return cache + offsets_[tile] + std::min(head, num_heads - 1) * stride;
+    };
+    for (int64_t tile = 0; tile < num_tiles_; ++tile) {
+      const int64_t start = begin_ + tile * kTileRows;
+      const bool is_whole = piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
+                            start >= piece_.first() && start + kTileRows <= piece_.last();
+      for (int64_t head = 0; head < num_heads; ++head) {
+        const TilePlace rows =
+            is_whole ? TilePlace{cache + offsets_[tile] + head * stride, bytes(piece_.size)}
+                     : copy_rows(cache + head * stride, start);
+        work(tile, head, CacheTile{rows, ahead(tile, head + kNear), ahead(tile, head + kFar)});
+      }
+    }
+  }
+
+  // What is not in one place, in whole spans, or not seen by any row, is copied: zero times what
+  // nobody has written need not be zero.
+  TilePlace copy_rows(const Bf16* head, int64_t start) {
+    const Bf16* rows[kTileRows];
+    piece_.find_rows(head, start, rows);
+    const int64_t whole = num_spans_ * kTileInputs;
+    for (int64_t row = 0; row < kTileRows; ++row) {
+      std::copy_n(rows[row], piece_.size, copy_ + row * whole);
+      std::fill_n(copy_ + row * whole + piece_.size, whole - piece_.size, Bf16(0));
+    }
+    return {copy_, bytes(whole)};
+  }
+
+  // A head's queries as columns: for each group and span [pairs, width, 2].
+  void lay_out_queries(int64_t head) {
+    for (int64_t group = 0; group < num_groups_; ++group)
+      for (int64_t span = 0; span < num_spans_; ++span) {
+        Vector columns[kTileRows] = {};
+        const int64_t first = group * kTileRows;
+        for (int64_t i = 0; i < std::min(kTileRows, queries_each_ - first); ++i) {
+          const Bf16* query = piece_.query + piece_.offset_of(head, first + i);
+          Bf16 padded[kTileInputs];
+          columns[i] = load_as<Vector>(whole_span(query, span, piece_.size, padded));
+        }
+        transpose(columns);
+        for (int64_t pair = 0; pair < kTileRows; ++pair)
+          std::memcpy(
+              queries_at(head, group, span) + pair * 2 * width_, &columns[pair],
+              bytes(2 * width_));
+      }
+  }
+
+  void score(int64_t tile, int64_t head, const CacheTile& keys) {
+    for_pairs(num_groups_, [&](auto groups, int64_t group) {
+      alignas(64) float scores[groups()][kSums];
+      TileProducts::add<1, groups(), true>(
+          num_spans_,
+          [&](int64_t span, int64_t) {
+            if (group == 0) keys.read_ahead(span);
+            return keys.at(span);
+          },
+          [&](int64_t span, int64_t j) {
+            return TilePlace{queries_at(head, group + j, span), bytes(2 * width_)};
+          },
+          [&](int64_t, int64_t j) { return scores[j]; }, kTileRows * sizeof(float));
+      for (int64_t j = 0; j < groups(); ++j) {
+        Vector rows[kTileRows];
+        for (int64_t key = 0; key < kTileRows; ++key)
+          rows[key] = load_as<Vector>(scores[j] + key * kTileRows);
+        transpose(rows);
+        const int64_t first = (group + j) * kTileRows;
+        for (int64_t i = 0; i < std::min(kTileRows, queries_each_ - first); ++i)
+          store_vector(scores_of(head * queries_each_ + first + i) + tile * kTileRows, rows[i]);
+      }
+    });
+  }
+
+  void accumulate(int64_t tile, int64_t head, const CacheTile& values) {
+    for (int64_t half = 0; half < num_halves_; ++half) lay_out_weights(tile, head, half);
+    for_pairs(num_halves_, [&](auto halves, int64_t half) {
+      for_pairs(num_spans_, [&](auto spans, int64_t span) {
+        TileProducts::add<halves(), spans(), false>(
+            1, [&](int64_t, int64_t i) { return TilePlace{weights_ + (half + i) * kTileSize}; },
+            [&](int64_t, int64_t j) {
+              if (half == 0) values.read_ahead(span + j);
+              return values.at(span + j);
+            },
+            [&](int64_t i, int64_t j) { return sums_at(head, half + i, span + j); },
+            kTileRows * sizeof(float));
+      });
+    });
+  }
+
+  // Two rows of weights for each query: before zeros, and behind them.
+  void lay_out_weights(int64_t tile, int64_t head, int64_t half) {
+    for (int64_t i = 0; i < std::min(kHalf, queries_each_); ++i) {
+      const int64_t query = half * kHalf + i;
+      __m512i before = _mm512_setzero_si512();
+      if (query < queries_each_) {
+        const auto* weights = reinterpret_cast<const Bf16*>(scores_of(head * queries_each_ + query));
+        before = _mm512_cvtepu16_epi32(load_as<__m256i>(weights + tile * kTileRows));
+      }
+      Bf16* rows = weights_ + half * kTileSize + i * 2 * kTileInputs;
+      _mm512_store_si512(rows, before);
+      _mm512_store_si512(rows + kTileInputs, _mm512_slli_epi32(before, 16));
+    }
+  }
+
+  void store_sums(int64_t head) const {
+    for (int64_t query = 0; query < queries_each_; ++query)
+      for (int64_t span = 0; span < num_spans_; ++span) {
+        const float* even = sums_at(head, query / kHalf, span) + query % kHalf * 2 * kTileRows;
+        const float* odd = even + kTileRows;
+        Bf16* out = piece_.out + piece_.offset_of(head, query) + span * kTileInputs;
+        for (int64_t d = 0; d < std::min(kTileInputs, piece_.size - span * kTileInputs); ++d)
+          store(out[d], (d % 2 ? odd : even)[d / 2]);
+      }
+  }
+
+  // Call work(1 or 2, first) so that all of `count` are covered.
+  template <typename Work>
+  static void for_pairs(int64_t count, const Work& work) {
+    int64_t first = 0;
+    for (; first + 2 <= count; first += 2) work(std::integral_constant<int, 2>(), first);
+    if (first < count) work(std::integral_constant<int, 1>(), first);
+  }
+
+  static int64_t bytes(int64_t count) { return count * sizeof(Bf16); }
+  float* scores_of(int64_t query) const { return scores_ + query * num_tiles_ * kTileRows; }
+  float* sums_at(int64_t head, int64_t half, int64_t span) const {
+    return sums_ + ((head * num_halves_ + half) * num_spans_ + span) * kSums;
+  }
+  Bf16* queries_at(int64_t head, int64_t group, int64_t span) const {
+    return queries_ + ((head * num_groups_ + group) * num_spans_ + span) * kTileSize;
+  }
+
+  const Piece<Bf16>& piece_;
+  int64_t begin_, num_tiles_, num_spans_;  // first position, tiles of positions and of a head's size
+  int64_t queries_each_, width_, num_groups_, num_halves_;  // of a KV head, and of its tiles
+  std::vector<int64_t> offsets_;  // of tiles of positions, in the cache
+  float* scores_;   // [num_kv_heads * queries_each, num_tiles * kTileRows], and then the weights
+  float* sums_;     // [num_kv_heads, halves, spans] of tiles
+  Bf16* queries_;   // [num_kv_heads, groups, spans] of tiles
+  Bf16* weights_;   // [halves] of tiles, at some positions
+  Bf16* copy_;      // [kTileRows, spans * kTileInputs]
+};
+
+}  // namespace promptq
+#endif

@@ -1,0 +1,145 @@
+// Products with bf16 weights in tile registers.
+//
+// What comes out for a row does not depend on the rows beside it, which the library's kernels, chosen
+// by the number of rows, do not give there.
+#pragma once
+
+#ifdef __AMX_BF16__
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "elements.h"
+#include "pages.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace promptq {
+
+class TileWeight {
+ public:
+  // Of `weight` [columns, in], panels of two tiles' columns, each [steps, 2, pairs, columns, 2] as the
+  // products read them, zeros behind the last column and the last input.
+  static at::Tensor pack(const at::Tensor& weight) {
+    const int64_t columns = weight.size(0), in = weight.size(1);
+    const int64_t num_panels = (columns + kColumns - 1) / kColumns, num_steps = steps_of(in);
+    at::Tensor padded = at::zeros({num_panels * kColumns, num_steps * kTileInputs}, weight.options());
+    padded.narrow(0, 0, columns).narrow(1, 0, in).copy_(weight);
+    const at::Tensor panels =
+        padded.view({num_panels, 2, kTileRows, num_steps, kTileInputs / 2, 2})
+            .permute({0, 3, 1, 4, 2, 5});
+    return empty_in_huge_pages(panels.sizes(), panels.options()).copy_(panels);
+  }
+
+  // y = x w' + b, [rows, columns] of bf16; `x` is [rows, in] and `bias` holds `columns` numbers or is
+  // not there.
+  static at::Tensor multiply(
+      const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
+      int64_t columns) {
+    const int64_t rows = x.size(0), num_panels = packed.size(0), num_steps = packed.size(1);
+    const at::Tensor whole = in_steps(x);
+    at::Tensor panels = at::empty({num_panels, rows, kColumns}, x.options());
+    Bf16* to = data<Bf16>(panels);
+    const Bf16 *inputs = data<Bf16>(whole), *all_weights = data<Bf16>(packed);
+    TileProducts products;
+    for (int64_t panel = 0, configured = 0; panel < num_panels; ++panel) {
+      const Bf16* weights = all_weights + panel * num_steps * kStep;
+      alignas(64) float biases[kColumns] = {};
+      for (int64_t i = 0; bias && i < std::min(kColumns, columns - panel * kColumns); ++i)
+        biases[i] = load(data<Bf16>(*bias)[panel * kColumns + i]);
+      for (int64_t row = 0; row < rows; row += 2 * kTileRows) {
+        const int64_t num_rows = std::min(2 * kTileRows, rows - row);
+        if (num_rows != configured) {
+          products.configure(std::min(kTileRows, num_rows), num_rows - kTileRows, kTileRows);
+          configured = num_rows;
+        }
+        const Bf16* from = inputs + row * num_steps * kTileInputs;
+        alignas(64) float sums[2 * kTileRows][kColumns];
+        if (num_rows > kTileRows)
+          multiply_panel<2>(from, weights, num_steps, sums);
+        else
+          multiply_panel<1>(from, weights, num_steps, sums);
+        for (int64_t i = 0; i < num_rows; ++i, to += kColumns) round_row(sums[i], biases, to);
+      }
+    }
+    return in_rows(panels, columns);
+  }
+
+ private:
+  static constexpr int64_t kColumns = 2 * kTileRows, kStep = 2 * kTileSize;
+  static constexpr int64_t kStepsNear = 2, kStepsFar = 16, kLine = 64 / sizeof(Bf16);
+
+  static int64_t steps_of(int64_t in) { return (in + kTileInputs - 1) / kTileInputs; }
+
+  // `x` with whole steps of inputs.
+  static at::Tensor in_steps(const at::Tensor& x) {
+    const int64_t rows = x.size(0), in = x.size(1);
+    if (in % kTileInputs == 0) return x;
+    at::Tensor padded = at::zeros({rows, steps_of(in) * kTileInputs}, x.options());
+    padded.narrow(1, 0, in).copy_(x);
+    return padded;
+  }
+
+  // sums = x times a panel, for one tile or two of rows.
+  template <int RowTiles>
+  static void multiply_panel(
+      const Bf16* x, const Bf16* weights, int64_t num_steps, float (*sums)[kColumns]) {
+    const int64_t inputs = num_steps * kTileInputs;  // of a row of x
+    const int64_t stride = inputs * sizeof(Bf16);
+    TileProducts::add<RowTiles, 2, true>(
+        num_steps,
+        [&](int64_t step, int64_t i) {
+          return TilePlace{x + i * kTileRows * inputs + step * kTileInputs, stride};
+        },
+        [&](int64_t step, int64_t j) {
+          const Bf16* tiles = weights + step * kStep;
+          if (j == 0) read_ahead(tiles);
+          return TilePlace{tiles + j * kTileSize};
+        },
+        [&](int64_t i, int64_t j) { return sums[i * kTileRows] + j * kTileRows; },
+        kColumns * sizeof(float));
+  }
+
+  // Into the first cache from the second, and further ahead into that from memory, for the first has
+  // too few requests under way to keep memory busy. A line off: to touch a page's last line early
+  // makes the processor go on to the next one.
+  static void read_ahead(const Bf16* tiles) {
+#pragma GCC unroll 32
+    for (int64_t i = 0; i < kStep; i += kLine) {
+      _mm_prefetch(tiles + kStepsFar * kStep + kLine + i, _MM_HINT_T1);
+      _mm_prefetch(tiles + kStepsNear * kStep + i, _MM_HINT_T0);
+    }
+  }
+
+  // to = sums + biases
+  static void round_row(const float* sums, const float* biases, Bf16* to) {
+    const auto half = [&](int64_t first) {
+      return reinterpret_cast<__m512>(load_as<Vector>(sums + first) + load_as<Vector>(biases + first));
+    };
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(half(kTileRows), half(0));
+    std::memcpy(to, &rounded, sizeof rounded);
+  }
+
+  // The rows of all panels, [rows, columns]. They were written panel by panel, for rows that far apart
+  // take the processor's mind off the weights that it reads ahead.
+  static at::Tensor in_rows(const at::Tensor& panels, int64_t columns) {
+    const int64_t rows = panels.size(1);
+    at::Tensor y = at::empty({rows, columns}, panels.options());
+    const Bf16* from = data<Bf16>(panels);
+    Bf16* to = data<Bf16>(y);
+    for (int64_t row = 0; row < rows; ++row, to += columns)
+      for (int64_t first = 0; first < columns; first += kColumns) {
+        const Bf16* part = from + first * rows + row * kColumns;
+        if (columns - first >= kColumns)
+          std::copy_n(part, kColumns, to + first);  // of a size that the compiler knows
+        else
+          std::copy_n(part, columns - first, to + first);
+      }
+    return y;
+  }
+};
+
+}  // namespace promptq
+#endif
