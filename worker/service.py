@@ -243,18 +243,19 @@ class Worker:
         )
 
     def _room(self, depth: int) -> Room:
-        """What can be claimed: slots and KV that nothing held is counted with.
+        """What can be claimed: slots and KV that nothing held is counted with, shared prefixes once.
 
         Both are negative while urgent requests are held that will preempt; the more of them, the
         less there is to preempt for further ones.
         """
         capacity = self._limits.kv_tokens
+        saved = self.engine.stats.num_saved_blocks * self._limits.block_size
         if self.leases.has_suspect:
             return Room(max_count=0, token_budget=0, num_held=len(self.leases))
         wanted = self._limits.max_num_seqs + self._lookahead + depth - len(self.leases)
         return Room(
             max_count=wanted,
-            token_budget=capacity - self.leases.kv_need,
+            token_budget=capacity - self.leases.kv_need + saved,
             capacity=capacity,
             preemptible=self.leases.preemptible,
             num_held=len(self.leases) + self.engine.num_aborting,

@@ -476,12 +476,24 @@ async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
 ) -> None:
     served = served_model_free(num_blocks=64, step_seconds=0.005)  # 1,024 tokens
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
-        for _ in range(12):
-            await put(queue, prompt="x" * 200, max_tokens=200)
+        for n in range(12):
+            await put(queue, prompt=f"{n:02}" * 100, max_tokens=200)
         for _ in range(100):
             assert worker.leases.kv_need <= 1024
             await asyncio.sleep(0.005)
         assert 0 < len(worker.leases) <= 2 + 2, "200 of prompt and up to 200 of output each"
+
+
+async def test_counts_a_shared_prefix_once(redis_url: str, queue: AsyncRequestQueue) -> None:
+    served = served_model_free(num_blocks=64, step_seconds=0.05)  # 1,024 tokens
+    async with running_worker(redis_url, served, drain_seconds=0) as worker:
+        requests = [await put(queue, prompt="x" * 400, max_tokens=24) for _ in range(12)]
+        while worker.engine.stats.num_running < 8:  # of which 2 would fit with prefixes of their own
+            assert not worker.engine.stats.num_processed
+            await asyncio.sleep(0.005)
+        for request_id in requests:
+            assert (await finished(queue, request_id))["finish_reason"] == "length"
+        assert not worker.engine.stats.num_preemptions
 
 
 class FailingRunner(ModelFreeRunner):

@@ -107,11 +107,14 @@ class LLMEngine:
 
     @property
     def stats(self) -> EngineStats:
+        running = self._scheduler.running
+        num_used_blocks = self._block_manager.num_used
         return replace(
             self._totals,
-            num_running=len(self._scheduler.running),
+            num_running=len(running),
             num_waiting=len(self._scheduler.waiting),
-            num_used_blocks=self._block_manager.num_used,
+            num_used_blocks=num_used_blocks,
+            num_saved_blocks=sum(len(it.block_table) for it in running) - num_used_blocks,
             num_cached_blocks=self._block_manager.num_cached,
             num_preemptions=self._scheduler.num_preemptions,
             cached_tokens=self._scheduler.num_cached_tokens,

@@ -113,6 +113,8 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0
     """Blocks owned by a sequence; cached blocks without an owner are free to take."""
+    num_saved_blocks: int = 0
+    """So many more would be owned if sequences did not share their prefixes."""
     num_cached_blocks: int = 0
     """Blocks without an owner that still hold a reusable prefix."""
     num_steps: int = 0
