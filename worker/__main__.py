@@ -30,6 +30,8 @@ from worker.watchdog import watched
 
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
+_SWITCH_SECONDS = 0.0005
+"""The engine's thread gets the interpreter that soon after a step; by default it may wait 5 ms."""
 
 HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
 
@@ -51,6 +53,7 @@ time goes back to the queue with its progress. A second signal gives everything 
 async def serve(settings: Settings, redis_url: str) -> None:
     """Run a worker until SIGTERM or SIGINT."""
     Keys(settings.queue)  # a name that cannot work is told before a model is loaded
+    sys.setswitchinterval(_SWITCH_SECONDS)
     started = time.monotonic()
     stop, stop_now = asyncio.Event(), asyncio.Event()
 

@@ -243,9 +243,9 @@ class Worker:
         )
 
     def _room(self, depth: int) -> Room:
-        """What can be claimed: slots and KV that nothing held is counted with, shared prefixes once.
+        """What can be claimed: slots and KV that nothing held is counted with.
 
-        Both are negative while urgent requests are held that will preempt; the more of them, the
+        A prefix that sequences share is counted once. Both are negative while urgent requests are held that will preempt; the more of them, the
         less there is to preempt for further ones.
         """
         capacity = self._limits.kv_tokens

@@ -488,7 +488,7 @@ async def test_counts_a_shared_prefix_once(redis_url: str, queue: AsyncRequestQu
     served = served_model_free(num_blocks=64, step_seconds=0.05)  # 1,024 tokens
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
         requests = [await put(queue, prompt="x" * 400, max_tokens=24) for _ in range(12)]
-        while worker.engine.stats.num_running < 8:  # of which 2 would fit with prefixes of their own
+        while worker.engine.stats.num_running < 8:  # 2 would fit with prefixes of their own
             assert not worker.engine.stats.num_processed
             await asyncio.sleep(0.005)
         for request_id in requests:
