@@ -245,8 +245,8 @@ class Worker:
     def _room(self, depth: int) -> Room:
         """What can be claimed: slots and KV that nothing held is counted with.
 
-        A prefix that sequences share is counted once. Both are negative while urgent requests are held that will preempt; the more of them, the
-        less there is to preempt for further ones.
+        A prefix that sequences share is counted once. Both are negative while urgent requests are
+        held that will preempt; the more of them, the less there is to preempt for further ones.
         """
         capacity = self._limits.kv_tokens
         saved = self.engine.stats.num_saved_blocks * self._limits.block_size

@@ -36,7 +36,8 @@ class TileAttention {
     scratch.resize(std::max<size_t>(
         scratch.size(),
         num_scores + num_sums + (num_query_tiles + num_halves_ + num_spans_) * kFloats + kLine));
-    float* place = scratch.data() + kLine - reinterpret_cast<uintptr_t>(scratch.data()) / sizeof(float) % kLine;
+    const auto first = reinterpret_cast<uintptr_t>(scratch.data()) / sizeof(float);
+    float* place = scratch.data() + kLine - first % kLine;
     const auto take = [&](int64_t count) { return std::exchange(place, place + count); };
     scores_ = take(num_scores);
     sums_ = take(num_sums);
@@ -74,6 +75,7 @@ class TileAttention {
   static constexpr int64_t kHalf = kTileRows / 2;  // queries whose weights fill a tile
   static constexpr int64_t kSums = kTileRows * kTileRows;
   static constexpr int64_t kNear = 1, kFar = 4;  // tiles ahead
+  static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
 
   static int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 

@@ -39,16 +39,6 @@ inline void store_vector(float* place, const Vector& vector) {
   std::memcpy(place, &vector, sizeof vector);
 }
 
-// Each number rounded as store() does it.
-inline void store_vector(Bf16* place, const Vector& vector) {
-#ifdef __AVX512BF16__
-  const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(vector));
-  std::memcpy(place, &rounded, sizeof rounded);
-#else
-  for (int i = 0; i < kLanes; ++i) store(place[i], vector[i]);
-#endif
-}
-
 // A span of numbers in fp32, in the order of widen().
 struct Pair {
   Vector a, b;
@@ -90,6 +80,11 @@ const T* whole_span(const T* row, int64_t index, int64_t size, T* padded) {
 
 #ifdef __AVX512BF16__
 constexpr bool kMultipliesBf16 = true;  // two products a lane, summed in fp32
+
+inline void store_vector(Bf16* place, const Vector& vector) {
+  const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(vector));
+  std::memcpy(place, &rounded, sizeof rounded);
+}
 
 inline __m512bh bf16_of(const void* place) { return load_as<__m512bh>(place); }
 
