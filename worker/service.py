@@ -249,9 +249,9 @@ class Worker:
         held that will preempt; the more of them, the less there is to preempt for further ones.
         """
         capacity = self._limits.kv_tokens
-        saved = self.engine.stats.num_saved_blocks * self._limits.block_size
         if self.leases.has_suspect:
             return Room(max_count=0, token_budget=0, num_held=len(self.leases))
+        saved = self.engine.stats.num_saved_blocks * self._limits.block_size
         wanted = self._limits.max_num_seqs + self._lookahead + depth - len(self.leases)
         return Room(
             max_count=wanted,

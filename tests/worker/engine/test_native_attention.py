@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import pytest
 import torch
 
@@ -27,14 +25,6 @@ STEPS = {
     "whole prompts": [(9, 9), (75, 75), (1, 1), (17, 17)],
     "all at once": [(130, 1), (9, 1), (20, 20), (19, 6), (18, 17), (272, 40)],
 }
-
-
-@pytest.fixture
-def seed() -> int:
-    """Another one each time; that of a failure is printed."""
-    chosen = secrets.randbelow(1 << 31)
-    print(f"seed {chosen}")
-    return chosen
 
 
 def attend(

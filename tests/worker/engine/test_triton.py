@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -47,14 +46,6 @@ STEPS = {
     "later chunks": [(21, 5), (16, 8), (90, 6), (12, 3)],
     "all at once": [(130, 1), (9, 1), (20, 20), (19, 6), (18, 17), (72, 40)],
 }
-
-
-@pytest.fixture
-def seed() -> int:
-    """Another one each time; that of a failure is printed."""
-    chosen = secrets.randbelow(1 << 31)
-    print(f"seed {chosen}")
-    return chosen
 
 
 def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: int) -> None:

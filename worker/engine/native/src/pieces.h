@@ -78,7 +78,6 @@ struct Piece {
 };
 
 constexpr int64_t kPieceRows = 16;  // rows that attend together, at most
-constexpr int64_t kFewRows = 4;
 
 // A step's pieces, those that take longest first, none much longer than a thread's share.
 class Pieces {
@@ -133,6 +132,8 @@ class Pieces {
   }
 
  private:
+  static constexpr int64_t kFewRows = 4;  // whose heads stay together
+
   struct Part {
     int64_t sequence, row, num_rows, kv_head, num_kv_heads, cost = 0;
   };

@@ -7,6 +7,8 @@
 #pragma once
 
 #ifdef __AMX_BF16__
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -24,20 +26,20 @@ class TileAttention {
   // `scratch` is reused.
   TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
       : piece_(piece), begin_(piece.first() / kTileRows * kTileRows),
-        num_tiles_(tiles_of(piece.last() - begin_, kTileRows)),
-        num_spans_(tiles_of(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
-        width_(std::min(kTileRows, queries_each_)), num_groups_(tiles_of(queries_each_, kTileRows)),
-        num_halves_(tiles_of(queries_each_, kHalf)) {
+        num_tiles_(at::ceil_div(piece.last() - begin_, kTileRows)),
+        num_spans_(at::ceil_div(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
+        width_(std::min(kTileRows, queries_each_)), num_groups_(at::ceil_div(queries_each_, kTileRows)),
+        num_halves_(at::ceil_div(queries_each_, kHalf)) {
     const int64_t num_heads = piece.num_kv_heads;
     const int64_t num_scores = num_heads * queries_each_ * num_tiles_ * kTileRows;
     const int64_t num_sums = num_heads * num_halves_ * num_spans_ * kSums;
     const int64_t num_query_tiles = num_heads * num_groups_ * num_spans_;
-    constexpr int64_t kFloats = kTileSize / 2, kLine = 64 / sizeof(float);  // of a tile, of a line
+    constexpr int64_t kFloats = kTileSize / 2, kFloatsOfLine = kLine / 2;  // of a tile, of a line
     scratch.resize(std::max<size_t>(
         scratch.size(),
-        num_scores + num_sums + (num_query_tiles + num_halves_ + num_spans_) * kFloats + kLine));
+        num_scores + num_sums + (num_query_tiles + num_halves_ + num_spans_) * kFloats + kFloatsOfLine));
     const auto first = reinterpret_cast<uintptr_t>(scratch.data()) / sizeof(float);
-    float* place = scratch.data() + kLine - first % kLine;
+    float* place = scratch.data() + kFloatsOfLine - first % kFloatsOfLine;
     const auto take = [&](int64_t count) { return std::exchange(place, place + count); };
     scores_ = take(num_scores);
     sums_ = take(num_sums);
@@ -77,8 +79,6 @@ class TileAttention {
   static constexpr int64_t kNear = 1, kFar = 4;  // tiles ahead
   static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
 
-  static int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
   // Rows of K or V for kTileRows positions, and those that come a little and a little more later.
   struct CacheTile {
     TilePlace rows;
@@ -87,14 +87,9 @@ class TileAttention {
     TilePlace at(int64_t span) const {
       return {static_cast<const Bf16*>(rows.first) + span * kTileInputs, rows.stride};
     }
-    // A span's share of it: see TileWeight.
+    // A span's share of it.
     void read_ahead(int64_t span) const {
-#pragma GCC unroll 16
-      for (int64_t row = 0; row < kTileRows; ++row) {
-        const int64_t line = span * kTileRows + row;
-        _mm_prefetch(far + line * kTileInputs, _MM_HINT_T1);
-        _mm_prefetch(near + line * kTileInputs, _MM_HINT_T0);
-      }
+      promptq::read_ahead(near + span * kTileSize, far + span * kTileSize);
     }
   };
 

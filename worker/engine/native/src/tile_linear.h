@@ -6,6 +6,7 @@
 
 #ifdef __AMX_BF16__
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -24,7 +25,7 @@ class TileWeight {
   // products read them, zeros behind the last column and the last input.
   static at::Tensor pack(const at::Tensor& weight) {
     const int64_t columns = weight.size(0), in = weight.size(1);
-    const int64_t num_panels = (columns + kColumns - 1) / kColumns, num_steps = steps_of(in);
+    const int64_t num_panels = at::ceil_div(columns, kColumns), num_steps = at::ceil_div(in, kTileInputs);
     at::Tensor padded = at::zeros({num_panels * kColumns, num_steps * kTileInputs}, weight.options());
     padded.narrow(0, 0, columns).narrow(1, 0, in).copy_(weight);
     const at::Tensor panels =
@@ -43,12 +44,13 @@ class TileWeight {
     at::Tensor panels = at::empty({num_panels, rows, kColumns}, x.options());
     Bf16* to = data<Bf16>(panels);
     const Bf16 *inputs = data<Bf16>(whole), *all_weights = data<Bf16>(packed);
+    const Bf16* all_biases = bias ? data<Bf16>(*bias) : nullptr;
     TileProducts products;
     for (int64_t panel = 0, configured = 0; panel < num_panels; ++panel) {
       const Bf16* weights = all_weights + panel * num_steps * kStep;
       alignas(64) float biases[kColumns] = {};
-      for (int64_t i = 0; bias && i < std::min(kColumns, columns - panel * kColumns); ++i)
-        biases[i] = load(data<Bf16>(*bias)[panel * kColumns + i]);
+      for (int64_t i = panel * kColumns; bias && i < std::min(columns, (panel + 1) * kColumns); ++i)
+        biases[i % kColumns] = load(all_biases[i]);
       for (int64_t row = 0; row < rows; row += 2 * kTileRows) {
         const int64_t num_rows = std::min(2 * kTileRows, rows - row);
         if (num_rows != configured) {
@@ -69,15 +71,13 @@ class TileWeight {
 
  private:
   static constexpr int64_t kColumns = 2 * kTileRows, kStep = 2 * kTileSize;
-  static constexpr int64_t kStepsNear = 2, kStepsFar = 16, kLine = 64 / sizeof(Bf16);
-
-  static int64_t steps_of(int64_t in) { return (in + kTileInputs - 1) / kTileInputs; }
+  static constexpr int64_t kStepsNear = 2, kStepsFar = 16;
 
   // `x` with whole steps of inputs.
   static at::Tensor in_steps(const at::Tensor& x) {
     const int64_t rows = x.size(0), in = x.size(1);
     if (in % kTileInputs == 0) return x;
-    at::Tensor padded = at::zeros({rows, steps_of(in) * kTileInputs}, x.options());
+    at::Tensor padded = at::zeros({rows, at::ceil_div(in, kTileInputs) * kTileInputs}, x.options());
     padded.narrow(1, 0, in).copy_(x);
     return padded;
   }
@@ -95,22 +95,13 @@ class TileWeight {
         },
         [&](int64_t step, int64_t j) {
           const Bf16* tiles = weights + step * kStep;
-          if (j == 0) read_ahead(tiles);
+          // A line off: to touch a page's last line early makes the processor go on to the next one.
+          for (int64_t tile = 0; j == 0 && tile < kStep; tile += kTileSize)
+            read_ahead(tiles + kStepsNear * kStep + tile, tiles + kStepsFar * kStep + kLine + tile);
           return TilePlace{tiles + j * kTileSize};
         },
         [&](int64_t i, int64_t j) { return sums[i * kTileRows] + j * kTileRows; },
         kColumns * sizeof(float));
-  }
-
-  // Into the first cache from the second, and further ahead into that from memory, for the first has
-  // too few requests under way to keep memory busy. A line off: to touch a page's last line early
-  // makes the processor go on to the next one.
-  static void read_ahead(const Bf16* tiles) {
-#pragma GCC unroll 32
-    for (int64_t i = 0; i < kStep; i += kLine) {
-      _mm_prefetch(tiles + kStepsFar * kStep + kLine + i, _MM_HINT_T1);
-      _mm_prefetch(tiles + kStepsNear * kStep + i, _MM_HINT_T0);
-    }
   }
 
   // to = sums + biases

@@ -25,12 +25,23 @@ inline bool has_tiles() {
 constexpr int64_t kTileRows = 16;    // at most
 constexpr int64_t kTileInputs = 32;  // that are multiplied and summed at a time
 constexpr int64_t kTileSize = kTileRows * kTileInputs;
+constexpr int64_t kLine = 64 / sizeof(Bf16);  // numbers that the processor's caches take at a time
 
 // Where a tile's rows lie, `stride` bytes apart.
 struct TilePlace {
   const void* first;
   int64_t stride = kTileInputs * sizeof(Bf16);
 };
+
+// Brings a tile's numbers from `near` into the first cache, and from `far` into the second: the first
+// alone has too few requests under way to keep memory busy.
+inline void read_ahead(const Bf16* near, const Bf16* far) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kTileSize; i += kLine) {
+    _mm_prefetch(far + i, _MM_HINT_T1);
+    _mm_prefetch(near + i, _MM_HINT_T0);
+  }
+}
 
 // Products of up to two tiles of rows with up to two of columns: each tile is read once for two of
 // them, which keeps the processor busiest. Rows are [rows, kTileInputs], columns are
