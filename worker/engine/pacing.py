@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
+
 from worker.engine.sequence import Batch
 
 LONG_PROMPT = 512
@@ -15,16 +18,16 @@ PROMPTS_STRETCH = 5.0
 first need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
 """Of all prompts in a step at least."""
-_WEIGHT = 0.2
-"""Of the newest measurement in the averages."""
+_RECENT = 5
+"""Steps of each kind; their median is what one costs, as one that was delayed says nothing."""
 
 
 class Pacing:
     """Learns what decodes and prompt tokens cost here, and gives the chunk that keeps STRETCH."""
 
     def __init__(self) -> None:
-        self._decode_seconds: float | None = None  # of a step of decodes alone
-        self._token_seconds: float | None = None  # of one token of a prompt
+        self._decode_seconds = deque[float](maxlen=_RECENT)  # of a step of decodes alone
+        self._token_seconds = deque[float](maxlen=_RECENT)  # of one token of a prompt
 
     @property
     def chunk(self) -> int:
@@ -37,23 +40,18 @@ class Pacing:
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))
 
     def _tokens_within(self, stretch: float) -> int:
-        if self._decode_seconds is None or self._token_seconds is None:
+        if not self._decode_seconds or not self._token_seconds:
             return 0
-        return int((stretch - 1.0) * self._decode_seconds / self._token_seconds)
+        return int((stretch - 1.0) * median(self._decode_seconds) / median(self._token_seconds))
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
         num_decodes = sum(share.num_tokens == 1 for share in batch.scheduled)
         num_prompt_tokens = batch.num_tokens - num_decodes
         if num_prompt_tokens == 0:
-            self._decode_seconds = _averaged(self._decode_seconds, seconds)
+            self._decode_seconds.append(seconds)
         elif num_prompt_tokens >= MIN_CHUNK:
-            beside = (self._decode_seconds or 0.0) if num_decodes else 0.0
+            beside = median(self._decode_seconds) if num_decodes and self._decode_seconds else 0.0
             token_seconds = max(0.0, seconds - beside) / num_prompt_tokens
             # Never nothing: a lucky measurement must not allow chunks without bound.
-            token_seconds = max(token_seconds, seconds / num_prompt_tokens / 4)
-            self._token_seconds = _averaged(self._token_seconds, token_seconds)
-
-
-def _averaged(average: float | None, newest: float) -> float:
-    return newest if average is None else (1 - _WEIGHT) * average + _WEIGHT * newest
+            self._token_seconds.append(max(token_seconds, seconds / num_prompt_tokens / 4))
