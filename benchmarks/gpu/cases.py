@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -28,7 +29,8 @@ class Case:
     """A step of random sequences in a cache in which all else is not a number.
 
     `step` lists each sequence's context after the step and its rows in it: the decodes, in
-    descending order of context, then the chunks.
+    descending order of context, then the chunks. `shared` says of a sequence with which earlier one
+    it shares the whole blocks of so many positions.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Case:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        shared: Mapping[int, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -57,6 +60,9 @@ class Case:
         for index, (context, rows) in enumerate(step):
             tables[index, : counts[index]] = order[taken : taken + counts[index]]
             taken += counts[index]
+            if index in shared:
+                other, length = shared[index]
+                tables[index, : length // block_size] = tables[other, : length // block_size]
             owner += [index] * context
             position += range(context)
             is_new += [False] * (context - rows) + [True] * rows
@@ -70,6 +76,11 @@ class Case:
         self._is_new = torch.tensor(is_new, device=device)
         self._keys = random(num_tokens, shape.num_kv_heads, shape.key_size)
         self._values = random(num_tokens, shape.num_kv_heads, shape.value_size)
+        first = [sum(context for context, _ in step[:index]) for index in range(len(step))]
+        for index, (other, length) in shared.items():
+            whole = length // block_size * block_size
+            here, there = (slice(first[it], first[it] + whole) for it in (index, other))
+            self._keys[here], self._values[here] = self._keys[there], self._values[there]
         self.new_keys, self.new_values = self._keys[self._is_new], self._values[self._is_new]
         self.cache = LayerCache(
             *(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -25,6 +27,11 @@ STEPS = {
     "whole prompts": [(9, 9), (75, 75), (1, 1), (17, 17)],
     "all at once": [(130, 1), (9, 1), (20, 20), (19, 6), (18, 17), (272, 40)],
 }
+
+SHARING = [(420, 1), (401, 1), (400, 1), (399, 1), (398, 1), (397, 1), (396, 1)]
+SHARING += [(380, 1), (370, 1), (350, 1), (390, 20)]
+SHARED = {1: (0, 320), 2: (1, 320), 3: (0, 108), 5: (4, 384), 6: (5, 300), 8: (0, 40), 10: (0, 320)}
+"""Prefixes of decodes, long and short, of two kinds, one within another; and that of a chunk."""
 
 
 def attend(
@@ -80,11 +87,22 @@ def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_sequences_may_share_blocks(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
+    load_native()
+    for shape in SHAPES:
+        case = Case(SHARING, shape, dtype=dtype, device=CPU, seed=seed, shared=SHARED)
+        scoring = Scoring(0.3, pattern)
+        output = case.attend(attend, scoring)
+        assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], shape
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_rows_do_not_depend_on_each_other(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
     """To the last bit, for a row of a chunk becomes a decode when a sequence is taken up again."""
     load_native()
-    for shape in SHAPES:
-        case = Case(STEPS["all at once"], shape, dtype=dtype, device=CPU, seed=seed)
+    for shape, (step, shared) in product(SHAPES, [(STEPS["all at once"], {}), (SHARING, SHARED)]):
+        case = Case(step, shape, dtype=dtype, device=CPU, seed=seed, shared=shared)
         scoring, layout = Scoring(0.3, pattern), case.layout
         together = case.attend(attend, scoring)
         row = 0

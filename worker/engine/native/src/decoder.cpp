@@ -90,7 +90,8 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor attended = rows_of(num_rows, query_size), inner = rows_of(num_rows, inner_size_);
     at::Tensor last = rows_of(rows.size(0), size);
     at::Tensor logits = at::empty({rows.size(0), vocab_size_}, hidden.options());
-    const Pieces pieces(layout, layers_[0].cache.pattern, num_kv_heads_, at::get_num_threads());
+    const Pieces pieces(
+        layout, layers_[0].cache, num_heads_ / num_kv_heads_, at::get_num_threads());
     Team::run(at::get_num_threads(), [&](Team& team) {
       const c10::InferenceMode without_gradients;
       std::vector<float> scratch;
@@ -211,7 +212,7 @@ at::Tensor attend_packed(
   const LayerCache cache{keys, values, Pattern{static_cast<Visible>(visible), window}};
   const at::Tensor rows = query.flatten(1);
   at::Tensor out = at::empty_like(rows);
-  const Pieces pieces(layout, cache.pattern, keys.size(1), 1);
+  const Pieces pieces(layout, cache, query.size(1) / keys.size(1), 1);
   std::vector<float> scratch;
   for (int64_t index = 0; index < pieces.count(); ++index)
     if (query.scalar_type() == at::kBFloat16)

@@ -87,24 +87,28 @@ void in_groups(int64_t num_queries, const Work& work) {
 // the heads within a block, as they lie in memory: what the processor reads ahead comes next.
 template <typename T, typename Work>
 void over_blocks(
-    const Piece<T>& piece, const T* cache, int64_t begin, int64_t length, const Work& work) {
+    const Piece<T>& piece, const std::vector<Stretch>& stretches, const T* cache, int64_t begin,
+    const Work& work) {
   const T* rows[kLanes];
-  for (int64_t i = 0; i < length; i += kLanes) {
-    piece.find_rows(cache, begin + i, rows);
-    for (int64_t head = 0; head < piece.num_kv_heads; ++head)
-      in_groups(piece.queries_each(), [&](auto group, int64_t query) {
-        work(group, head * piece.queries_each() + query, i, rows, head * piece.head_stride);
-      });
-  }
+  for (const Stretch& stretch : stretches)
+    for (int64_t start = stretch.first / kLanes * kLanes; start < stretch.last; start += kLanes) {
+      piece.find_rows(stretch, cache, start, rows);
+      for (int64_t head = 0; head < piece.num_kv_heads; ++head)
+        in_groups(stretch.num_queries, [&](auto group, int64_t query) {
+          work(
+              group, head * piece.queries_each() + stretch.query + query, start - begin, rows,
+              head * piece.head_stride);
+        });
+    }
 }
 
 // `scratch` is reused.
 template <int NumSpans, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
+  const std::vector<Stretch> stretches = piece.stretches();
   const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
   const int64_t queries_each = piece.queries_each(), num_queries = queries_each * piece.num_kv_heads;
-  const int64_t begin = piece.first() / kLanes * kLanes;
-  const int64_t length = (piece.last() - begin + kLanes - 1) / kLanes * kLanes;
+  const int64_t begin = piece.first() / kLanes * kLanes, length = whole_vectors(piece.last() - begin);
   scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
   float* sums = scratch.data();                      // [num_queries, padded_size]
   float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
@@ -114,19 +118,19 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
     lay_out(
         piece.query + piece.offset_of(query / queries_each, query % queries_each), size,
         queries + query * padded_size);
-  over_blocks(piece, piece.keys, begin, length, [&](auto group, int64_t query, int64_t i,
-                                                  const T* const* rows, int64_t offset) {
+  over_blocks(piece, stretches, piece.keys, begin, [&](auto group, int64_t query, int64_t i,
+                                                       const T* const* rows, int64_t offset) {
     score<group(), NumSpans>(
         queries + query * padded_size, rows, offset, size, scores + query * length + i, length);
   });
   for (int64_t query = 0; query < num_queries; ++query) {
-    const int64_t position = piece.position + query % queries_each / piece.group;
+    const int64_t position = piece.position_of(query % queries_each);
     softmax<Factor<T>>(
-        scores + query * length, length, piece.pattern.first(position) - begin,
-        position + 1 - begin, piece.scale);
+        scores + query * length, whole_vectors(piece.last(query % queries_each) - begin),
+        piece.pattern.first(position) - begin, position + 1 - begin, piece.scale);
   }
-  over_blocks(piece, piece.values, begin, length, [&](auto group, int64_t query, int64_t i,
-                                                    const T* const* rows, int64_t offset) {
+  over_blocks(piece, stretches, piece.values, begin, [&](auto group, int64_t query, int64_t i,
+                                                         const T* const* rows, int64_t offset) {
     accumulate<group(), NumSpans>(
         reinterpret_cast<const Factor<T>*>(scores + query * length) + i, rows, offset, size,
         sums + query * padded_size, length * sizeof(float) / sizeof(Factor<T>));

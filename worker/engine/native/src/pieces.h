@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "elements.h"
@@ -38,76 +39,104 @@ struct Layout {
   at::Tensor write_blocks, write_offsets;  // [T]
 };
 
-// Some rows of one sequence and some neighbouring KV heads, which attend together.
+// A row of the step, and the blocks of its sequence.
+struct Row {
+  int64_t index, position;
+  const int64_t* blocks;
+};
+
+// Positions in the blocks of one sequence, and the queries of each KV head that read them there.
+struct Stretch {
+  int64_t first, last;
+  const int64_t* blocks;
+  int64_t query, num_queries;
+};
+
+// Some rows and some neighbouring KV heads, which attend together. The rows are neighbours in one
+// sequence, or one row each of sequences whose first `shared` positions lie in the same blocks.
 template <typename T>
 struct Piece {
-  const T* query;  // first row, first query head
+  const T* query;  // of the step's first row, the first query head
   T* out;          // likewise
   int64_t row_stride;
-  int64_t num_rows, position;  // of the first row
-  const T *keys, *values;      // of the first KV head in block 0
-  const int64_t* blocks;
+  const Row* rows;
+  int64_t num_rows, shared;
+  const T *keys, *values;  // of the first KV head in block 0
   int64_t block_stride, head_stride, block_size;
   int64_t num_kv_heads, group, size;
   Pattern pattern;
   float scale;
 
-  int64_t first() const { return pattern.first(position); }
-  int64_t last() const { return position + num_rows; }
   int64_t queries_each() const { return num_rows * group; }  // of a KV head
-  int64_t offset_of(int64_t head, int64_t query) const {     // in `query` and `out`
-    return query / group * row_stride + (head * group + query % group) * size;
+  int64_t position_of(int64_t query) const { return rows[query / group].position; }
+  int64_t offset_of(int64_t head, int64_t query) const {  // in `query` and `out`
+    return rows[query / group].index * row_stride + (head * group + query % group) * size;
   }
 
-  int64_t offset_in_cache(int64_t position) const {  // of a position's first KV head
-    return blocks[position / block_size] * block_stride + position % block_size * size;
+  int64_t first() const {
+    int64_t least = pattern.first(rows[0].position);
+    for (int64_t row = 1; row < num_rows; ++row)
+      least = std::min(least, pattern.first(rows[row].position));
+    return least;
+  }
+  int64_t last() const {
+    int64_t most = 0;
+    for (int64_t row = 0; row < num_rows; ++row) most = std::max(most, rows[row].position + 1);
+    return most;
+  }
+  // Behind the last position that is read for a query.
+  int64_t last(int64_t query) const { return shared > 0 ? position_of(query) + 1 : last(); }
+
+  // For each query by ascending position: what is shared, and what its sequence has for itself.
+  std::vector<Stretch> stretches() const {
+    std::vector<Stretch> found;
+    if (first() < shared) found.push_back({first(), shared, rows[0].blocks, 0, queries_each()});
+    for (int64_t row = 0, next; row < num_rows; row = next) {
+      const Row& here = rows[row];
+      for (next = row + 1; next < num_rows && rows[next].blocks == here.blocks;) ++next;
+      const int64_t first = std::max(shared, pattern.first(here.position));
+      found.push_back({first, rows[next - 1].position + 1, here.blocks, row * group, (next - row) * group});
+    }
+    return found;
   }
 
-  // The first KV head's rows of kLanes positions from `start` on; a position that no row of the
-  // piece sees is replaced by one that is seen.
-  void find_rows(const T* head, int64_t start, const T** rows) const {
-    const int64_t first_seen = first(), last_seen = last() - 1;
-    const int64_t place = std::clamp(start, first_seen, last_seen);
+  int64_t offset_in_cache(const Stretch& stretch, int64_t position) const {  // of its first KV head
+    return stretch.blocks[position / block_size] * block_stride + position % block_size * size;
+  }
+
+  // The first KV head's rows of kLanes positions from `start` on; a position that is not of the stretch
+  // is replaced by one that is.
+  void find_rows(const Stretch& stretch, const T* head, int64_t start, const T** found) const {
+    const int64_t last = stretch.last - 1, place = std::clamp(start, stretch.first, last);
     int64_t block = place / block_size, offset = place % block_size;
     for (int i = 0; i < kLanes; ++i) {
-      rows[i] = head + blocks[block] * block_stride + offset * size;
-      const bool is_seen = start + i >= first_seen && start + i < last_seen;
-      if (is_seen && ++offset == block_size) offset = 0, ++block;
+      found[i] = head + stretch.blocks[block] * block_stride + offset * size;
+      if (start + i >= stretch.first && start + i < last && ++offset == block_size) offset = 0, ++block;
     }
   }
 };
 
-constexpr int64_t kPieceRows = 16;  // rows that attend together, at most
-
 // A step's pieces, those that take longest first, none much longer than a thread's share.
 class Pieces {
  public:
-  Pieces(const Layout& layout, const Pattern& pattern, int64_t num_kv_heads, int64_t num_threads)
-      : layout_(layout), num_kv_heads_(num_kv_heads) {
+  // `cache` is any layer's; `group` query heads have a KV head.
+  Pieces(const Layout& layout, const LayerCache& cache, int64_t group, int64_t num_threads)
+      : num_kv_heads_(cache.key.size(1)), group_(group), block_size_(cache.key.size(2)) {
     const int64_t* starts = data<int64_t>(layout.query_starts);
-    std::vector<Part> whole;
-    int64_t total = 0;
-    for (int64_t sequence = 0; sequence < layout.context_lens.size(0); ++sequence)
-      for (int64_t row = starts[sequence]; row < starts[sequence + 1]; row += kPieceRows) {
-        Part part{sequence, row, std::min(kPieceRows, starts[sequence + 1] - row), 0, num_kv_heads};
-        const int64_t position = position_of(part);
-        part.cost = part.num_rows * (position + part.num_rows - pattern.first(position));
-        total += part.cost;
-        whole.push_back(part);
-      }
-    // Heads lie side by side in a block, so they stay together where that keeps nobody waiting.
-    const int64_t share = total / (4 * num_threads) + 1;
-    for (Part part : whole) {
-      // The scores of many rows are large, and stay nearer head by head.
-      const bool has_many = part.num_rows > kFewRows;
-      const int64_t pieces = has_many ? num_kv_heads : std::min(num_kv_heads, part.cost / share + 1);
-      part.num_kv_heads = (num_kv_heads + pieces - 1) / pieces;
-      part.cost /= pieces;
-      for (; part.kv_head < num_kv_heads; part.kv_head += part.num_kv_heads) parts_.push_back(part);
+    const int64_t* contexts = data<int64_t>(layout.context_lens);
+    std::vector<Row> lone;
+    for (int64_t sequence = 0; sequence < layout.context_lens.size(0); ++sequence) {
+      const int64_t count = starts[sequence + 1] - starts[sequence];
+      Row row{
+          starts[sequence], contexts[sequence] - count,
+          data<int64_t>(layout.block_tables) + sequence * layout.block_tables.size(1)};
+      if (count == 1 && group <= kSharingQueries)
+        lone.push_back(row);
+      else
+        for (int64_t i = 0; i < count; ++i, ++row.index, ++row.position) add(row, i % kPieceRows == 0);
     }
-    std::stable_sort(parts_.begin(), parts_.end(), [](const Part& one, const Part& other) {
-      return one.cost > other.cost;
-    });
+    add_sharing(lone, std::max<int64_t>(1, lone.size() * num_kv_heads_ / (4 * num_threads)));
+    split(cache.pattern, num_threads);
   }
 
   int64_t count() const { return static_cast<int64_t>(parts_.size()); }
@@ -118,33 +147,80 @@ class Pieces {
       int64_t index, const at::Tensor& query, const at::Tensor& out, const LayerCache& cache,
       float scale) const {
     const Part& part = parts_[index];
-    const int64_t stride = query.size(1), size = cache.key.size(3);
-    const int64_t group = stride / size / num_kv_heads_;
-    const int64_t offset = part.row * stride + part.kv_head * group * size;
+    const int64_t size = cache.key.size(3), offset = part.kv_head * group_ * size;
     const int64_t head_stride = cache.key.stride(1), in_block = part.kv_head * head_stride;
     return Piece<T>{
-        data<T>(query) + offset, data<T>(out) + offset, stride, part.num_rows, position_of(part),
-        data<T>(cache.key) + in_block, data<T>(cache.value) + in_block,
-        data<int64_t>(layout_.block_tables) + part.sequence * layout_.block_tables.size(1),
-        cache.key.stride(0), head_stride, cache.key.size(2),
-        std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group, size, cache.pattern,
-        scale};
+        data<T>(query) + offset, data<T>(out) + offset, query.size(1), &rows_[part.row], part.num_rows,
+        part.shared, data<T>(cache.key) + in_block, data<T>(cache.value) + in_block, cache.key.stride(0),
+        head_stride, block_size_, std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size,
+        cache.pattern, scale};
   }
 
  private:
-  static constexpr int64_t kFewRows = 4;  // whose heads stay together
+  static constexpr int64_t kPieceRows = 16;      // that attend together, at most
+  static constexpr int64_t kFewRows = 4;         // whose heads stay together
+  static constexpr int64_t kLeastShared = 64;    // positions
+  static constexpr int64_t kSharingQueries = 8;  // of a row that may share; see TileAttention
 
   struct Part {
-    int64_t sequence, row, num_rows, kv_head, num_kv_heads, cost = 0;
+    int64_t row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;
   };
 
-  int64_t position_of(const Part& part) const {
-    return data<int64_t>(layout_.context_lens)[part.sequence] -
-           (data<int64_t>(layout_.query_starts)[part.sequence + 1] - part.row);
+  void add(const Row& row, bool begins_part) {
+    if (begins_part) parts_.push_back(Part{static_cast<int64_t>(rows_.size())});
+    ++parts_.back().num_rows;
+    rows_.push_back(row);
   }
 
-  const Layout& layout_;
-  int64_t num_kv_heads_;
+  // One row each of sequences, at most so many in a part.
+  void add_sharing(std::vector<Row>& lone, int64_t most) {
+    const auto whole_blocks = [&](const Row& row) { return row.position / block_size_; };
+    std::sort(lone.begin(), lone.end(), [&](const Row& one, const Row& other) {
+      return std::lexicographical_compare(
+          one.blocks, one.blocks + whole_blocks(one), other.blocks, other.blocks + whole_blocks(other));
+    });
+    const Row* before = nullptr;  // those that share the most are side by side now
+    for (const Row& row : lone) {
+      int64_t shared = 0;
+      if (before != nullptr) {
+        const int64_t count = std::min(whole_blocks(row), whole_blocks(*before));
+        const auto differing = std::mismatch(row.blocks, row.blocks + count, before->blocks).first;
+        shared = (differing - row.blocks) * block_size_ / kLanes * kLanes;
+        if (parts_.back().num_rows > 1) shared = std::min(shared, parts_.back().shared);
+      }
+      // Not with those who share more than twice as much without it.
+      const bool joins = shared >= kLeastShared && 2 * shared >= parts_.back().shared &&
+                         parts_.back().num_rows < std::min(most, kPieceRows);
+      add(row, !joins);
+      if (joins) parts_.back().shared = shared;
+      before = &row;
+    }
+  }
+
+  // Heads lie side by side in a block, so they stay together where that keeps nobody waiting.
+  void split(const Pattern& pattern, int64_t num_threads) {
+    int64_t total = 0;
+    for (Part& part : parts_) {
+      for (int64_t row = part.row; row < part.row + part.num_rows; ++row)
+        part.cost += rows_[row].position + 1 - pattern.first(rows_[row].position);
+      total += part.cost;
+    }
+    const int64_t share = total / (4 * num_threads) + 1;
+    for (Part part : std::exchange(parts_, {})) {
+      // The scores of many rows are large, and stay nearer head by head.
+      const bool has_many = part.num_rows > kFewRows;
+      const int64_t pieces = has_many ? num_kv_heads_ : std::min(num_kv_heads_, part.cost / share + 1);
+      part.num_kv_heads = (num_kv_heads_ + pieces - 1) / pieces;
+      part.cost /= pieces;
+      for (; part.kv_head < num_kv_heads_; part.kv_head += part.num_kv_heads) parts_.push_back(part);
+    }
+    std::stable_sort(parts_.begin(), parts_.end(), [](const Part& one, const Part& other) {
+      return one.cost > other.cost;
+    });
+  }
+
+  int64_t num_kv_heads_, group_, block_size_;
+  std::vector<Row> rows_;
   std::vector<Part> parts_;
 };
 

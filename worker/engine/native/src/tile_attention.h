@@ -25,58 +25,68 @@ class TileAttention {
  public:
   // `scratch` is reused.
   TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
-      : piece_(piece), begin_(piece.first() / kTileRows * kTileRows),
-        num_tiles_(at::ceil_div(piece.last() - begin_, kTileRows)),
+      : piece_(piece), stretches_(piece.stretches()), begin_(whole_tile(piece.first())),
+        num_scores_(whole_vectors(piece.last() - begin_)),
         num_spans_(at::ceil_div(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
-        width_(std::min(kTileRows, queries_each_)), num_groups_(at::ceil_div(queries_each_, kTileRows)),
-        num_halves_(at::ceil_div(queries_each_, kHalf)) {
-    const int64_t num_heads = piece.num_kv_heads;
-    const int64_t num_scores = num_heads * queries_each_ * num_tiles_ * kTileRows;
-    const int64_t num_sums = num_heads * num_halves_ * num_spans_ * kSums;
-    const int64_t num_query_tiles = num_heads * num_groups_ * num_spans_;
+        num_columns_(queries_each_ <= kTileRows ? queries_each_ : whole_vectors(queries_each_)),
+        num_sums_(at::ceil_div(queries_each_, kHalf) * kTileRows) {
+    const int64_t num_heads = piece.num_kv_heads, num_queries = num_heads * queries_each_;
+    const int64_t most_halves = at::ceil_div(queries_each_, kHalf);
     constexpr int64_t kFloats = kTileSize / 2, kFloatsOfLine = kLine / 2;  // of a tile, of a line
+    const int64_t sums_size = num_heads * num_spans_ * num_sums_ * kTileRows;
+    const int64_t scores_size = num_queries * num_scores_;
+    const int64_t queries_size = num_heads * num_spans_ * num_columns_ * kTileRows;
     scratch.resize(std::max<size_t>(
         scratch.size(),
-        num_scores + num_sums + (num_query_tiles + num_halves_ + num_spans_) * kFloats + kFloatsOfLine));
+        sums_size + scores_size + queries_size + (most_halves + num_spans_) * kFloats + kFloatsOfLine));
     const auto first = reinterpret_cast<uintptr_t>(scratch.data()) / sizeof(float);
     float* place = scratch.data() + kFloatsOfLine - first % kFloatsOfLine;
     const auto take = [&](int64_t count) { return std::exchange(place, place + count); };
-    scores_ = take(num_scores);
-    sums_ = take(num_sums);
-    queries_ = reinterpret_cast<Bf16*>(take(num_query_tiles * kFloats));
-    weights_ = reinterpret_cast<Bf16*>(take(num_halves_ * kFloats));
+    sums_ = take(sums_size);
+    scores_ = take(scores_size);
+    weights_ = reinterpret_cast<Bf16*>(take(most_halves * kFloats));
     copy_ = reinterpret_cast<Bf16*>(take(num_spans_ * kFloats));
-    std::fill_n(sums_, num_sums, 0.0f);
-    for (int64_t tile = 0; tile < num_tiles_; ++tile)
-      offsets_.push_back(piece.offset_in_cache(std::max(piece.first(), begin_ + tile * kTileRows)));
+    queries_ = reinterpret_cast<Bf16*>(take(queries_size));
+    std::fill_n(sums_, sums_size, 0.0f);
+    for (const Stretch& stretch : stretches_)
+      for (int64_t start = whole_tile(stretch.first); start < stretch.last; start += kTileRows)
+        offsets_.push_back(piece.offset_in_cache(stretch, std::max(stretch.first, start)));
   }
 
   void run() {
     const int64_t num_heads = piece_.num_kv_heads;
     for (int64_t head = 0; head < num_heads; ++head) lay_out_queries(head);
     TileProducts products;
-    products.configure(kTileRows, kTileRows, width_);
-    for_tiles(piece_.keys, [&](int64_t tile, int64_t head, const CacheTile& keys) {
-      score(tile, head, keys);
-    });
-    for (int64_t query = 0; query < num_heads * queries_each_; ++query) {
-      const int64_t position = piece_.position + query % queries_each_ / piece_.group;
-      softmax<Bf16>(
-          scores_of(query), num_tiles_ * kTileRows, piece_.pattern.first(position) - begin_,
-          position + 1 - begin_, piece_.scale);
-    }
-    const int64_t num_rows = 2 * std::min(kHalf, queries_each_);
-    products.configure(num_rows, num_rows, kTileRows);
-    for_tiles(piece_.values, [&](int64_t tile, int64_t head, const CacheTile& values) {
-      accumulate(tile, head, values);
-    });
+    for_tiles(
+        piece_.keys,
+        [&](int64_t num_queries) {
+          products.configure(kTileRows, kTileRows, std::min(kTileRows, num_queries));
+        },
+        [&](const Stretch& stretch, int64_t start, int64_t head, const CacheTile& keys) {
+          score(stretch, start, head, keys);
+        });
+    for (int64_t head = 0; head < num_heads; ++head)
+      for (int64_t query = 0; query < queries_each_; ++query) {
+        const int64_t position = piece_.position_of(query);
+        softmax<Bf16>(
+            scores_of(head, query), whole_vectors(piece_.last(query) - begin_),
+            piece_.pattern.first(position) - begin_, position + 1 - begin_, piece_.scale);
+      }
+    for_tiles(
+        piece_.values,
+        [&](int64_t num_queries) {
+          const int64_t num_rows = 2 * std::min(kHalf, num_queries);
+          products.configure(num_rows, num_rows, kTileRows);
+        },
+        [&](const Stretch& stretch, int64_t start, int64_t head, const CacheTile& values) {
+          accumulate(stretch, start, head, values);
+        });
     for (int64_t head = 0; head < num_heads; ++head) store_sums(head);
   }
 
  private:
   static constexpr int64_t kHalf = kTileRows / 2;  // queries whose weights fill a tile
-  static constexpr int64_t kSums = kTileRows * kTileRows;
-  static constexpr int64_t kNear = 1, kFar = 4;  // tiles ahead
+  static constexpr int64_t kNear = 1, kFar = 4;    // tiles ahead
   static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
 
   // Rows of K or V for kTileRows positions, and those that come a little and a little more later.
@@ -93,32 +103,39 @@ class TileAttention {
     }
   };
 
-  // Call work(tile, head, rows) for all tiles of positions and all KV heads, as they lie in memory.
-  template <typename Work>
-  void for_tiles(const Bf16* cache, const Work& work) {
+  // Call configure(num_queries) for each stretch, and work(stretch, start, head, rows) for each tile of
+  // positions and each KV head, as they lie in memory.
+  template <typename Configure, typename Work>
+  void for_tiles(const Bf16* cache, const Configure& configure, const Work& work) {
     const int64_t num_heads = piece_.num_kv_heads, stride = piece_.head_stride;
+    const int64_t num_tiles = offsets_.size();
     const auto ahead = [&](int64_t tile, int64_t head) {
-      for (; head >= num_heads && tile + 1 < num_tiles_; ++tile) head -= num_heads;
+      for (; head >= num_heads && tile + 1 < num_tiles; ++tile) head -= num_heads;
       return cache + offsets_[tile] + std::min(head, num_heads - 1) * stride;
     };
-    for (int64_t tile = 0; tile < num_tiles_; ++tile) {
-      const int64_t start = begin_ + tile * kTileRows;
-      const bool is_whole = piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
-                            start >= piece_.first() && start + kTileRows <= piece_.last();
-      for (int64_t head = 0; head < num_heads; ++head) {
-        const TilePlace rows =
-            is_whole ? TilePlace{cache + offsets_[tile] + head * stride, bytes(piece_.size)}
-                     : copy_rows(cache + head * stride, start);
-        work(tile, head, CacheTile{rows, ahead(tile, head + kNear), ahead(tile, head + kFar)});
+    int64_t tile = 0;
+    for (const Stretch& stretch : stretches_) {
+      configure(stretch.num_queries);
+      for (int64_t start = whole_tile(stretch.first); start < stretch.last; start += kTileRows, ++tile) {
+        const bool is_whole = piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
+                              start >= stretch.first && start + kTileRows <= stretch.last;
+        for (int64_t head = 0; head < num_heads; ++head) {
+          const TilePlace rows =
+              is_whole ? TilePlace{cache + offsets_[tile] + head * stride, bytes(piece_.size)}
+                       : copy_rows(stretch, cache + head * stride, start);
+          work(
+              stretch, start, head,
+              CacheTile{rows, ahead(tile, head + kNear), ahead(tile, head + kFar)});
+        }
       }
     }
   }
 
   // What is not in one place, in whole spans, or not seen by any row, is copied: zero times what
   // nobody has written need not be zero.
-  TilePlace copy_rows(const Bf16* head, int64_t start) {
+  TilePlace copy_rows(const Stretch& stretch, const Bf16* head, int64_t start) {
     const Bf16* rows[kTileRows];
-    piece_.find_rows(head, start, rows);
+    piece_.find_rows(stretch, head, start, rows);
     const int64_t whole = num_spans_ * kTileInputs;
     for (int64_t row = 0; row < kTileRows; ++row) {
       std::copy_n(rows[row], piece_.size, copy_ + row * whole);
@@ -127,12 +144,11 @@ class TileAttention {
     return {copy_, bytes(whole)};
   }
 
-  // A head's queries as columns: for each group and span [pairs, width, 2].
+  // A head's queries as columns: for each span [pairs, num_columns, 2].
   void lay_out_queries(int64_t head) {
-    for (int64_t group = 0; group < num_groups_; ++group)
+    for (int64_t first = 0; first < num_columns_; first += kTileRows)
       for (int64_t span = 0; span < num_spans_; ++span) {
         Vector columns[kTileRows] = {};
-        const int64_t first = group * kTileRows;
         for (int64_t i = 0; i < std::min(kTileRows, queries_each_ - first); ++i) {
           const Bf16* query = piece_.query + piece_.offset_of(head, first + i);
           Bf16 padded[kTileInputs];
@@ -141,14 +157,14 @@ class TileAttention {
         transpose(columns);
         for (int64_t pair = 0; pair < kTileRows; ++pair)
           std::memcpy(
-              queries_at(head, group, span) + pair * 2 * width_, &columns[pair],
-              bytes(2 * width_));
+              queries_at(head, span, first) + pair * 2 * num_columns_, &columns[pair],
+              bytes(2 * std::min(kTileRows, num_columns_)));
       }
   }
 
-  void score(int64_t tile, int64_t head, const CacheTile& keys) {
-    for_pairs(num_groups_, [&](auto groups, int64_t group) {
-      alignas(64) float scores[groups()][kSums];
+  void score(const Stretch& stretch, int64_t start, int64_t head, const CacheTile& keys) {
+    for_pairs(at::ceil_div(stretch.num_queries, kTileRows), [&](auto groups, int64_t group) {
+      alignas(64) float scores[groups()][kTileRows * kTileRows];
       TileProducts::add<1, groups(), true>(
           num_spans_,
           [&](int64_t span, int64_t) {
@@ -156,7 +172,8 @@ class TileAttention {
             return keys.at(span);
           },
           [&](int64_t span, int64_t j) {
-            return TilePlace{queries_at(head, group + j, span), bytes(2 * width_)};
+            const Bf16* columns = queries_at(head, span, stretch.query + (group + j) * kTileRows);
+            return TilePlace{columns, bytes(2 * num_columns_)};
           },
           [&](int64_t, int64_t j) { return scores[j]; }, kTileRows * sizeof(float));
       for (int64_t j = 0; j < groups(); ++j) {
@@ -165,15 +182,16 @@ class TileAttention {
           rows[key] = load_as<Vector>(scores[j] + key * kTileRows);
         transpose(rows);
         const int64_t first = (group + j) * kTileRows;
-        for (int64_t i = 0; i < std::min(kTileRows, queries_each_ - first); ++i)
-          store_vector(scores_of(head * queries_each_ + first + i) + tile * kTileRows, rows[i]);
+        for (int64_t i = 0; i < std::min(kTileRows, stretch.num_queries - first); ++i)
+          store_vector(scores_of(head, stretch.query + first + i) + start - begin_, rows[i]);
       }
     });
   }
 
-  void accumulate(int64_t tile, int64_t head, const CacheTile& values) {
-    for (int64_t half = 0; half < num_halves_; ++half) lay_out_weights(tile, head, half);
-    for_pairs(num_halves_, [&](auto halves, int64_t half) {
+  void accumulate(const Stretch& stretch, int64_t start, int64_t head, const CacheTile& values) {
+    const int64_t num_halves = at::ceil_div(stretch.num_queries, kHalf);
+    for (int64_t half = 0; half < num_halves; ++half) lay_out_weights(stretch, start, head, half);
+    for_pairs(num_halves, [&](auto halves, int64_t half) {
       for_pairs(num_spans_, [&](auto spans, int64_t span) {
         TileProducts::add<halves(), spans(), false>(
             1, [&](int64_t, int64_t i) { return TilePlace{weights_ + (half + i) * kTileSize}; },
@@ -181,20 +199,22 @@ class TileAttention {
               if (half == 0) values.read_ahead(span + j);
               return values.at(span + j);
             },
-            [&](int64_t i, int64_t j) { return sums_at(head, half + i, span + j); },
+            [&](int64_t i, int64_t j) {
+              return sums_of(head, span + j, stretch.query + (half + i) * kHalf);
+            },
             kTileRows * sizeof(float));
       });
     });
   }
 
   // Two rows of weights for each query: before zeros, and behind them.
-  void lay_out_weights(int64_t tile, int64_t head, int64_t half) {
-    for (int64_t i = 0; i < std::min(kHalf, queries_each_); ++i) {
+  void lay_out_weights(const Stretch& stretch, int64_t start, int64_t head, int64_t half) {
+    for (int64_t i = 0; i < std::min(kHalf, stretch.num_queries); ++i) {
       const int64_t query = half * kHalf + i;
       __m512i before = _mm512_setzero_si512();
-      if (query < queries_each_) {
-        const auto* weights = reinterpret_cast<const Bf16*>(scores_of(head * queries_each_ + query));
-        before = _mm512_cvtepu16_epi32(load_as<__m256i>(weights + tile * kTileRows));
+      if (query < stretch.num_queries) {
+        const auto* weights = reinterpret_cast<const Bf16*>(scores_of(head, stretch.query + query));
+        before = _mm512_cvtepu16_epi32(load_as<__m256i>(weights + start - begin_));
       }
       Bf16* rows = weights_ + half * kTileSize + i * 2 * kTileInputs;
       _mm512_store_si512(rows, before);
@@ -205,8 +225,7 @@ class TileAttention {
   void store_sums(int64_t head) const {
     for (int64_t query = 0; query < queries_each_; ++query)
       for (int64_t span = 0; span < num_spans_; ++span) {
-        const float* even = sums_at(head, query / kHalf, span) + query % kHalf * 2 * kTileRows;
-        const float* odd = even + kTileRows;
+        const float *even = sums_of(head, span, query), *odd = even + kTileRows;
         Bf16* out = piece_.out + piece_.offset_of(head, query) + span * kTileInputs;
         for (int64_t d = 0; d < std::min(kTileInputs, piece_.size - span * kTileInputs); ++d)
           store(out[d], (d % 2 ? odd : even)[d / 2]);
@@ -222,23 +241,27 @@ class TileAttention {
   }
 
   static int64_t bytes(int64_t count) { return count * sizeof(Bf16); }
-  float* scores_of(int64_t query) const { return scores_ + query * num_tiles_ * kTileRows; }
-  float* sums_at(int64_t head, int64_t half, int64_t span) const {
-    return sums_ + ((head * num_halves_ + half) * num_spans_ + span) * kSums;
+  static int64_t whole_tile(int64_t position) { return position / kTileRows * kTileRows; }
+  float* scores_of(int64_t head, int64_t query) const {
+    return scores_ + (head * queries_each_ + query) * num_scores_;
   }
-  Bf16* queries_at(int64_t head, int64_t group, int64_t span) const {
-    return queries_ + ((head * num_groups_ + group) * num_spans_ + span) * kTileSize;
+  float* sums_of(int64_t head, int64_t span, int64_t query) const {
+    return sums_ + ((head * num_spans_ + span) * num_sums_ + 2 * query) * kTileRows;
+  }
+  Bf16* queries_at(int64_t head, int64_t span, int64_t query) const {
+    return queries_ + ((head * num_spans_ + span) * kTileRows * num_columns_ + query) * 2;
   }
 
   const Piece<Bf16>& piece_;
-  int64_t begin_, num_tiles_, num_spans_;  // first position, tiles of positions and of a head's size
-  int64_t queries_each_, width_, num_groups_, num_halves_;  // of a KV head, and of its tiles
+  const std::vector<Stretch> stretches_;
+  int64_t begin_, num_scores_, num_spans_;           // first position, then as below
+  int64_t queries_each_, num_columns_, num_sums_;    // of a KV head; the last two with what pads them
   std::vector<int64_t> offsets_;  // of tiles of positions, in the cache
-  float* scores_;   // [num_kv_heads * queries_each, num_tiles * kTileRows], and then the weights
-  float* sums_;     // [num_kv_heads, halves, spans] of tiles
-  Bf16* queries_;   // [num_kv_heads, groups, spans] of tiles
+  float* sums_;     // [num_kv_heads, spans, num_sums, kTileRows], two rows a query
+  float* scores_;   // [num_kv_heads * queries_each, num_scores], and then the weights
   Bf16* weights_;   // [halves] of tiles, at some positions
   Bf16* copy_;      // [kTileRows, spans * kTileInputs]
+  Bf16* queries_;   // [num_kv_heads, spans, pairs, num_columns, 2]
 };
 
 }  // namespace promptq
