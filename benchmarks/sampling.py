@@ -32,6 +32,8 @@ VOCAB_SIZE = 150_000
 BATCH = 64
 PROMPT = 235
 WARM_UP, STEPS = 3, 15
+MAX_TOKENS = 200
+"""More than the first get until the last one's prompt is computed, and the steps that count."""
 SEED = 1
 _LIMIT = 0.15
 _LIMITS = {"greedy": 0.05, "temperature": 0.05}
@@ -90,16 +92,19 @@ def measure(
 ) -> tuple[float, float]:
     """Median seconds in the sampler, and of the step."""
     params = SamplingParams.model_validate(case)
-    for prompt, index in zip(prompts, ids, strict=False):
-        engine.add(EngineRequest(index, prompt, params, seed=index, max_tokens=WARM_UP + STEPS + 5))
-    steps = []
+    added = list(itertools.islice(ids, len(prompts)))
+    for prompt, index in zip(prompts, added, strict=True):
+        engine.add(EngineRequest(index, prompt, params, seed=index, max_tokens=MAX_TOKENS))
+    steps: list[tuple[float, float]] = []
     with timed_sampling() as samplings:
-        while engine.has_work:
+        while engine.has_work and len(steps) < WARM_UP + STEPS:
             began = time.perf_counter()
             emitted = len(engine.step().outputs)
             if emitted == len(prompts):
                 steps.append((samplings[-1], time.perf_counter() - began))
-    counted = steps[WARM_UP : WARM_UP + STEPS]
+    for index in added:
+        engine.abort(index)
+    counted = steps[WARM_UP:]
     return statistics.median(s for s, _ in counted), statistics.median(s for _, s in counted)
 
 

@@ -160,7 +160,7 @@ class Pieces {
   static constexpr int64_t kPieceRows = 16;      // that attend together, at most
   static constexpr int64_t kFewRows = 4;         // whose heads stay together
   static constexpr int64_t kLeastShared = 64;    // positions
-  static constexpr int64_t kSharingQueries = 8;  // of a row that may share; see TileAttention
+  static constexpr int64_t kSharingQueries = 8;  // of a row that may share: TileAttention::kHalf
 
   struct Part {
     int64_t row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;
