@@ -2,7 +2,8 @@
 //
 // Neighbouring rows of a sequence attend together and read each K and V once. What is computed for
 // a row, and in which order, depends on its own query and context alone, not on the rows beside it:
-// the same bits come out for a decode, a drafted token and a row of a chunk.
+// the same bits come out for a decode, a drafted token and a row of a chunk. (Where K and V are finite:
+// what only the rows beside it see is weighted with zero.)
 #pragma once
 
 #include <algorithm>
@@ -96,7 +97,7 @@ void over_blocks(
       for (int64_t head = 0; head < piece.num_kv_heads; ++head)
         in_groups(stretch.num_queries, [&](auto group, int64_t query) {
           work(
-              group, head * piece.queries_each() + stretch.query + query, start - begin, rows,
+              group, head * piece.queries_each() + stretch.first_query + query, start - begin, rows,
               head * piece.head_stride);
         });
     }
@@ -108,7 +109,7 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();
   const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
   const int64_t queries_each = piece.queries_each(), num_queries = queries_each * piece.num_kv_heads;
-  const int64_t begin = piece.first() / kLanes * kLanes, length = whole_vectors(piece.last() - begin);
+  const int64_t begin = piece.begin(), length = piece.num_scores();
   scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
   float* sums = scratch.data();                      // [num_queries, padded_size]
   float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
@@ -123,12 +124,8 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
     score<group(), NumSpans>(
         queries + query * padded_size, rows, offset, size, scores + query * length + i, length);
   });
-  for (int64_t query = 0; query < num_queries; ++query) {
-    const int64_t position = piece.position_of(query % queries_each);
-    softmax<Factor<T>>(
-        scores + query * length, whole_vectors(piece.last(query % queries_each) - begin),
-        piece.pattern.first(position) - begin, position + 1 - begin, piece.scale);
-  }
+  for (int64_t query = 0; query < num_queries; ++query)
+    piece.template weigh<Factor<T>>(query % queries_each, begin, scores + query * length);
   over_blocks(piece, stretches, piece.values, begin, [&](auto group, int64_t query, int64_t i,
                                                          const T* const* rows, int64_t offset) {
     accumulate<group(), NumSpans>(

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 
 #include <algorithm>
 #include <utility>
@@ -49,11 +50,14 @@ struct Row {
 struct Stretch {
   int64_t first, last;
   const int64_t* blocks;
-  int64_t query, num_queries;
+  int64_t first_query, num_queries;
 };
 
+constexpr int64_t kSharingQueries = 8;  // of each KV head in a row that may share, at most
+
 // Some rows and some neighbouring KV heads, which attend together. The rows are neighbours in one
-// sequence, or one row each of sequences whose first `shared` positions lie in the same blocks.
+// sequence, or one row each of sequences whose first `shared` positions lie in the same blocks: a
+// multiple of kLanes, so that these stand in the same lanes for all, and no row's own position.
 template <typename T>
 struct Piece {
   const T* query;  // of the step's first row, the first query head
@@ -84,18 +88,33 @@ struct Piece {
     for (int64_t row = 0; row < num_rows; ++row) most = std::max(most, rows[row].position + 1);
     return most;
   }
-  // Behind the last position that is read for a query.
-  int64_t last(int64_t query) const { return shared > 0 ? position_of(query) + 1 : last(); }
+
+  // Scores of a query stand in whole vectors, the first of which holds first().
+  int64_t begin() const { return first() / kLanes * kLanes; }
+  int64_t num_scores() const { return at::round_up<int64_t>(last() - begin(), kLanes); }
+
+  // Turn a query's scores into weights, which are numbers of type W. `begin` is begin().
+  template <typename W>
+  void weigh(int64_t query, int64_t begin, float* scores) const {
+    const int64_t position = position_of(query);
+    // What is read for it goes on to the last row of its sequence.
+    const int64_t last = (shared > 0 ? position : rows[num_rows - 1].position) + 1;
+    softmax<W>(
+        scores, at::round_up<int64_t>(last - begin, kLanes), pattern.first(position) - begin,
+        position + 1 - begin, scale);
+  }
 
   // For each query by ascending position: what is shared, and what its sequence has for itself.
   std::vector<Stretch> stretches() const {
     std::vector<Stretch> found;
-    if (first() < shared) found.push_back({first(), shared, rows[0].blocks, 0, queries_each()});
+    const int64_t first = this->first();
+    if (first < shared) found.push_back({first, shared, rows[0].blocks, 0, queries_each()});
     for (int64_t row = 0, next; row < num_rows; row = next) {
       const Row& here = rows[row];
       for (next = row + 1; next < num_rows && rows[next].blocks == here.blocks;) ++next;
-      const int64_t first = std::max(shared, pattern.first(here.position));
-      found.push_back({first, rows[next - 1].position + 1, here.blocks, row * group, (next - row) * group});
+      found.push_back(
+          {std::max(shared, pattern.first(here.position)), rows[next - 1].position + 1, here.blocks,
+           row * group, (next - row) * group});
     }
     return found;
   }
@@ -150,20 +169,20 @@ class Pieces {
     const int64_t size = cache.key.size(3), offset = part.kv_head * group_ * size;
     const int64_t head_stride = cache.key.stride(1), in_block = part.kv_head * head_stride;
     return Piece<T>{
-        data<T>(query) + offset, data<T>(out) + offset, query.size(1), &rows_[part.row], part.num_rows,
+        data<T>(query) + offset, data<T>(out) + offset, query.size(1), &rows_[part.first_row], part.num_rows,
         part.shared, data<T>(cache.key) + in_block, data<T>(cache.value) + in_block, cache.key.stride(0),
         head_stride, block_size_, std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size,
         cache.pattern, scale};
   }
 
  private:
-  static constexpr int64_t kPieceRows = 16;      // that attend together, at most
-  static constexpr int64_t kFewRows = 4;         // whose heads stay together
-  static constexpr int64_t kLeastShared = 64;    // positions
-  static constexpr int64_t kSharingQueries = 8;  // of a row that may share: TileAttention::kHalf
+  static constexpr int64_t kPieceRows = 16;    // that attend together, at most
+  static constexpr int64_t kFewRows = 4;       // whose heads stay together
+  static constexpr int64_t kLeastShared = 64;  // positions; for fewer, it is faster to read them often
+  static constexpr int64_t kLeastShare = 4;    // likewise, one in so many of a row's
 
   struct Part {
-    int64_t row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;
+    int64_t first_row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;
   };
 
   void add(const Row& row, bool begins_part) {
@@ -174,22 +193,23 @@ class Pieces {
 
   // One row each of sequences, at most so many in a part.
   void add_sharing(std::vector<Row>& lone, int64_t most) {
-    const auto whole_blocks = [&](const Row& row) { return row.position / block_size_; };
+    const auto final_blocks = [&](const Row& row) { return row.position / block_size_; };  // not the last
     std::sort(lone.begin(), lone.end(), [&](const Row& one, const Row& other) {
       return std::lexicographical_compare(
-          one.blocks, one.blocks + whole_blocks(one), other.blocks, other.blocks + whole_blocks(other));
+          one.blocks, one.blocks + final_blocks(one), other.blocks, other.blocks + final_blocks(other));
     });
     const Row* before = nullptr;  // those that share the most are side by side now
     for (const Row& row : lone) {
-      int64_t shared = 0;
+      int64_t shared = 0, least = kLeastShared;
       if (before != nullptr) {
-        const int64_t count = std::min(whole_blocks(row), whole_blocks(*before));
+        const int64_t count = std::min(final_blocks(row), final_blocks(*before));
         const auto differing = std::mismatch(row.blocks, row.blocks + count, before->blocks).first;
         shared = (differing - row.blocks) * block_size_ / kLanes * kLanes;
         if (parts_.back().num_rows > 1) shared = std::min(shared, parts_.back().shared);
+        least = std::max(least, std::max(row.position, before->position) / kLeastShare);
       }
       // Not with those who share more than twice as much without it.
-      const bool joins = shared >= kLeastShared && 2 * shared >= parts_.back().shared &&
+      const bool joins = shared >= least && 2 * shared >= parts_.back().shared &&
                          parts_.back().num_rows < std::min(most, kPieceRows);
       add(row, !joins);
       if (joins) parts_.back().shared = shared;
@@ -201,7 +221,7 @@ class Pieces {
   void split(const Pattern& pattern, int64_t num_threads) {
     int64_t total = 0;
     for (Part& part : parts_) {
-      for (int64_t row = part.row; row < part.row + part.num_rows; ++row)
+      for (int64_t row = part.first_row; row < part.first_row + part.num_rows; ++row)
         part.cost += rows_[row].position + 1 - pattern.first(rows_[row].position);
       total += part.cost;
     }

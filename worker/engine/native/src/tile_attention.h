@@ -25,11 +25,11 @@ class TileAttention {
  public:
   // `scratch` is reused.
   TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
-      : piece_(piece), stretches_(piece.stretches()), begin_(whole_tile(piece.first())),
-        num_scores_(whole_vectors(piece.last() - begin_)),
+      : piece_(piece), stretches_(piece.stretches()), begin_(piece.begin()),
+        num_scores_(piece.num_scores()),
         num_spans_(at::ceil_div(piece.size, kTileInputs)), queries_each_(piece.queries_each()),
-        num_columns_(queries_each_ <= kTileRows ? queries_each_ : whole_vectors(queries_each_)),
-        num_sums_(at::ceil_div(queries_each_, kHalf) * kTileRows) {
+        num_columns_(queries_each_ <= kTileRows ? queries_each_ : at::round_up(queries_each_, kTileRows)),
+        num_sums_(2 * at::round_up(queries_each_, kHalf)) {
     const int64_t num_heads = piece.num_kv_heads, num_queries = num_heads * queries_each_;
     const int64_t most_halves = at::ceil_div(queries_each_, kHalf);
     constexpr int64_t kFloats = kTileSize / 2, kFloatsOfLine = kLine / 2;  // of a tile, of a line
@@ -49,9 +49,13 @@ class TileAttention {
     queries_ = reinterpret_cast<Bf16*>(take(queries_size));
     std::fill_n(sums_, sums_size, 0.0f);
     for (const Stretch& stretch : stretches_)
-      for (int64_t start = whole_tile(stretch.first); start < stretch.last; start += kTileRows)
-        offsets_.push_back(piece.offset_in_cache(stretch, std::max(stretch.first, start)));
+      for (int64_t start = stretch.first / kTileRows * kTileRows; start < stretch.last; start += kTileRows)
+        tiles_.push_back(
+            {stretch, start, piece.offset_in_cache(stretch, std::max(stretch.first, start))});
   }
+
+  TileAttention(const TileAttention&) = delete;  // tiles refer to stretches
+  TileAttention& operator=(const TileAttention&) = delete;
 
   void run() {
     const int64_t num_heads = piece_.num_kv_heads;
@@ -62,25 +66,17 @@ class TileAttention {
         [&](int64_t num_queries) {
           products.configure(kTileRows, kTileRows, std::min(kTileRows, num_queries));
         },
-        [&](const Stretch& stretch, int64_t start, int64_t head, const CacheTile& keys) {
-          score(stretch, start, head, keys);
-        });
+        [&](const Tile& tile, int64_t head, const CacheTile& keys) { score(tile, head, keys); });
     for (int64_t head = 0; head < num_heads; ++head)
-      for (int64_t query = 0; query < queries_each_; ++query) {
-        const int64_t position = piece_.position_of(query);
-        softmax<Bf16>(
-            scores_of(head, query), whole_vectors(piece_.last(query) - begin_),
-            piece_.pattern.first(position) - begin_, position + 1 - begin_, piece_.scale);
-      }
+      for (int64_t query = 0; query < queries_each_; ++query)
+        piece_.weigh<Bf16>(query, begin_, scores_of(head, query));
     for_tiles(
         piece_.values,
         [&](int64_t num_queries) {
           const int64_t num_rows = 2 * std::min(kHalf, num_queries);
           products.configure(num_rows, num_rows, kTileRows);
         },
-        [&](const Stretch& stretch, int64_t start, int64_t head, const CacheTile& values) {
-          accumulate(stretch, start, head, values);
-        });
+        [&](const Tile& tile, int64_t head, const CacheTile& values) { accumulate(tile, head, values); });
     for (int64_t head = 0; head < num_heads; ++head) store_sums(head);
   }
 
@@ -88,6 +84,13 @@ class TileAttention {
   static constexpr int64_t kHalf = kTileRows / 2;  // queries whose weights fill a tile
   static constexpr int64_t kNear = 1, kFar = 4;    // tiles ahead
   static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
+  static_assert(kSharingQueries <= kHalf, "a row's own positions need no more than one tile of weights");
+
+  // kTileRows positions of a stretch, from `start` on, and where those of the first head lie in the cache.
+  struct Tile {
+    const Stretch& stretch;
+    int64_t start, offset;
+  };
 
   // Rows of K or V for kTileRows positions, and those that come a little and a little more later.
   struct CacheTile {
@@ -99,43 +102,45 @@ class TileAttention {
     }
     // A span's share of it.
     void read_ahead(int64_t span) const {
-      promptq::read_ahead(near + span * kTileSize, far + span * kTileSize);
+#pragma GCC unroll 16
+      for (int64_t i = span * kTileSize; i < (span + 1) * kTileSize; i += kLine) {
+        promptq::read_ahead<Cache::kSecond>(far + i);
+        promptq::read_ahead<Cache::kFirst>(near + i);
+      }
     }
   };
 
-  // Call configure(num_queries) for each stretch, and work(stretch, start, head, rows) for each tile of
-  // positions and each KV head, as they lie in memory.
+  // Call work(tile, head, rows) for all tiles and all KV heads, as they lie in memory, and before those of
+  // each stretch configure(num_queries).
   template <typename Configure, typename Work>
   void for_tiles(const Bf16* cache, const Configure& configure, const Work& work) {
     const int64_t num_heads = piece_.num_kv_heads, stride = piece_.head_stride;
-    const int64_t num_tiles = offsets_.size();
-    const auto ahead = [&](int64_t tile, int64_t head) {
-      for (; head >= num_heads && tile + 1 < num_tiles; ++tile) head -= num_heads;
-      return cache + offsets_[tile] + std::min(head, num_heads - 1) * stride;
+    const int64_t num_tiles = tiles_.size();
+    const auto ahead = [&](int64_t index, int64_t head) {
+      for (; head >= num_heads && index + 1 < num_tiles; ++index) head -= num_heads;
+      return cache + tiles_[index].offset + std::min(head, num_heads - 1) * stride;
     };
-    int64_t tile = 0;
-    for (const Stretch& stretch : stretches_) {
-      configure(stretch.num_queries);
-      for (int64_t start = whole_tile(stretch.first); start < stretch.last; start += kTileRows, ++tile) {
-        const bool is_whole = piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
-                              start >= stretch.first && start + kTileRows <= stretch.last;
-        for (int64_t head = 0; head < num_heads; ++head) {
-          const TilePlace rows =
-              is_whole ? TilePlace{cache + offsets_[tile] + head * stride, bytes(piece_.size)}
-                       : copy_rows(stretch, cache + head * stride, start);
-          work(
-              stretch, start, head,
-              CacheTile{rows, ahead(tile, head + kNear), ahead(tile, head + kFar)});
-        }
+    const Stretch* configured = nullptr;
+    for (int64_t index = 0; index < num_tiles; ++index) {
+      const Tile& tile = tiles_[index];
+      const Stretch& stretch = tile.stretch;
+      if (std::exchange(configured, &stretch) != &stretch) configure(stretch.num_queries);
+      const bool is_whole = piece_.size % kTileInputs == 0 && piece_.block_size % kTileRows == 0 &&
+                            tile.start >= stretch.first && tile.start + kTileRows <= stretch.last;
+      for (int64_t head = 0; head < num_heads; ++head) {
+        const TilePlace rows =
+            is_whole ? TilePlace{cache + tile.offset + head * stride, bytes(piece_.size)}
+                     : copy_rows(tile, cache + head * stride);
+        work(tile, head, CacheTile{rows, ahead(index, head + kNear), ahead(index, head + kFar)});
       }
     }
   }
 
   // What is not in one place, in whole spans, or not seen by any row, is copied: zero times what
   // nobody has written need not be zero.
-  TilePlace copy_rows(const Stretch& stretch, const Bf16* head, int64_t start) {
+  TilePlace copy_rows(const Tile& tile, const Bf16* head) {
     const Bf16* rows[kTileRows];
-    piece_.find_rows(stretch, head, start, rows);
+    piece_.find_rows(tile.stretch, head, tile.start, rows);
     const int64_t whole = num_spans_ * kTileInputs;
     for (int64_t row = 0; row < kTileRows; ++row) {
       std::copy_n(rows[row], piece_.size, copy_ + row * whole);
@@ -162,7 +167,8 @@ class TileAttention {
       }
   }
 
-  void score(const Stretch& stretch, int64_t start, int64_t head, const CacheTile& keys) {
+  void score(const Tile& tile, int64_t head, const CacheTile& keys) {
+    const Stretch& stretch = tile.stretch;
     for_pairs(at::ceil_div(stretch.num_queries, kTileRows), [&](auto groups, int64_t group) {
       alignas(64) float scores[groups()][kTileRows * kTileRows];
       TileProducts::add<1, groups(), true>(
@@ -172,7 +178,7 @@ class TileAttention {
             return keys.at(span);
           },
           [&](int64_t span, int64_t j) {
-            const Bf16* columns = queries_at(head, span, stretch.query + (group + j) * kTileRows);
+            const Bf16* columns = queries_at(head, span, stretch.first_query + (group + j) * kTileRows);
             return TilePlace{columns, bytes(2 * num_columns_)};
           },
           [&](int64_t, int64_t j) { return scores[j]; }, kTileRows * sizeof(float));
@@ -183,14 +189,15 @@ class TileAttention {
         transpose(rows);
         const int64_t first = (group + j) * kTileRows;
         for (int64_t i = 0; i < std::min(kTileRows, stretch.num_queries - first); ++i)
-          store_vector(scores_of(head, stretch.query + first + i) + start - begin_, rows[i]);
+          store_vector(scores_of(head, stretch.first_query + first + i) + tile.start - begin_, rows[i]);
       }
     });
   }
 
-  void accumulate(const Stretch& stretch, int64_t start, int64_t head, const CacheTile& values) {
+  void accumulate(const Tile& tile, int64_t head, const CacheTile& values) {
+    const Stretch& stretch = tile.stretch;
     const int64_t num_halves = at::ceil_div(stretch.num_queries, kHalf);
-    for (int64_t half = 0; half < num_halves; ++half) lay_out_weights(stretch, start, head, half);
+    for (int64_t half = 0; half < num_halves; ++half) lay_out_weights(tile, head, half);
     for_pairs(num_halves, [&](auto halves, int64_t half) {
       for_pairs(num_spans_, [&](auto spans, int64_t span) {
         TileProducts::add<halves(), spans(), false>(
@@ -200,7 +207,7 @@ class TileAttention {
               return values.at(span + j);
             },
             [&](int64_t i, int64_t j) {
-              return sums_of(head, span + j, stretch.query + (half + i) * kHalf);
+              return sums_of(head, span + j, stretch.first_query + (half + i) * kHalf);
             },
             kTileRows * sizeof(float));
       });
@@ -208,13 +215,14 @@ class TileAttention {
   }
 
   // Two rows of weights for each query: before zeros, and behind them.
-  void lay_out_weights(const Stretch& stretch, int64_t start, int64_t head, int64_t half) {
+  void lay_out_weights(const Tile& tile, int64_t head, int64_t half) {
+    const Stretch& stretch = tile.stretch;
     for (int64_t i = 0; i < std::min(kHalf, stretch.num_queries); ++i) {
       const int64_t query = half * kHalf + i;
       __m512i before = _mm512_setzero_si512();
       if (query < stretch.num_queries) {
-        const auto* weights = reinterpret_cast<const Bf16*>(scores_of(head, stretch.query + query));
-        before = _mm512_cvtepu16_epi32(load_as<__m256i>(weights + start - begin_));
+        const auto* weights = reinterpret_cast<const Bf16*>(scores_of(head, stretch.first_query + query));
+        before = _mm512_cvtepu16_epi32(load_as<__m256i>(weights + tile.start - begin_));
       }
       Bf16* rows = weights_ + half * kTileSize + i * 2 * kTileInputs;
       _mm512_store_si512(rows, before);
@@ -241,7 +249,6 @@ class TileAttention {
   }
 
   static int64_t bytes(int64_t count) { return count * sizeof(Bf16); }
-  static int64_t whole_tile(int64_t position) { return position / kTileRows * kTileRows; }
   float* scores_of(int64_t head, int64_t query) const {
     return scores_ + (head * queries_each_ + query) * num_scores_;
   }
@@ -254,14 +261,14 @@ class TileAttention {
 
   const Piece<Bf16>& piece_;
   const std::vector<Stretch> stretches_;
-  int64_t begin_, num_scores_, num_spans_;           // first position, then as below
-  int64_t queries_each_, num_columns_, num_sums_;    // of a KV head; the last two with what pads them
-  std::vector<int64_t> offsets_;  // of tiles of positions, in the cache
-  float* sums_;     // [num_kv_heads, spans, num_sums, kTileRows], two rows a query
-  float* scores_;   // [num_kv_heads * queries_each, num_scores], and then the weights
-  Bf16* weights_;   // [halves] of tiles, at some positions
-  Bf16* copy_;      // [kTileRows, spans * kTileInputs]
-  Bf16* queries_;   // [num_kv_heads, spans, pairs, num_columns, 2]
+  int64_t begin_, num_scores_, num_spans_;         // the piece's, and spans of a head's size
+  int64_t queries_each_, num_columns_, num_sums_;  // of a KV head; the last two with what pads them
+  std::vector<Tile> tiles_;
+  float* sums_;    // [num_kv_heads, spans, num_sums, kTileRows], two rows a query
+  float* scores_;  // [num_kv_heads * queries_each, num_scores], and then the weights
+  Bf16* weights_;  // [halves] of tiles, at some positions
+  Bf16* copy_;     // [kTileRows, spans * kTileInputs]
+  Bf16* queries_;  // [num_kv_heads, spans, pairs, num_columns, 2]
 };
 
 }  // namespace promptq

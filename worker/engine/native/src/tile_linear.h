@@ -40,6 +40,7 @@ class TileWeight {
       const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
       int64_t columns) {
     const int64_t rows = x.size(0), num_panels = packed.size(0), num_steps = packed.size(1);
+    const int64_t num_blocks = at::ceil_div(rows, 2 * kTileRows);
     const at::Tensor whole = in_steps(x);
     at::Tensor panels = at::empty({num_panels, rows, kColumns}, x.options());
     Bf16* to = data<Bf16>(panels);
@@ -48,21 +49,31 @@ class TileWeight {
     TileProducts products;
     for (int64_t panel = 0, configured = 0; panel < num_panels; ++panel) {
       const Bf16* weights = all_weights + panel * num_steps * kStep;
+      const Bf16* next = panel + 1 < num_panels ? weights + num_steps * kStep : weights;
       alignas(64) float biases[kColumns] = {};
       for (int64_t i = panel * kColumns; bias && i < std::min(columns, (panel + 1) * kColumns); ++i)
         biases[i % kColumns] = load(all_biases[i]);
-      for (int64_t row = 0; row < rows; row += 2 * kTileRows) {
-        const int64_t num_rows = std::min(2 * kTileRows, rows - row);
+      for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t row = block * 2 * kTileRows, num_rows = std::min(2 * kTileRows, rows - row);
         if (num_rows != configured) {
           products.configure(std::min(kTileRows, num_rows), num_rows - kTileRows, kTileRows);
           configured = num_rows;
         }
         const Bf16* from = inputs + row * num_steps * kTileInputs;
+        // Each block of rows reads its share of what comes next: all at once would keep products waiting.
+        const int64_t first = block * kStepLines / num_blocks, last = (block + 1) * kStepLines / num_blocks;
+        const auto ahead = [&](int64_t step) {
+          for (int64_t line = first; line < last; ++line) {
+            // A line off: to touch a page's last line early makes the processor go on to the next one.
+            read_ahead<Cache::kSecond>(next + step * kStep + (line + 1) * kLine);
+            read_ahead<Cache::kFirst>(weights + (step + kStepsNear) * kStep + line * kLine);
+          }
+        };
         alignas(64) float sums[2 * kTileRows][kColumns];
         if (num_rows > kTileRows)
-          multiply_panel<2>(from, weights, num_steps, sums);
+          multiply_panel<2>(from, weights, num_steps, ahead, sums);
         else
-          multiply_panel<1>(from, weights, num_steps, sums);
+          multiply_panel<1>(from, weights, num_steps, ahead, sums);
         for (int64_t i = 0; i < num_rows; ++i, to += kColumns) round_row(sums[i], biases, to);
       }
     }
@@ -71,21 +82,22 @@ class TileWeight {
 
  private:
   static constexpr int64_t kColumns = 2 * kTileRows, kStep = 2 * kTileSize;
-  static constexpr int64_t kStepsNear = 2, kStepsFar = 16;
+  static constexpr int64_t kStepLines = kStep / kLine, kStepsNear = 2;
 
   // `x` with whole steps of inputs.
   static at::Tensor in_steps(const at::Tensor& x) {
     const int64_t rows = x.size(0), in = x.size(1);
     if (in % kTileInputs == 0) return x;
-    at::Tensor padded = at::zeros({rows, at::ceil_div(in, kTileInputs) * kTileInputs}, x.options());
+    at::Tensor padded = at::zeros({rows, at::round_up(in, kTileInputs)}, x.options());
     padded.narrow(1, 0, in).copy_(x);
     return padded;
   }
 
-  // sums = x times a panel, for one tile or two of rows.
-  template <int RowTiles>
+  // sums = x times a panel, for one tile or two of rows; ahead(step) is called in each step.
+  template <int RowTiles, typename Ahead>
   static void multiply_panel(
-      const Bf16* x, const Bf16* weights, int64_t num_steps, float (*sums)[kColumns]) {
+      const Bf16* x, const Bf16* weights, int64_t num_steps, const Ahead& ahead,
+      float (*sums)[kColumns]) {
     const int64_t inputs = num_steps * kTileInputs;  // of a row of x
     const int64_t stride = inputs * sizeof(Bf16);
     TileProducts::add<RowTiles, 2, true>(
@@ -94,11 +106,8 @@ class TileWeight {
           return TilePlace{x + i * kTileRows * inputs + step * kTileInputs, stride};
         },
         [&](int64_t step, int64_t j) {
-          const Bf16* tiles = weights + step * kStep;
-          // A line off: to touch a page's last line early makes the processor go on to the next one.
-          for (int64_t tile = 0; j == 0 && tile < kStep; tile += kTileSize)
-            read_ahead(tiles + kStepsNear * kStep + tile, tiles + kStepsFar * kStep + kLine + tile);
-          return TilePlace{tiles + j * kTileSize};
+          if (j == 0) ahead(step);
+          return TilePlace{weights + step * kStep + j * kTileSize};
         },
         [&](int64_t i, int64_t j) { return sums[i * kTileRows] + j * kTileRows; },
         kColumns * sizeof(float));

@@ -33,14 +33,16 @@ struct TilePlace {
   int64_t stride = kTileInputs * sizeof(Bf16);
 };
 
-// Brings a tile's numbers from `near` into the first cache, and from `far` into the second: the first
-// alone has too few requests under way to keep memory busy.
-inline void read_ahead(const Bf16* near, const Bf16* far) {
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < kTileSize; i += kLine) {
-    _mm_prefetch(far + i, _MM_HINT_T1);
-    _mm_prefetch(near + i, _MM_HINT_T0);
-  }
+enum class Cache { kFirst, kSecond };
+
+// Starts to bring a line of numbers into a cache. The first alone has too few requests under way to keep
+// memory busy. (No intrinsic: compilers leave out calls of functions that do nothing but this.)
+template <Cache Into>
+[[gnu::always_inline]] inline void read_ahead(const Bf16* line) {
+  if constexpr (Into == Cache::kFirst)
+    asm volatile("prefetcht0 %0" : : "m"(*line));
+  else
+    asm volatile("prefetcht1 %0" : : "m"(*line));
 }
 
 // Products of up to two tiles of rows with up to two of columns: each tile is read once for two of

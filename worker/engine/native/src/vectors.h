@@ -26,8 +26,6 @@ typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
 constexpr int64_t kSpan = 2 * kLanes;  // numbers of a head that are read at a time
 
-inline int64_t whole_vectors(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
-
 inline int64_t spans_of(int64_t size) { return (size + kSpan - 1) / kSpan; }
 
 template <typename V, typename T>
