@@ -103,10 +103,8 @@ class TileAttention {
     // A span's share of it.
     void read_ahead(int64_t span) const {
 #pragma GCC unroll 16
-      for (int64_t i = span * kTileSize; i < (span + 1) * kTileSize; i += kLine) {
-        promptq::read_ahead<Cache::kSecond>(far + i);
-        promptq::read_ahead<Cache::kFirst>(near + i);
-      }
+      for (int64_t i = span * kTileSize; i < (span + 1) * kTileSize; i += kLine)
+        promptq::read_ahead(near + i, far + i);
     }
   };
 

@@ -63,11 +63,10 @@ class TileWeight {
         // Each block of rows reads its share of what comes next: all at once would keep products waiting.
         const int64_t first = block * kStepLines / num_blocks, last = (block + 1) * kStepLines / num_blocks;
         const auto ahead = [&](int64_t step) {
-          for (int64_t line = first; line < last; ++line) {
-            // A line off: to touch a page's last line early makes the processor go on to the next one.
-            read_ahead<Cache::kSecond>(next + step * kStep + (line + 1) * kLine);
-            read_ahead<Cache::kFirst>(weights + (step + kStepsNear) * kStep + line * kLine);
-          }
+          // A line off: to touch a page's last line early makes the processor go on to the next one.
+          for (int64_t i = first; i < last; ++i)
+            read_ahead(
+                weights + (step + kStepsNear) * kStep + i * kLine, next + step * kStep + (i + 1) * kLine);
         };
         alignas(64) float sums[2 * kTileRows][kColumns];
         if (num_rows > kTileRows)

@@ -33,16 +33,11 @@ struct TilePlace {
   int64_t stride = kTileInputs * sizeof(Bf16);
 };
 
-enum class Cache { kFirst, kSecond };
-
-// Starts to bring a line of numbers into a cache. The first alone has too few requests under way to keep
-// memory busy. (No intrinsic: compilers leave out calls of functions that do nothing but this.)
-template <Cache Into>
-[[gnu::always_inline]] inline void read_ahead(const Bf16* line) {
-  if constexpr (Into == Cache::kFirst)
-    asm volatile("prefetcht0 %0" : : "m"(*line));
-  else
-    asm volatile("prefetcht1 %0" : : "m"(*line));
+// Starts to bring the line at `near` into the first cache, and that at `far` into the second: the first
+// alone has too few requests under way to keep memory busy. (No intrinsics: compilers leave out calls of
+// functions that do nothing but this.)
+inline void read_ahead(const Bf16* near, const Bf16* far) {
+  asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*near), "m"(*far));
 }
 
 // Products of up to two tiles of rows with up to two of columns: each tile is read once for two of
