@@ -95,6 +95,12 @@ class Settings(BaseSettings):
     prefetch_depth: int | None = Field(
         None, ge=0, description="requests prepared beyond free slots; default: about 100 ms of work"
     )
+    max_events_per_second: float | None = Field(
+        None,
+        gt=0,
+        description="tokens that come faster are sent some at a time, each stream's as one event,"
+        " at most 100 ms late; default: 500 for each core",
+    )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(
         3,

@@ -9,7 +9,7 @@ from shared import metrics
 from shared.metrics import Histogram
 from shared.observing import Contribution
 from shared.schemas import FinishReason
-from worker.engine.interface import SequenceOutput, StepOutput
+from worker.engine.interface import StepOutput
 from worker.held import HeldRequest
 
 _MAX_TIMES = 2048
@@ -42,7 +42,7 @@ class Meter:
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
 
-    def note_output(self, held: HeldRequest, output: SequenceOutput, at: float) -> None:
+    def note_output(self, held: HeldRequest, at: float) -> None:
         """Tokens of a request that a step gave at `at`, `time.monotonic()` in seconds."""
         last = held.last_token_at
         if last is None:

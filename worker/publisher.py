@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -13,6 +14,7 @@ from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import FinishReason
 from shared.script_values import Row, RowStatus
+from worker.coalescing import Coalescer, default_rate
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
@@ -41,6 +43,7 @@ class Publisher:
         retry_seconds: float = 0.0,
         meter: Meter | None = None,
         token_text: Callable[[int], str] | None = None,
+        coalescer: Coalescer | None = None,
         on_left: Callable[[HeldRequest, str], None] = lambda held, outcome: None,
     ) -> None:
         self._queue = queue
@@ -51,6 +54,7 @@ class Publisher:
         self._retry_seconds = retry_seconds
         self._meter = meter or Meter()
         self._token_text = token_text
+        self._coalescer = coalescer or Coalescer(default_rate())
         self._on_left = on_left
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
@@ -65,8 +69,7 @@ class Publisher:
     async def run(self) -> None:
         """Until cancelled, or until the engine fails, whose exception it raises."""
         while True:
-            steps = await self._engine.fetch()
-            rows = [row for step in steps for row in self._rows(step)]
+            rows = self._rows(await self._fetch())
             self._on_progress()  # slots are free before the round trip, not after
             if rows:
                 await self.send(rows)
@@ -74,6 +77,14 @@ class Publisher:
             if self._without_memory:
                 await self._give_back()
                 self._on_progress()
+
+    async def _fetch(self) -> list[StepOutput]:
+        """The steps since the last call; none if what waits of earlier ones is due before."""
+        try:
+            async with asyncio.timeout(self._coalescer.seconds_left):
+                return await self._engine.fetch()
+        except TimeoutError:
+            return []
 
     async def send(self, rows: Sequence[Row]) -> None:
         """Publish rows and let go of the requests that they end or that were lost.
@@ -211,17 +222,31 @@ class Publisher:
             self.abort(held)
         self._leases.drop(held)
 
-    def _rows(self, step: StepOutput) -> list[Row]:
-        rows = [self._row_or_failure(output, step.ended_at) for output in step.outputs]
-        self._meter.note_step(step)
+    def _rows(self, steps: Iterable[StepOutput]) -> list[Row]:
+        outputs = [output for step in steps for output in self._outputs(step)]
+        outputs += self._coalescer.take_due()
+        rows = map(self._row_or_failure, outputs)
         return [row for row in rows if row is not None]
 
-    def _row_or_failure(self, output: SequenceOutput, at: float) -> Row | None:
+    def _outputs(self, step: StepOutput) -> Iterator[SequenceOutput]:
+        """What is to be sent as soon as the step has come."""
+        for output in step.outputs:
+            held = self._leases.by_sequence(output.sequence_id)
+            if held is None or held.ended:
+                continue
+            if output.timing is not None:
+                held.timing = output.timing
+            if output.token_ids:
+                self._meter.note_output(held, step.ended_at)
+            yield from self._coalescer.take(output, at_once=held.text.may_stop)
+        self._meter.note_step(step)
+
+    def _row_or_failure(self, output: SequenceOutput) -> Row | None:
         """The row for an output; if making it fails, the row that ends this one request."""
         held = self._leases.by_sequence(output.sequence_id)
         emitted = held.emitted if held is not None else None
         try:
-            return self._row(output, at)
+            return self._row(output)
         except Exception as error:  # whatever it is, it is this request's alone
             if held is None or emitted is None:
                 raise
@@ -231,14 +256,10 @@ class Publisher:
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             return held.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
-    def _row(self, output: SequenceOutput, at: float) -> Row | None:
+    def _row(self, output: SequenceOutput) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)
         if held is None or held.ended:
             return None
-        if output.timing is not None:
-            held.timing = output.timing
-        if output.token_ids:
-            self._meter.note_output(held, output, at)
         if output.given_back or output.finish_reason is not None:
             self._leases.mark_out_of_engine(held)
         if output.given_back:

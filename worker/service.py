@@ -25,6 +25,7 @@ from shared.script_values import Claim, Room, Row
 from shared.settings import Settings
 from shared.tracing import Tracing
 from worker.building import Served
+from worker.coalescing import Coalescer, default_rate
 from worker.control import Cancels, listen
 from worker.engine_thread import EngineThread
 from worker.heartbeat import INTERVAL_SECONDS, Heartbeat
@@ -93,6 +94,7 @@ class Worker:
             settings.redis_retry_seconds,
             self.meter,
             served.tokenizer.token_text,
+            Coalescer(settings.max_events_per_second or default_rate()),
             self._tracer.end,
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)

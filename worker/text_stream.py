@@ -94,6 +94,11 @@ class TextStream:
         self.stopped = False
         """Whether a stop string was found; what follows it is not text of this request."""
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings, so that each token is to be looked at as it comes."""
+        return bool(self._stop)
+
     def push(self, token_id: int) -> str:
         """Take the next output token and give the text that is certain."""
         self._num_tokens += 1

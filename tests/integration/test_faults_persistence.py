@@ -166,5 +166,6 @@ def test_a_finished_request_whose_end_was_lost_is_finished_once_more(tmp_path: P
             result = result_of(queue, request_id)
             assert (result["text"], result["stats"]["attempts"]) == (text_of(1, 300), 2)
             log = check_log(queue, request_id, text_of(1, 300))
-            assert [event["attempt"] for event in log] == [1] * kept + [2] * (len(log) - kept)
+            for event in log:
+                assert event["attempt"] == (1 if event["index"] < kept else 2)
         network.close()

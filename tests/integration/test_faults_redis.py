@@ -69,7 +69,7 @@ def test_a_reply_that_is_lost_after_the_commit_adds_no_token_twice(
         worker.terminate()
         assert worker.wait() == 0
     log = check_log(queue, request_id, text_of(1, 200))
-    assert len(log) == 200
+    assert log[-1]["index"] + len(log[-1]["token_ids"]) == 200
 
 
 @pytest.mark.parametrize("how", ["cut", "hold"])

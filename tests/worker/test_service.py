@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,20 @@ async def log_of(queue: AsyncRequestQueue, request_id: str) -> list[dict[str, An
     return [json.loads(event) for event in events]
 
 
+def indices(events: list[dict[str, Any]]) -> list[int]:
+    return [event["index"] for event in events]
+
+
+def ends(events: list[dict[str, Any]]) -> list[int]:
+    return [event["index"] + len(event["token_ids"]) for event in events]
+
+
+async def num_tokens(queue: AsyncRequestQueue, request_id: str) -> int:
+    return sum(len(event["token_ids"]) for event in await log_of(queue, request_id))
+
+
 async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) -> None:
-    while len(await log_of(queue, request_id)) < count:
+    while await num_tokens(queue, request_id) < count:
         await asyncio.sleep(0.002)
 
 
@@ -60,8 +73,11 @@ async def test_streams_the_expected_tokens_and_finishes(
             assert result["usage"]["completion_tokens"] == n + 1
             assert result["usage"]["prompt_tokens"] == len("Once upon a time")
             events = await log_of(queue, request_id)
-            assert [event["index"] for event in events] == list(range(n + 1))
-            assert [bool(event["finish_reason"]) for event in events] == [False] * n + [True]
+            assert indices(events) == [0, *ends(events)[:-1]]
+            assert ends(events)[-1] == n + 1
+            assert [event["index"] for event in events if event["finish_reason"]] == [
+                events[-1]["index"]
+            ]
         assert worker.engine.stats.recomputed_tokens == 0
 
 
@@ -262,7 +278,8 @@ async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
             result = await finished(queue, request_id)
             assert result["text"] == text_of(n, 1000)
         events = await log_of(queue, requests[0])
-        assert [event["index"] for event in events] == list(range(1000))
+        assert indices(events) == [0, *ends(events)[:-1]]
+        assert ends(events)[-1] == 1000
         assert {event["attempt"] for event in events} == {1, 2}
 
 
@@ -281,7 +298,7 @@ async def test_a_request_whose_progress_is_complete_only_gets_its_last_event(
     request_id = await put(queue, seed=1, prompt="ab", max_tokens=1000)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
         await until_tokens(queue, request_id, 30)
-    so_far = len(await log_of(queue, request_id))
+    so_far = await num_tokens(queue, request_id)
     served = served_model_free(max_model_len=20)
     async with running_worker(redis_url, served):
         result = await finished(queue, request_id)
@@ -728,8 +745,8 @@ async def test_drafted_tokens_come_in_one_event_and_change_none(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     whole = text_of(7, 60)
-    served = served_model_free(speculative_tokens=7)
-    async with running_worker(redis_url, served) as worker:
+    served = served_model_free(speculative_tokens=7, step_seconds=0.005)
+    async with running_worker(redis_url, served, max_events_per_second=1e9) as worker:
         fields = {"prompt": f"0{whole}1", "seed": 7, "max_tokens": 60, "logprobs": 1}
         drafted, plain = (
             await put(queue, **fields),
@@ -743,13 +760,64 @@ async def test_drafted_tokens_come_in_one_event_and_change_none(
         for result in results:
             assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
         events = {each: await log_of(queue, each) for each in (drafted, plain)}
-        assert len(events[plain]) == 60
-        assert len(events[drafted]) < 40
+        assert len(events[drafted]) < len(events[plain]) * 0.7
         for log in events.values():
-            ends = [event["index"] + len(event["token_ids"]) for event in log]
-            assert [event["index"] for event in log] == [0, *ends[:-1]]
+            assert indices(log) == [0, *ends(log)[:-1]]
         stats = worker.stats()
         assert stats.drafted_tokens >= stats.accepted_tokens > 20
+
+
+async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    served = served_model_free(step_seconds=0.002)
+    async with running_worker(redis_url, served, max_events_per_second=200) as worker:
+        fields = {"max_tokens": 60, "logprobs": 0}
+        requests = [await put(queue, seed=n, **fields) for n in range(20)]
+        stop = text_of(7, 60)[40:43]
+        stopping = await put(queue, seed=7, **fields, stop=stop)
+        for n, request_id in enumerate(requests):
+            result = await finished(queue, request_id)
+            assert result["text"] == text_of(n, 60)
+            assert [each["token_id"] for each in result["logprobs"]] == result["token_ids"]
+            events = await log_of(queue, request_id)
+            assert indices(events) == [0, *ends(events)[:-1]]
+            assert len(events[0]["token_ids"]) == 1
+            assert len(events) < 30
+        result = await finished(queue, stopping)
+        assert result["text"] == text_of(7, 60).split(stop)[0]
+        events = await log_of(queue, stopping)
+        assert len(events) > 35  # each token is looked at as it comes
+        counts, _ = worker.meter.between_tokens.exposed()
+        assert counts[-1][1] >= 20 * 59, "what the engine needs for a token is measured by step"
+
+
+async def test_tokens_that_wait_for_others_are_sent_though_no_step_follows(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """As when a request is preempted, or a step takes long."""
+    may_go_on = threading.Event()
+
+    class Pausing(ModelFreeRunner):
+        num_steps = 0
+
+        def collect(self, launched: Launched) -> list[SampledToken]:
+            self.num_steps += 1
+            if self.num_steps == 12:
+                may_go_on.wait()
+            return super().collect(launched)
+
+    engine = LLMEngine(Pausing(step_seconds=0.005), max_num_seqs=8, max_num_batched_tokens=64)
+    served = replace(served_model_free(), engine=engine)
+    async with running_worker(redis_url, served, max_events_per_second=1) as worker:
+        request_id = await put(queue, seed=3, max_tokens=40)
+        try:
+            await until_tokens(queue, request_id, 11)
+            assert await num_tokens(queue, request_id) == 11
+        finally:
+            may_go_on.set()
+        assert (await finished(queue, request_id))["text"] == text_of(3, 40)
+        assert worker.engine.stats.recomputed_tokens == 0
 
 
 async def test_a_stop_string_that_never_comes_holds_nothing_back_in_the_end(
@@ -767,7 +835,7 @@ async def test_a_payload_that_fails_after_an_attempt_ends_behind_what_was_emitte
     request_id = await put(queue, seed=1, max_tokens=1000)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
         await until_tokens(queue, request_id, 5)
-    so_far = len(await log_of(queue, request_id))
+    so_far = await num_tokens(queue, request_id)
     async with running_worker(redis_url, served_model_free(max_model_len=10)):
         result = await finished(queue, request_id)
     assert result["finish_reason"] == "error"
