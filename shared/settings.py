@@ -98,8 +98,8 @@ class Settings(BaseSettings):
     max_events_per_second: float | None = Field(
         None,
         gt=0,
-        description="tokens that come faster are sent some at a time, each stream's as one event,"
-        " at most 100 ms late; default: 500 for each core",
+        description="tokens that come faster are sent some of a stream at a time, up to 100 ms"
+        " late; first tokens, ends and streams with stop strings pass; default: 500 for each core",
     )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -14,7 +14,7 @@ from shared.logs import get_logger
 from shared.request_queue import AsyncRequestQueue
 from shared.schemas import FinishReason
 from shared.script_values import Row, RowStatus
-from worker.coalescing import Coalescer, default_rate
+from worker.coalescing import Coalescer
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine_thread import EngineThread
 from worker.held import HeldRequest
@@ -28,7 +28,8 @@ class Publisher:
 
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
     with each request that got its last event from this worker, `on_left` with each that left it and
-    how: a finish reason, or what the server said. What the server does not take is
+    how: a finish reason, or what the server said. `coalescer` says
+    what goes at once. What the server does not take is
     tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     `token_text` names the tokens of log-probabilities.
     """
@@ -40,10 +41,10 @@ class Publisher:
         engine: EngineThread,
         on_progress: Callable[[], None],
         on_finished: Callable[[HeldRequest], None],
+        coalescer: Coalescer,
         retry_seconds: float = 0.0,
         meter: Meter | None = None,
         token_text: Callable[[int], str] | None = None,
-        coalescer: Coalescer | None = None,
         on_left: Callable[[HeldRequest, str], None] = lambda held, outcome: None,
     ) -> None:
         self._queue = queue
@@ -54,7 +55,7 @@ class Publisher:
         self._retry_seconds = retry_seconds
         self._meter = meter or Meter()
         self._token_text = token_text
-        self._coalescer = coalescer or Coalescer(default_rate())
+        self._coalescer = coalescer
         self._on_left = on_left
         self._num_sending = 0
         self._with_gaps: list[HeldRequest] = []
@@ -79,12 +80,28 @@ class Publisher:
                 self._on_progress()
 
     async def _fetch(self) -> list[StepOutput]:
-        """The steps since the last call; none if what waits of earlier ones is due before."""
+        """The steps since the last call; none if what waits of earlier ones is to be sent first.
+
+        Raises the engine's exception once it has failed and nothing waits any more.
+        """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
                 return await self._engine.fetch()
-        except TimeoutError:
+        except Exception:  # the time is up, or the engine failed
+            if self._coalescer.seconds_left is None:
+                raise
+            self._coalescer.hurry()
             return []
+
+    async def flush(self) -> None:
+        """At the end, send what waits: once, as it is generated again where that fails.
+
+        Raises what the server said.
+        """
+        self._coalescer.hurry()
+        self._retry_seconds = 0.0
+        if rows := self._rows([]):
+            await self.send(rows)
 
     async def send(self, rows: Sequence[Row]) -> None:
         """Publish rows and let go of the requests that they end or that were lost.
@@ -223,13 +240,15 @@ class Publisher:
         self._leases.drop(held)
 
     def _rows(self, steps: Iterable[StepOutput]) -> list[Row]:
-        outputs = [output for step in steps for output in self._outputs(step)]
-        outputs += self._coalescer.take_due()
-        rows = map(self._row_or_failure, outputs)
+        rows: list[Row | None] = []
+        for step in steps:
+            rows += map(self._row_or_failure, self._take(step))
+        rows += map(self._row_or_failure, self._coalescer.take_due())
         return [row for row in rows if row is not None]
 
-    def _outputs(self, step: StepOutput) -> Iterator[SequenceOutput]:
-        """What is to be sent as soon as the step has come."""
+    def _take(self, step: StepOutput) -> list[SequenceOutput]:
+        """Measure a step and hand it to the coalescer; what of it is to be sent at once."""
+        at_once: list[SequenceOutput] = []
         for output in step.outputs:
             held = self._leases.by_sequence(output.sequence_id)
             if held is None or held.ended:
@@ -238,11 +257,15 @@ class Publisher:
                 held.timing = output.timing
             if output.token_ids:
                 self._meter.note_output(held, step.ended_at)
-            yield from self._coalescer.take(output, at_once=held.text.may_stop)
+            at_once += self._coalescer.take(output, at_once=held.text.may_stop)
         self._meter.note_step(step)
+        return at_once
 
     def _row_or_failure(self, output: SequenceOutput) -> Row | None:
-        """The row for an output; if making it fails, the row that ends this one request."""
+        """The row for an output; if making it fails, the row that ends this one request.
+
+        None of the tokens that were to be sent with it is then sent.
+        """
         held = self._leases.by_sequence(output.sequence_id)
         emitted = held.emitted if held is not None else None
         try:

@@ -91,10 +91,10 @@ class Worker:
             self.engine,
             self._feed,
             self._count_finished,
+            Coalescer(settings.max_events_per_second or default_rate()),
             settings.redis_retry_seconds,
             self.meter,
             served.tokenizer.token_text,
-            Coalescer(settings.max_events_per_second or default_rate()),
             self._tracer.end,
         )
         self._cancels = Cancels(self._queue, self.leases, self._publisher)
@@ -182,6 +182,7 @@ class Worker:
         self._draining = True
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
+        await self._survive_redis(self._publisher.flush)
         broken = self.engine.has_failed or self._engine_hangs()
         suspects: list[Leased] = [held for held in self.leases if held.in_engine and broken]
         for held in self.leases:

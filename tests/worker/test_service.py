@@ -19,6 +19,8 @@ from shared.script_values import Held, ModelIdentity, NewRequest, Room
 from shared.settings import Settings
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from tests.roles import as_role
+from worker import coalescing
+from worker.building import Served
 from worker.engine.engine import LLMEngine
 from worker.engine.interface import SequenceOutput, StepOutput
 from worker.engine.model_free import Launched, ModelFreeRunner
@@ -796,28 +798,99 @@ async def test_tokens_that_wait_for_others_are_sent_though_no_step_follows(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     """As when a request is preempted, or a step takes long."""
-    may_go_on = threading.Event()
-
-    class Pausing(ModelFreeRunner):
-        num_steps = 0
-
-        def collect(self, launched: Launched) -> list[SampledToken]:
-            self.num_steps += 1
-            if self.num_steps == 12:
-                may_go_on.wait()
-            return super().collect(launched)
-
-    engine = LLMEngine(Pausing(step_seconds=0.005), max_num_seqs=8, max_num_batched_tokens=64)
-    served = replace(served_model_free(), engine=engine)
-    async with running_worker(redis_url, served, max_events_per_second=1) as worker:
+    runner = PausingRunner()
+    async with running_worker(redis_url, served_by(runner), max_events_per_second=1) as worker:
         request_id = await put(queue, seed=3, max_tokens=40)
         try:
             await until_tokens(queue, request_id, 11)
             assert await num_tokens(queue, request_id) == 11
         finally:
-            may_go_on.set()
+            runner.may_go_on.set()
         assert (await finished(queue, request_id))["text"] == text_of(3, 40)
         assert worker.engine.stats.recomputed_tokens == 0
+
+
+class PausingRunner(ModelFreeRunner):
+    """Waits in the step after the 11th until it may go on, then fails if it is to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(step_seconds=0.005)
+        self.may_go_on = threading.Event()
+        self.has_paused = threading.Event()
+        self._error = error
+        self._num_steps = 0
+
+    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+        self._num_steps += 1
+        if self._num_steps > 11:
+            self.has_paused.set()
+            self.may_go_on.wait()
+            if self._error is not None:
+                raise self._error
+        return super().collect(launched)
+
+
+def served_by(runner: ModelFreeRunner) -> Served:
+    return replace(
+        served_model_free(), engine=LLMEngine(runner, max_num_seqs=8, max_num_batched_tokens=64)
+    )
+
+
+@pytest.fixture
+def never_due(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Settings with which nothing that waits for more of its stream comes to be due."""
+    monkeypatch.setattr(coalescing, "LONGEST_SECONDS", 3600.0)
+    return {"max_events_per_second": 1e-3}
+
+
+async def test_tokens_that_wait_for_others_are_sent_before_a_request_goes_back(
+    redis_url: str, queue: AsyncRequestQueue, never_due: dict[str, float]
+) -> None:
+    runner = PausingRunner()
+    async with running_worker(redis_url, served_by(runner), drain_seconds=0, **never_due):
+        request_id = await put(queue, seed=3, max_tokens=40)
+        await asyncio.to_thread(runner.has_paused.wait)
+        assert await num_tokens(queue, request_id) < 11
+        asyncio.get_running_loop().call_later(0.2, runner.may_go_on.set)
+    assert await queue.state(request_id) is RequestState.WAITING
+    assert await num_tokens(queue, request_id) >= 11
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), TimeoutError("broken")])
+async def test_tokens_that_wait_for_others_are_sent_before_a_failure_ends_the_worker(
+    redis_url: str, queue: AsyncRequestQueue, never_due: dict[str, float], error: Exception
+) -> None:
+    """Whatever the engine fails with, even what a timer would say."""
+    runner = PausingRunner(error)
+    async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
+        worker = Worker(Settings(**never_due), served_by(runner), client)
+        await worker.start()
+        request_id = await put(queue, seed=3, max_tokens=40)
+        await asyncio.to_thread(runner.has_paused.wait)
+        runner.may_go_on.set()
+        with pytest.raises(type(error), match="broken"):
+            await worker.serve(asyncio.Event())
+        assert await num_tokens(queue, request_id) == 11
+        await worker.stop()
+
+
+async def test_tokens_behind_a_stop_string_are_not_measured(
+    redis_url: str, queue: AsyncRequestQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps come at once where the server is slow, and all but the first are for nothing."""
+    publish = AsyncRequestQueue.publish
+
+    async def slow_publish(self: AsyncRequestQueue, *args: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await publish(self, *args)
+
+    monkeypatch.setattr(AsyncRequestQueue, "publish", slow_publish)
+    stop = text_of(7, 200)[100:104]
+    async with running_worker(redis_url, served_model_free(step_seconds=0.002)) as worker:
+        request_id = await put(queue, seed=7, max_tokens=200, stop=stop)
+        result = await finished(queue, request_id)
+        counts, _ = worker.meter.between_tokens.exposed()
+        assert counts[-1][1] == len(result["token_ids"]) - 1
 
 
 async def test_a_stop_string_that_never_comes_holds_nothing_back_in_the_end(

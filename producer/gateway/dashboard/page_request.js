@@ -9,7 +9,7 @@ import { tokenView } from "./tokens.js";
 
 const NAMES = {
   enqueued: "Enqueued", claimed: "Claimed", prefill: "Prefill begins", first_token: "First token",
-  preempted: "Preempted", resumed: "Resumed", given_back: "Given back", crashed: "Its worker crashed",
+  preempted: "Preempted", resumed: "Resumed", given_back: "Given back", crashed: "Its worker",
   claim_lost: "Its claim was lost", finished: "Finished",
 };
 
@@ -94,11 +94,17 @@ function facets(it, now) {
 function timeline(it, now) {
   const began = it.moments[0]?.at;
   return h("ol", { class: "timeline" }, it.moments.map((moment, nth) => h("li", { class: moment.what },
-    h("span", { class: "what" }, NAMES[moment.what] ?? moment.what,
-      moment.detail && h("span", { class: "quiet" }, ` ${moment.detail}`)),
+    h("span", { class: "what" }, ...happened(moment)),
     h("span", { class: "when" }, clock(moment.at, now),
       nth > 0 && h("span", { class: "quiet" }, ` +${duration(moment.at - began)}`)),
     moment.worker && moment.what === "claimed" && h("span", { class: "where quiet" }, `attempt ${moment.attempt} on ${moment.worker}`))));
+}
+
+// What its name says already is not said twice.
+function happened({ what, detail }) {
+  const name = NAMES[what] ?? what;
+  const isSaid = !detail || name.toLowerCase() === detail;
+  return isSaid ? [name] : [name, h("span", { class: "quiet" }, ` ${detail}`)];
 }
 
 function payload(text) {

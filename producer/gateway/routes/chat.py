@@ -19,6 +19,6 @@ router = APIRouter(tags=["completions"], responses=ERRORS)
 async def create_chat_completion(
     request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
-    """The answer to a chat, whole or with `stream` token by token."""
+    """The answer to a chat, whole or with `stream` as it comes."""
     body = await read_body(request, gateway.settings.http_max_body_bytes)
     return await respond(request, gateway, caller, read_chat(body, request.headers))

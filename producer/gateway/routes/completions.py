@@ -17,6 +17,6 @@ router = APIRouter(tags=["completions"], responses=ERRORS)
 
 @router.post("/v1/completions", openapi_extra=operation(CompletionOptions), response_class=Response)
 async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
-    """The continuation of one prompt or several, whole or with `stream` token by token."""
+    """The continuation of one prompt or several, whole or with `stream` as it comes."""
     body = await read_body(request, gateway.settings.http_max_body_bytes)
     return await respond(request, gateway, caller, read_completion(body, request.headers))
