@@ -28,10 +28,9 @@ class Publisher:
 
     `on_progress` is called after each round trip, when there may be room for more; `on_finished`
     with each request that got its last event from this worker, `on_left` with each that left it and
-    how: a finish reason, or what the server said. `coalescer` says
-    what goes at once. What the server does not take is
-    tried again for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
-    `token_text` names the tokens of log-probabilities.
+    how: a finish reason, or what the server said. `coalescer` says what is sent at once. What the
+    server does not take is tried again for `retry_seconds`; meanwhile the engine goes on until its
+    outbox is full. `token_text` names the tokens of log-probabilities.
     """
 
     def __init__(
