@@ -99,7 +99,8 @@ class Settings(BaseSettings):
         None,
         gt=0,
         description="tokens that come faster are sent some of a stream at a time, up to 100 ms"
-        " late; first tokens, ends and streams with stop strings pass; default: 500 for each core",
+        " late; first tokens, ends and streams with stop strings pass; inf: each by itself;"
+        " default: 500 for each core",
     )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(

@@ -3,7 +3,7 @@
 An event costs worker, server and subscriber the same whether it brings one token or three, and
 where they share cores with the engine, that time is the engine's loss. So there is a rate of
 events, as network cards have one of interrupts: up to so many tokens a second go each by itself,
-and of more some of a stream together.
+and of more some of a stream together. With an infinite rate all go by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from worker.engine.interface import SequenceOutput
 
-EVENTS_PER_CORE = 500
+_EVENTS_PER_CORE = 500
 """Events a second for each core: of its time a fiftieth, at some 30 µs for all three sides."""
 LONGEST_SECONDS = 0.1
 """That a token waits here, however many streams there are."""
@@ -22,7 +22,7 @@ LONGEST_SECONDS = 0.1
 
 def default_rate() -> float:
     """Events a second on this machine."""
-    return float(EVENTS_PER_CORE * (os.cpu_count() or 1))
+    return float(_EVENTS_PER_CORE * (os.cpu_count() or 1))
 
 
 class Coalescer:

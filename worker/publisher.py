@@ -242,12 +242,12 @@ class Publisher:
         rows: list[Row | None] = []
         for step in steps:
             rows += map(self._row_or_failure, self._take(step))
-        rows += map(self._row_or_failure, self._coalescer.take_due())
+        rows += map(self._row_or_failure, self._coalescer.take_due())  # where no step has come
         return [row for row in rows if row is not None]
 
     def _take(self, step: StepOutput) -> list[SequenceOutput]:
-        """Measure a step and hand it to the coalescer; what of it is to be sent at once."""
-        at_once: list[SequenceOutput] = []
+        """Measure a step and hand it to the coalescer; what is to be sent now."""
+        ready: list[SequenceOutput] = []
         for output in step.outputs:
             held = self._leases.by_sequence(output.sequence_id)
             if held is None or held.ended:
@@ -256,9 +256,9 @@ class Publisher:
                 held.timing = output.timing
             if output.token_ids:
                 self._meter.note_output(held, step.ended_at)
-            at_once += self._coalescer.take(output, at_once=held.text.may_stop)
+            ready += self._coalescer.take(output, at_once=held.text.may_stop)
         self._meter.note_step(step)
-        return at_once
+        return ready + self._coalescer.take_due()
 
     def _row_or_failure(self, output: SequenceOutput) -> Row | None:
         """The row for an output; if making it fails, the row that ends this one request.

@@ -58,7 +58,8 @@ def test_a_reply_that_is_lost_after_the_commit_adds_no_token_twice(
     def found(sent: bytes) -> bool:
         return is_a_publish(sent) and (not is_last or b'"finish_reason":"length"' in sent)
 
-    with started(tmp_path, network.url, module=FAULTY) as worker:
+    options = ["--max-events-per-second", "inf"]
+    with started(tmp_path, network.url, *options, module=FAULTY) as worker:
         request_id = put(queue, seed=1, max_tokens=200)
         if not is_last:
             until(lambda: num_tokens(queue, request_id) > 20)
@@ -69,7 +70,7 @@ def test_a_reply_that_is_lost_after_the_commit_adds_no_token_twice(
         worker.terminate()
         assert worker.wait() == 0
     log = check_log(queue, request_id, text_of(1, 200))
-    assert log[-1]["index"] + len(log[-1]["token_ids"]) == 200
+    assert len(log) == 200
 
 
 @pytest.mark.parametrize("how", ["cut", "hold"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -54,11 +55,12 @@ def openai_client(gateway: LiveGateway) -> Iterator[openai.OpenAI]:
 
 @contextmanager
 def own_gateway(served: Served | None = None, **settings: Any) -> Iterator[LiveGateway]:
-    """A gateway with a server and a worker of its own, each in its role."""
+    """A gateway with a server and a worker of its own, each in its role; an event is a token."""
     with EmbeddedServer() as server:
         bring_in_roles(server.url)
         url = as_role("producer", server.url)
-        with live_worker(url, served), live_gateway(url, **settings) as gateway:
+        worker = live_worker(url, served, max_events_per_second=math.inf)
+        with worker, live_gateway(url, **settings) as gateway:
             yield gateway
 
 
