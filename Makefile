@@ -30,7 +30,7 @@ format: $(SET_UP)
 
 # Train the shipped model anew, from the text that its grammar writes.
 model: $(SET_UP)
-	@$(BIN)/python -m worker.shipped.train
+	@$(BIN)/python -m training.train
 
 # Side by side with other engines: make bench ARGS="--quick". Peers that are not built are named.
 bench: $(SET_UP)

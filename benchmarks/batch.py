@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.children import child, peak_bytes
-from producer.jobs.batch_lines import MAX_FILE_BYTES, MAX_LINES
-from shared.embedded import EmbeddedServer
+from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES, MAX_LINES
+from promptq.shared.server.embedded import EmbeddedServer
 
 LOADS = ((MAX_LINES, MAX_FILE_BYTES // MAX_LINES - 250), (40, 5_000_000))
 """Lines, and bytes of each."""
@@ -71,10 +71,10 @@ def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
             "PROMPTQ_FILES_DIR": str(folder),
             "TMPDIR": str(folder),
         }
-        stack.enter_context(child("worker", "--model", "model-free", **environment))
-        command = ("producer.cli", "gateway", "--port", "0")
+        stack.enter_context(child("promptq.worker", "--model", "model-free", **environment))
+        command = ("promptq.producer.cli", "gateway", "--port", "0")
         gateway, said = stack.enter_context(child(*command, **environment))
-        jobs, _ = stack.enter_context(child("producer.cli", "jobs", **environment))
+        jobs, _ = stack.enter_context(child("promptq.producer.cli", "jobs", **environment))
         address = re.findall(r"http://[\d.]+:\d+", said)[0]
         client = stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="none"))
         gateway_peaks, jobs_peaks = Peaks(gateway), Peaks(jobs)

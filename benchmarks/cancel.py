@@ -17,14 +17,13 @@ import redis.asyncio
 from rich.console import Console
 from rich.table import Table
 
-from shared.embedded import EmbeddedServer
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request
-from shared.script_values import NewRequest
-from shared.settings import Settings, read_settings
-from worker.building import Served, build
-from worker.held import HeldRequest
-from worker.service import Worker
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.shared.runtime.settings import Settings, read_settings
+from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.leases.lease import Lease
+from promptq.worker.served_model import Served, build
+from promptq.worker.service import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ async def measure(url: str, settings: Settings, served: Served, num_cancels: int
             await worker.stop()
 
 
-def _decoding(worker: Worker) -> list[HeldRequest]:
+def _decoding(worker: Worker) -> list[Lease]:
     return [held for held in worker.leases if held.in_engine and held.num_emitted]
 
 
@@ -76,7 +75,7 @@ async def _cancel(
     client: redis.asyncio.Redis,
     queue: AsyncRequestQueue,
     worker: Worker,
-    victim: HeldRequest,
+    victim: Lease,
     freed_at: dict[int, float],
 ) -> Freed:
     steps_before, step = worker.engine.stats.num_steps, worker.engine.stats.step_seconds

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
-from shared.schemas import SamplingParams
-from shared.settings import read_settings
-from worker.building import build
-from worker.engine.interface import Engine, EngineRequest
+from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.runtime.settings import read_settings
+from promptq.worker.engine.api.messages import Engine, EngineRequest
+from promptq.worker.served_model import build
 
 PROMPT, OUTPUT = 128, 256
 FEW_TOKENS = {str(token): 100.0 for token in range(1000, 1032)}

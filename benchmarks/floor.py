@@ -25,7 +25,7 @@ class Rates:
 
 def torch_dtype() -> str:
     """bfloat16, or float32 on processors for which torch has no fast products in bf16."""
-    from worker.engine.precision import has_fast_bf16_products
+    from promptq.worker.engine.device.precision import has_fast_bf16_products
 
     return "bfloat16" if has_fast_bf16_products() else "float32"
 

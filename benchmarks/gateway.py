@@ -32,16 +32,16 @@ from rich.table import Table
 
 from benchmarks.children import child, peak_bytes
 from benchmarks.statistics import percentile
-from producer.gateway.command import allow_many_connections
-from shared.embedded import EmbeddedServer
-from shared.events import TokenEvent
-from shared.logs import configure_logs
-from shared.script_values import ModelIdentity
-from shared.settings import Settings
-from worker.building import Served
-from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine
-from worker.service import Worker
-from worker.tokenizer import ByteTokenizer
+from promptq.producer.gateway.server import allow_many_connections
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.runtime.logs import configure_logs
+from promptq.shared.runtime.settings import Settings
+from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.engine.core.model_free import END_TOKEN_ID, build_model_free_engine
+from promptq.worker.served_model import Served
+from promptq.worker.service import Worker
+from promptq.worker.text.tokenizer import ByteTokenizer
 
 Noted = list[tuple[float, bytes]]
 """`time.monotonic()` at which bytes came, and the bytes."""
@@ -69,7 +69,7 @@ class Load:
 
 
 LOADS = (Load(200, 4, 20.0, 15.0), Load(2000, 8, 2.0, 30.0))
-GATEWAY = ("producer.cli", "gateway", "--port", "0", "--redis")
+GATEWAY = ("promptq.producer.cli", "gateway", "--port", "0", "--redis")
 RELAY = ("benchmarks.relay",)
 """Of the command line of what carries the streams; the server's URL follows."""
 

@@ -17,13 +17,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shared.output_format import JsonOutput
-from shared.schemas import SamplingParams
-from worker.engine.interface import EngineRequest
-from worker.engine.sampling.masks import Masks
-from worker.engine.sequence import Sequence
-from worker.grammars import Grammars
-from worker.tokenizer import HuggingFaceTokenizer
+from promptq.shared.protocol.output_format import JsonOutput
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.sampling.masks import Masks
+from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 VOCAB_SIZE = 150_000
 BATCH = 64

@@ -26,10 +26,10 @@ from rich.table import Table
 from benchmarks.jobs import Request
 from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
 from benchmarks.rows.engine import engine_request
-from shared.events import token_event_json
-from shared.settings import read_settings
-from worker.building import build
-from worker.engine.interface import Engine
+from promptq.shared.protocol.events import token_event_json
+from promptq.shared.runtime.settings import read_settings
+from promptq.worker.engine.api.messages import Engine
+from promptq.worker.served_model import build
 
 PROMPT, OUTPUT = 32, 200
 WORKER_MICROSECONDS = 20.0

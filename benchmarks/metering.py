@@ -14,22 +14,27 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as LibraryHistogram
 
-from shared.metrics import BETWEEN_TOKENS
-from shared.schemas import Request
-from shared.script_values import Claim
-from worker.engine.interface import EngineRequest, EngineStats, SequenceOutput, StepOutput
-from worker.held import HeldRequest
-from worker.meter import Meter
-from worker.text_stream import TextStream
+from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.request import Request
+from promptq.shared.runtime.metrics import BETWEEN_TOKENS
+from promptq.worker.engine.api.messages import (
+    EngineRequest,
+    EngineStats,
+    SequenceOutput,
+    StepOutput,
+)
+from promptq.worker.leases.lease import Lease
+from promptq.worker.telemetry.meter import Meter
+from promptq.worker.text.detokenizer import TextStream
 
 ROWS, STEPS, ROUNDS = 64, 2000, 5
 SECONDS_BETWEEN = 0.02
 
 
-def held_request(number: int) -> HeldRequest:
+def held_request(number: int) -> Lease:
     request = Request.build({"prompt": [1], "max_tokens": STEPS})
     claim = Claim(f"r{number}", b"", "1-x", 1, 0.0, 0, 0, 0, 1, 1)
-    return HeldRequest(
+    return Lease(
         claim=claim,
         request=request,
         engine_request=EngineRequest(number, [1], request, 0, STEPS),

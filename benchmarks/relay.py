@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import hiredis
 import uvloop
 
-from producer import AsyncClient
-from shared.request_queue import new_request_id
+from promptq.producer import AsyncClient
+from promptq.shared.queue.request_queue import new_request_id
 
 _MAX_ASKING = 32
 _TOKENS = re.compile(rb'"index":(\d+),"token_ids":\[([^\]]*)\]')

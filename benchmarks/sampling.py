@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models import MODELS, random_model
-from shared.schemas import SamplingParams
-from worker.engine import sampler
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest
-from worker.engine.loading import LoadedModel
-from worker.engine.model_runner import ModelRunner
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.sampling import sampler
 
 VOCAB_SIZE = 150_000
 BATCH = 64

@@ -11,15 +11,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from producer.commands.batches import batch, jobs
-from producer.commands.keys import keys
-from producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
-from producer.commands.requests import cancel, submit, watch
-from producer.commands.settings import settings
-from producer.commands.starting import demo, server, up, worker
-from producer.commands.top import top
-from producer.gateway.command import gateway
-from shared.errors import PromptqError
+from promptq.producer.commands.batches import batch, jobs
+from promptq.producer.commands.keys import keys
+from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
+from promptq.producer.commands.requests import cancel, submit, watch
+from promptq.producer.commands.settings import settings
+from promptq.producer.commands.starting import demo, server, up, worker
+from promptq.producer.commands.top import top
+from promptq.producer.gateway.server import gateway
+from promptq.shared.errors import PromptqError
 
 app = typer.Typer(
     name="promptq",

@@ -12,7 +12,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from shared.embedded import EmbeddedServer
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import Server, redis_server
 from tests.roles import (
     AsyncQueueClient,

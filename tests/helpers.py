@@ -17,16 +17,16 @@ import pytest
 import redis
 import redis.asyncio
 
-from shared import lookups
-from shared.request_queue import AsyncRequestQueue
-from shared.script_values import ModelIdentity
-from shared.settings import Settings
-from shared.tracing import Tracing
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.settings import Settings
+from promptq.shared.runtime.tracing import Tracing
+from promptq.worker.engine.core.model_free import END_TOKEN_ID, build_model_free_engine, tokens_of
+from promptq.worker.served_model import Served
+from promptq.worker.service import Worker
+from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.roles import acl_file_for_tests, as_role
-from worker.building import Served
-from worker.engine.model_free import END_TOKEN_ID, build_model_free_engine, tokens_of
-from worker.service import Worker
-from worker.tokenizer import ByteTokenizer
 
 
 @dataclass

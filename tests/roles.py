@@ -20,7 +20,7 @@ import redis
 import redis.asyncio
 from redis.commands.core import AsyncScript, Script
 
-from shared.calling import SCRIPT_NAMES, script_text
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 
 ACL_FILE = Path(__file__).parents[1] / "deploy" / "redis.acl"
 
@@ -39,7 +39,7 @@ _ROLE_OF_SCRIPT = {
     "publish": "worker",
     "release": "worker",
     "reap": "worker",
-    "sample": "worker",
+    "statistics": "worker",
     "sweep": "worker",
     "heartbeat": "worker",
 }

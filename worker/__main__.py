@@ -15,18 +15,18 @@ import click
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from shared.connection import explain, open_async_redis, without_password
-from shared.embedded import EmbeddedServer, advertise, advertised, withdraw
-from shared.errors import PromptqError, RedisUnavailableError
-from shared.keys import Keys
-from shared.logs import configure_logs
-from shared.settings import Settings, flag_of, read_settings
-from shared.tracing import start_tracing
-from worker.building import Served, build
-from worker.metrics import MetricsServer
-from worker.service import EngineStuckError, Worker
-from worker.start_up import StartUp
-from worker.watchdog import watched
+from promptq.shared.errors import PromptqError, RedisUnavailableError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.logs import configure_logs
+from promptq.shared.runtime.settings import Settings, flag_of, read_settings
+from promptq.shared.runtime.tracing import start_tracing
+from promptq.shared.server.connection import explain, open_async_redis, without_password
+from promptq.shared.server.embedded import EmbeddedServer, advertise, advertised, withdraw
+from promptq.worker.liveness.watchdog import watched
+from promptq.worker.prometheus import MetricsServer
+from promptq.worker.served_model import Served, build
+from promptq.worker.service import EngineStuckError, Worker
+from promptq.worker.telemetry.start_up import StartUp
 
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from traceback import clear_frames
 
-from shared.logs import get_logger
-from shared.schemas import FinishReason
-from worker.engine.interface import (
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.logs import get_logger
+from promptq.worker.engine.api.messages import (
     Engine,
     EngineRequest,
     EngineSnapshot,

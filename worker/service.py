@@ -13,30 +13,32 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from shared import lookups, scripts
-from shared.ending import end
-from shared.errors import InvalidRequestError, PromptqError
-from shared.events import ErrorInfo, Result, TokenEvent, Usage
-from shared.logs import get_logger
-from shared.observations import WorkerStats
-from shared.request_queue import AsyncRequestQueue
-from shared.schemas import FinishReason
-from shared.script_values import Claim, Room, Row
-from shared.settings import Settings
-from shared.tracing import Tracing
-from worker.building import Served
-from worker.coalescing import Coalescer, default_rate
-from worker.control import Cancels, listen
-from worker.engine_thread import EngineThread
-from worker.heartbeat import INTERVAL_SECONDS, Heartbeat
-from worker.held import HeldRequest, Preparation
-from worker.intake import Intake
-from worker.leases import Leased, Leases, keep_alive, release
-from worker.meter import Meter
-from worker.persistence import keep_trying
-from worker.publisher import Publisher
-from worker.reaping import Reaper
-from worker.tracing import RequestTracer
+from promptq.shared.errors import InvalidRequestError, PromptqError
+from promptq.shared.protocol.claims import Claim, Room
+from promptq.shared.protocol.events import ErrorInfo, Result, TokenEvent, Usage
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import Row
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.settings import Settings
+from promptq.shared.runtime.tasks import end
+from promptq.shared.runtime.tracing import Tracing
+from promptq.shared.server.retry import keep_trying
+from promptq.worker.control_channel import listen
+from promptq.worker.engine_thread import EngineThread
+from promptq.worker.intake.prefetcher import Prefetcher
+from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.leases.leases import Leased, Leases, keep_alive, release
+from promptq.worker.liveness.heartbeat import INTERVAL_SECONDS, Heartbeat
+from promptq.worker.liveness.reaper import Reaper
+from promptq.worker.publishing.cancellation import Cancellation
+from promptq.worker.publishing.coalescer import Coalescer, default_rate
+from promptq.worker.publishing.publisher import Publisher
+from promptq.worker.served_model import Served
+from promptq.worker.telemetry.meter import Meter
+from promptq.worker.telemetry.tracing import RequestTracer
 
 _REAPS_PER_LEASE = 4
 _WATCHES_PER_STANDSTILL = 8
@@ -97,9 +99,9 @@ class Worker:
             served.tokenizer.token_text,
             self._tracer.end,
         )
-        self._cancels = Cancels(self._queue, self.leases, self._publisher)
+        self._cancels = Cancellation(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
-        self.intake = Intake(
+        self.intake = Prefetcher(
             self._queue,
             self.leases,
             Preparation(
@@ -295,12 +297,12 @@ class Worker:
         self._log.debug("refused", request_id=claim.request_id, error=str(error))
         await self._publisher.send([Row.of(claim.request_id, claim.fence, event, result)])
 
-    async def _complete(self, held: HeldRequest) -> None:
+    async def _complete(self, held: Lease) -> None:
         """End a request whose earlier attempts emitted all it may have."""
         reason = FinishReason.STOP if held.is_stopped else FinishReason.LENGTH
         await self._publisher.send([held.next_row([], held.text.flush(), finish_reason=reason)])
 
-    def _count_finished(self, held: HeldRequest) -> None:
+    def _count_finished(self, held: Lease) -> None:
         if held.stats is not None:
             self._num_finished += 1
             for name in self._sums:

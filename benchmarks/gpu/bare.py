@@ -61,8 +61,8 @@ def stand_in() -> None:
     if find_spec("pydantic") is not None:
         return
     stand_ins = {
-        "shared.schemas": (FinishReason, SamplingParams),
-        "shared.events": (TopLogprob, TokenLogprob),
+        "promptq.shared.protocol.request": (FinishReason, SamplingParams),
+        "promptq.shared.protocol.events": (TopLogprob, TokenLogprob),
     }
     for name, classes in stand_ins.items():
         module = sys.modules[name] = ModuleType(name)

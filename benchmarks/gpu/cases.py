@@ -10,8 +10,14 @@ from types import MappingProxyType
 
 import torch
 
-from worker.engine.attention import AttentionBackend, LayerCache, Pattern, Scoring, StepLayout
-from worker.engine.block_manager import num_blocks_for
+from promptq.worker.engine.attention.backend import (
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
+from promptq.worker.engine.core.block_manager import num_blocks_for
 
 
 @dataclass(frozen=True, slots=True)

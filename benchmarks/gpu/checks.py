@@ -7,14 +7,14 @@ import secrets
 import torch
 
 from benchmarks.gpu.cases import Case, Shape, off_by
-from shared.schemas import SamplingParams
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
+from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
-from worker.engine.attention import FULL, Pattern, Scoring
-from worker.engine.attention.triton_paged import triton_paged_attention
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest
-from worker.engine.loading import LoadedModel
-from worker.engine.model_runner import ModelRunner
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 STEPS = [

@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
 from benchmarks.gpu.timing import Ceilings, seconds
-from worker.engine.attention import Scoring
-from worker.engine.attention.triton_paged import triton_paged_attention
+from promptq.worker.engine.attention.backend import Scoring
+from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
 
 
 @dataclass(frozen=True, slots=True)

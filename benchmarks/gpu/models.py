@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shared.schemas import SamplingParams
-from worker.engine.attention.triton_paged import triton_paged_attention
-from worker.engine.block_manager import num_blocks_for
-from worker.engine.compiled import CompiledModel
-from worker.engine.cuda_graphs import GraphedModel
-from worker.engine.interface import EngineRequest
-from worker.engine.kv_cache import KVCache
-from worker.engine.loading import LoadedModel
-from worker.engine.packing import PackedStep, Packer
-from worker.engine.seam import PackedModel
-from worker.engine.seam_check import CheckedModel, check_model
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.model.compiled import CompiledModel
+from promptq.worker.engine.model.cuda_graphs import GraphedModel
+from promptq.worker.engine.model.load_check import CheckedModel, check_model
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.packed_model import PackedModel
 
 BLOCK_SIZE = 16
 SEED = 5

@@ -11,9 +11,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.gpu.checks import run
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Size
 from benchmarks.gpu.timing import wait
-from worker.engine.engine import LLMEngine
-from worker.engine.loading import LoadedModel
-from worker.engine.model_runner import ModelRunner
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_runner import ModelRunner
 
 MAX_BATCHED_TOKENS = 8192
 

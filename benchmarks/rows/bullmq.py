@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.jobs import Job, Outcome, Trace, main, now
-from shared.embedded import EmbeddedServer
+from promptq.shared.server.embedded import EmbeddedServer
 
 _SCRIPT = Path(__file__).with_suffix(".mjs")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from benchmarks.jobs import Job, Outcome, Request, Trace, Workload, main, now
 from benchmarks.memory import own_tree, peak_bytes, reset_peak
-from shared.schemas import SamplingParams
-from shared.settings import read_settings
-from worker.building import build
-from worker.engine.interface import Engine, EngineRequest
+from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.runtime.settings import read_settings
+from promptq.worker.engine.api.messages import Engine, EngineRequest
+from promptq.worker.served_model import build
 
 COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens", "recomputed_tokens")
 

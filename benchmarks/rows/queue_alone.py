@@ -9,9 +9,9 @@ import redis.asyncio
 
 from benchmarks.jobs import Job, Outcome, Trace, Workload, main, now
 from benchmarks.rows.whole_path import start_worker
-from producer import AsyncClient
-from shared.embedded import EmbeddedServer
-from shared.keys import Keys
+from promptq.producer import AsyncClient
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.embedded import EmbeddedServer
 
 _BULK = 500
 _POLL_SECONDS = 0.005

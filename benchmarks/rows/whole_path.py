@@ -14,9 +14,9 @@ from benchmarks.jobs import Job, Outcome, Request, main
 from benchmarks.memory import peak_bytes, reset_peak, tree
 from benchmarks.rows.engine import COUNTERS
 from benchmarks.streaming import drive
-from producer import AsyncClient
-from shared.embedded import EmbeddedServer
-from shared.keys import Keys
+from promptq.producer import AsyncClient
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.embedded import EmbeddedServer
 
 _READY_SECONDS = 300
 _HEARTBEAT_SECONDS = 1.0
@@ -41,7 +41,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 def start_worker(url: str, *flags: str) -> subprocess.Popen[bytes]:
     """A worker that is ready to claim. Raises RuntimeError if it ends before."""
     worker = subprocess.Popen(
-        [sys.executable, "-m", "worker", "--redis", url, *flags], stdout=subprocess.PIPE
+        [sys.executable, "-m", "promptq.worker", "--redis", url, *flags], stdout=subprocess.PIPE
     )
     assert worker.stdout is not None
     if not worker.stdout.readline().startswith(b"ready"):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from producer.commands.options import AsJson, Queue, Redis
+from promptq.producer.command_options import AsJson, Queue, Redis
 
 batch = typer.Typer(
     name="batch",
@@ -62,8 +62,8 @@ def run(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from producer.jobs.local_batch import errors_beside, run_batch
-    from producer.jobs.run_options import Progress
+    from promptq.producer.batches.local_batch import errors_beside, run_batch
+    from promptq.producer.batches.run_options import BatchProgress
 
     fields: dict[str, Any] = {"priority": priority}
     if tenant is not None:
@@ -78,7 +78,7 @@ def run(
     with Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(input_file.name, total=None, failed=0, in_flight=0)
 
-        def show(progress: Progress) -> None:
+        def show(progress: BatchProgress) -> None:
             bar.update(
                 task,
                 total=progress.total,
@@ -130,9 +130,9 @@ def jobs(
     promptq jobs --redis redis://localhost:6379/0
     PROMPTQ_JOBS_REDIS_URL=redis://localhost:6380/0 promptq jobs
     """
-    from producer.jobs.process import run_jobs
-    from producer.jobs.settings import read_jobs_settings
-    from shared.logs import configure_logs
+    from promptq.producer.jobs.process import run_jobs
+    from promptq.producer.settings import read_jobs_settings
+    from promptq.shared.runtime.logs import configure_logs
 
     given = {"redis_url": redis, "queue": queue, "redis_wait": redis_wait}
     settings = read_jobs_settings(**{name: it for name, it in given.items() if it is not None})

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from producer.api_keys import ApiKey
-from producer.commands.options import AsJson, Queue, Redis, open_client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.command_options import AsJson, Queue, Redis, open_client
 
 keys = typer.Typer(
     name="keys",
@@ -79,7 +79,7 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
         return
     from rich.console import Console
 
-    from producer.commands.render import api_keys_table
+    from promptq.producer.commands.screens.render import api_keys_table
 
     if found:
         console = Console()

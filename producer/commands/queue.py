@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from producer.commands.options import AsJson, Queue, Redis, RequestId, open_client
-from shared.errors import RequestNotFoundError
-from shared.script_values import PriorityStatus
+from promptq.producer.command_options import AsJson, Queue, Redis, RequestId, open_client
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.replies import PriorityStatus
 
 dead = typer.Typer(
     name="dead",
@@ -37,7 +37,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
         return
     from rich.console import Console
 
-    from producer.commands.render import queue_table, workers_table
+    from promptq.producer.commands.screens.render import queue_table, workers_table
 
     console = Console()
     console.print(queue_table(found))
@@ -146,7 +146,7 @@ def list_dead(
         return
     from rich.console import Console
 
-    from producer.commands.render import dead_letters_table
+    from promptq.producer.commands.screens.render import dead_letters_table
 
     if letters:
         Console().print(dead_letters_table(letters))

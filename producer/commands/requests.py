@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from producer.commands.options import Queue, Redis, RequestId, open_client
-from producer.commands.printing import StreamPrinter
-from shared.errors import InvalidRequestError, RequestNotFoundError
-from shared.request_queue import new_request_id
-from shared.script_values import CancelStatus
+from promptq.producer.command_options import Queue, Redis, RequestId, open_client
+from promptq.producer.commands.screens.printing import StreamPrinter
+from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.queue.request_queue import new_request_id
 
 
 def submit(

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from producer.commands.options import AsJson
-from shared.connection import without_password
-from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
+from promptq.producer.command_options import AsJson
+from promptq.shared.runtime.settings import ENV_PREFIX, Settings, flag_of, read_settings
+from promptq.shared.server.connection import without_password
 
 
 def settings(as_json: AsJson = False) -> None:
@@ -25,8 +25,11 @@ def settings(as_json: AsJson = False) -> None:
     promptq settings
     PROMPTQ_MAX_NUM_SEQS=8 promptq settings --json
     """
-    from producer.gateway.settings import read_gateway_settings
-    from producer.jobs.settings import read_files_settings, read_jobs_settings
+    from promptq.producer.settings import (
+        read_files_settings,
+        read_gateway_settings,
+        read_jobs_settings,
+    )
 
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
@@ -43,7 +46,7 @@ def settings(as_json: AsJson = False) -> None:
         return
     from rich.console import Console
 
-    from producer.commands.render import settings_list
+    from promptq.producer.commands.screens.render import settings_list
 
     Console().print(settings_list(rows))
 

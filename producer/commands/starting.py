@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from producer.commands.options import DataDir, Queue
-from shared.settings import read_settings
+from promptq.producer.command_options import DataDir, Queue
+from promptq.shared.runtime.settings import read_settings
 
 ServerPort = Annotated[
     int | None,
@@ -61,7 +61,7 @@ def up(
     """
     from rich.console import Console
 
-    from producer.commands.up import UpOptions, run_up
+    from promptq.producer.commands.local_fleet.up import UpOptions, run_up
 
     settings = read_settings()
     options = UpOptions(
@@ -84,7 +84,7 @@ def worker(context: typer.Context) -> None:
     promptq worker --model Qwen/Qwen3-0.6B --redis redis://localhost:6379/0
     promptq worker --model ./my-model --queue chat --max-num-seqs 32
     """
-    from producer.commands.processes import worker_command
+    from promptq.producer.commands.local_fleet.processes import worker_command
 
     command = worker_command(context.args)
     os.execv(command[0], command)
@@ -103,7 +103,7 @@ def server(
     """
     from rich.console import Console
 
-    from producer.commands.up import run_server
+    from promptq.producer.commands.local_fleet.up import run_server
 
     run_server(port, data, Console())
 
@@ -118,6 +118,6 @@ def demo(context: typer.Context) -> None:
     promptq demo
     promptq demo --model Qwen/Qwen3-0.6B
     """
-    from producer.commands.demo import run_demo
+    from promptq.producer.commands.local_fleet.demo import run_demo
 
     raise typer.Exit(run_demo(context.args))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from producer.commands.options import Queue, Redis, open_client
-from shared.errors import RedisSideError
+from promptq.producer.command_options import Queue, Redis, open_client
+from promptq.shared.errors import RedisSideError
 
 if TYPE_CHECKING:
-    from producer.client import Client
-    from producer.overview import Overview
-    from shared.observations import Sample
+    from promptq.producer.admin.overview import Overview
+    from promptq.producer.clients.sync_client import Client
+    from promptq.shared.protocol.worker_stats import Sample
 
 REFRESH_SECONDS = 1.0
 _HOUR_MS = 3_600_000
@@ -54,7 +54,7 @@ def top(
     """
     from rich.console import Console
 
-    from producer.commands.overview_screen import overview_screen
+    from promptq.producer.commands.screens.overview_screen import overview_screen
 
     console = Console()
     with open_client(redis, queue) as client:

@@ -8,20 +8,18 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from producer.async_client import AsyncClient
-from producer.connecting import server_url
-from producer.gateway import errors
-from producer.gateway.cancels import Cancels
-from producer.gateway.context import Gateway
-from producer.gateway.http_meter import measure_http
-from producer.gateway.http_tracing import trace_http
-from producer.gateway.queue_view import QueueWatch
-from producer.gateway.routes import (
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.gateway.context.background_cancels import BackgroundCancels
+from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.gateway.dashboard import actions, pages
+from promptq.producer.gateway.http import errors
+from promptq.producer.gateway.http.meter import measure_http
+from promptq.producer.gateway.http.tracing import trace_http
+from promptq.producer.gateway.routes import (
     batches,
-    chat,
     completions,
-    dashboard,
-    dashboard_actions,
     docs,
     files,
     health,
@@ -29,23 +27,22 @@ from producer.gateway.routes import (
     models,
     streams,
 )
-from producer.gateway.settings import GatewaySettings
-from shared.connection import make_async_redis
-from shared.request_queue import AsyncRequestQueue
-from shared.tracing import start_tracing
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.tracing import start_tracing
+from promptq.shared.server.connection import make_async_redis
 
 _ROUTERS = (
     health.router,
     metrics.router,
-    chat.router,
     completions.router,
     streams.router,
     models.router,
     files.router,
     batches.router,
     docs.router,
-    dashboard.router,
-    dashboard_actions.router,
+    pages.router,
+    actions.router,
 )
 _MAX_CALLING = 32
 
@@ -60,7 +57,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         connection = make_async_redis(url)
         client = AsyncClient(connection, settings.queue, tracing=tracing)
         calling = asyncio.Semaphore(_MAX_CALLING)
-        cancels = Cancels(client, calling)
+        cancels = BackgroundCancels(client, calling)
         queue = AsyncRequestQueue(connection, settings.queue)
         watch = QueueWatch(connection, queue.keys, url)
         app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)

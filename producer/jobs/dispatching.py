@@ -14,17 +14,22 @@ from typing import Any
 import redis
 from rq import Queue
 
-from producer.jobs.batch_lines import is_batch_id
-from producer.jobs.rq_queues import batches_waiting, enqueue_batch, enqueue_webhook, is_taken
-from producer.jobs.runner_lease import LEASE_MS
-from producer.jobs.settings import JobsSettings
-from producer.jobs.webhooks import UnreadableRecordError, message_of, webhook_id_of
-from shared import lookups
-from shared.calling import ids_of, is_wrong_type
-from shared.errors import InvalidRequestError
-from shared.keys import Keys, check_request_id
-from shared.logs import get_logger
-from shared.request_queue import RequestQueue
+from promptq.producer.batch_store.batch_lines import is_batch_id
+from promptq.producer.batches.runner_lease import LEASE_MS
+from promptq.producer.jobs.rq_queues import (
+    batches_waiting,
+    enqueue_batch,
+    enqueue_webhook,
+    is_taken,
+)
+from promptq.producer.settings import JobsSettings
+from promptq.producer.webhooks.webhooks import UnreadableRecordError, message_of, webhook_id_of
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.keys import Keys, check_request_id
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import ids_of, is_wrong_type
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.runtime.logs import get_logger
 
 _PAGE = 100
 _LEADER_MS = 5000

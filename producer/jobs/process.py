@@ -18,24 +18,24 @@ import redis
 from rq import Queue
 from rq.exceptions import StopRequested
 
-from producer.connecting import server_url
-from producer.jobs import upkeep
-from producer.jobs.dispatching import Dispatcher
-from producer.jobs.rq_queues import (
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.jobs import upkeep
+from promptq.producer.jobs.dispatching import Dispatcher
+from promptq.producer.jobs.rq_queues import (
+    JobScheduler,
     JsonCron,
-    Scheduler,
     batch_queue,
     open_jobs_redis,
     run_worker,
     upkeep_queue,
     webhook_queue,
 )
-from producer.jobs.settings import JobsSettings
-from producer.jobs.webhook_signature import load_secret, secret_file
-from shared.connection import open_redis, without_password
-from shared.errors import RedisUnavailableError
-from shared.logs import get_logger
-from shared.settings import ENV_PREFIX
+from promptq.producer.settings import JobsSettings
+from promptq.producer.webhooks.webhook_signature import load_secret, secret_file
+from promptq.shared.errors import RedisUnavailableError
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.settings import ENV_PREFIX
+from promptq.shared.server.connection import open_redis, without_password
 
 _TICK_SECONDS = 0.25
 _SCHEDULE_SECONDS = 1.0
@@ -62,7 +62,7 @@ def run_jobs(settings: JobsSettings) -> None:
             cron.every(upkeep.REAP_SECONDS, upkeep.reap, settings.queue)
             cron.every(upkeep.SWEEP_SECONDS, upkeep.sweep, settings.queue)
             cron.every(upkeep.ROLL_UP_SECONDS, upkeep.roll_up, settings.queue)
-            scheduler = Scheduler(webhooks)
+            scheduler = JobScheduler(webhooks)
             workers.start()
             _tell_ready(settings)
             scheduled = 0.0

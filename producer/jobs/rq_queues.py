@@ -19,13 +19,13 @@ from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException
 
-from producer.connecting import server_url
-from producer.jobs.batch_job import run_batch_job
-from producer.jobs.settings import JobsSettings
-from producer.jobs.webhooks import BACKOFF_SECONDS, deliver_webhook
-from shared.connection import open_redis, without_password
-from shared.errors import ConfigurationError, PromptqError
-from shared.logs import get_logger
+from promptq.producer.batches.batch_job import run_batch_job
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.settings import JobsSettings
+from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS, deliver_webhook
+from promptq.shared.errors import ConfigurationError, PromptqError
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.connection import open_redis, without_password
 
 _MONITOR_SECONDS = 5
 _LOST_SECONDS = 15
@@ -149,7 +149,7 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
         log.error("job failed", exc_info=error)
 
 
-class Scheduler:
+class JobScheduler:
     """Puts webhooks whose next attempt is due back into their queue.
 
     All bear one name, for the leader alone runs: the lock that RQ keeps by name would for a minute

@@ -10,14 +10,14 @@ from typing import Any
 
 import redis
 
-from producer.connecting import server_url
-from producer.jobs.files import BATCH_FILE_SECONDS, FileStore
-from producer.jobs.settings import read_jobs_settings
-from producer.overview import keep_statistics
-from shared.connection import open_redis
-from shared.keys import Keys
-from shared.logs import get_logger
-from shared.request_queue import RequestQueue
+from promptq.producer.admin.overview import keep_statistics
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.settings import read_jobs_settings
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.connection import open_redis
 
 REAP_SECONDS = 5
 SWEEP_SECONDS = 600

@@ -2,8 +2,8 @@
 
 from benchmarks.jobs import Request, Workload
 from benchmarks.rows.engine import drive
-from shared.settings import read_settings
-from worker.building import build
+from promptq.shared.runtime.settings import read_settings
+from promptq.worker.served_model import build
 
 
 def test_a_guest_arrives_once_the_others_are_under_way() -> None:

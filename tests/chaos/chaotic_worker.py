@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import worker.__main__ as command
-from shared.logs import get_logger
-from shared.request_queue import AsyncRequestQueue
-from shared.script_values import Claims, Room
-from shared.settings import Settings
+import promptq.worker.__main__ as command
+from promptq.shared.protocol.claims import Claims, Room
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.settings import Settings
+from promptq.worker import service
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.served_model import MODEL_FREE, Served, build
 from tests.chaos.mutants import break_scripts
-from worker import service
-from worker.building import MODEL_FREE, Served, build
-from worker.engine.engine import LLMEngine
-from worker.engine.model_free import END_TOKEN_ID, Launched, ModelFreeRunner
-from worker.engine.sequence import Batch
 
 POISON = 7
 """A prompt with this byte kills its worker."""
@@ -38,7 +38,7 @@ _BLOCK_SIZE = 16
 class PoisonableRunner(ModelFreeRunner):
     """Kills its process in the step that gives a poisoned sequence its fatal token."""
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         for share in batch.sampling:
             request = share.sequence.request
             gained = share.sequence.num_output_tokens - len(request.output_token_ids)
@@ -59,7 +59,7 @@ class NotingQueue(AsyncRequestQueue):
 
 
 def build_chaotic(settings: Settings, *rest: Any) -> Served:
-    """As `worker.building.build`, but for the model-free engine."""
+    """As `promptq.worker.served_model.build`, but for the model-free engine."""
     if settings.model != MODEL_FREE:
         return build(settings, *rest)
     runner = PoisonableRunner(_NUM_BLOCKS, _BLOCK_SIZE, step_seconds=STEP_SECONDS)

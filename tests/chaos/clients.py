@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 
-from producer.async_client import AsyncClient
-from producer.client import Client
-from shared.connection import open_async_redis
-from shared.errors import RedisSideError, RequestExistsError
-from shared.events import TokenEvent
-from shared.keys import Keys
-from shared.schemas import Request
-from shared.script_values import CancelStatus
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.producer.clients.sync_client import Client
+from promptq.shared.errors import RedisSideError, RequestExistsError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import Request
+from promptq.shared.server.connection import open_async_redis
 from tests.chaos.mutants import break_scripts
 from tests.chaos.records import Journal, Kind, Queue, Seen, SeenEvent, Sent
 from tests.chaos.requests import make_request

@@ -16,8 +16,8 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from producer.async_client import AsyncClient
-from shared.keys import Keys
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.shared.protocol.keys import Keys
 from tests.chaos.auditor import Violation, check_endings, check_refusals
 from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.chaos.group import ProcessGroup

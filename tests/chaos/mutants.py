@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from shared import request_queue
+from promptq.shared.queue import request_queue
 from tests.shared.states import mutants as states
 from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
 

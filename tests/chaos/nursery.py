@@ -20,7 +20,7 @@ from pathlib import Path
 
 _MODULES = [
     "tests.chaos.chaotic_worker",
-    "worker.engine.model_runner",
+    "promptq.worker.engine.model.model_runner",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import redis
 
-from shared.keys import Keys
+from promptq.shared.protocol.keys import Keys
 from tests.chaos.auditor import Snapshot, Violation, audit
 from tests.chaos.records import Expected, Queue, Seen, read_claimed, read_seen, read_sent
 from tests.chaos.snapshot import find_strays, take_snapshot

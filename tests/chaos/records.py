@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shared.events import TokenEvent
-from worker.engine.model_free import tokens_of
+from promptq.shared.protocol.events import TokenEvent
+from promptq.worker.engine.core.model_free import tokens_of
 
 
 class Queue(StrEnum):

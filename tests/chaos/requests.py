@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from shared.request_queue import new_request_id
+from promptq.shared.queue.request_queue import new_request_id
 from tests.chaos.chaotic_worker import POISON
 from tests.chaos.records import Kind, Queue, Sent
 

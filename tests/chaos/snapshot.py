@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from shared.keys import Keys
+from promptq.shared.protocol.keys import Keys
 from tests.chaos.auditor import Snapshot
 
 _PAGE = 1000

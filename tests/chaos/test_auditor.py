@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from shared.keys import Keys
+from promptq.shared.protocol.keys import Keys
 from tests.chaos.auditor import Snapshot, Violation, audit, check_endings, check_refusals
 from tests.chaos.chaotic_worker import POISONED_CODE
 from tests.chaos.endings import Ending

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import redis
 
-from shared.embedded import EmbeddedServer
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.fuzz.fuzzing import Fuzzing, report
 from tests.roles import bring_in_roles
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shared.keys import Keys
+from promptq.shared.protocol.keys import Keys
 from tests.fuzz.payloads import make_payload
 
 Command = tuple[Any, ...]

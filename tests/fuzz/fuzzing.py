@@ -13,8 +13,8 @@ from typing import Any
 
 import redis
 
-from producer.commands.processes import WorkerProcess
-from shared.keys import Keys
+from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.shared.protocol.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
 from tests.helpers import text_of
 from tests.roles import as_role

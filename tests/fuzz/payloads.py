@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from shared.schemas import Request
+from promptq.shared.protocol.request import Request
 
 GOOD: dict[str, Any] = {
     "prompt": "Once upon a time",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis
 
-from shared.keys import Keys
+from promptq.shared.protocol.keys import Keys
 from tests.fuzz.commands import make_request
 from tests.fuzz.fuzzing import Fuzzing, report
 from tests.fuzz.payloads import KINDS

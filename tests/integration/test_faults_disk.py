@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from producer import Client
-from shared.errors import RedisSideError
-from shared.request_queue import RequestQueue
+from promptq.producer import Client
+from promptq.shared.errors import RedisSideError
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, check_log, started, until
 from tests.integration.small_disk import SmallDisk

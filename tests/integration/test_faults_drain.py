@@ -9,10 +9,10 @@ from pathlib import Path
 import redis
 import redis.asyncio
 
-from producer import AsyncClient
-from shared.events import TokenEvent
-from shared.request_queue import RequestQueue
-from shared.schemas import RequestState
+from promptq.producer import AsyncClient
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import WorkerProcess, check_log, num_tokens, put, result_of, started
 from tests.integration.faults import until as wait_until

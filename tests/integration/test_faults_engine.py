@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import redis
 
-from shared import lookups
-from shared.request_queue import RequestQueue, new_request_id
-from shared.schemas import Request, RequestState
-from shared.script_values import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from tests.helpers import text_of
 from tests.integration.faults import (
     check_log,

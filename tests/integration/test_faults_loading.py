@@ -13,8 +13,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from producer import Client
-from shared.request_queue import RequestQueue
+from promptq.producer import Client
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, check_log, num_tokens, started, until
 from tests.integration.reading import KINDS, enqueue_in, read_in

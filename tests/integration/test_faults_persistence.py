@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer import Client
-from shared.errors import RedisSideError, RequestNotFoundError
-from shared.events import TokenEvent
-from shared.request_queue import RequestQueue
+from promptq.producer import Client
+from promptq.shared.errors import RedisSideError, RequestNotFoundError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import (
     Network,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from producer import Client
-from shared.request_queue import RequestQueue
+from promptq.producer import Client
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import (
     Network,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer import AsyncClient, Client
-from shared.errors import (
+from promptq.producer import AsyncClient, Client
+from promptq.shared.errors import (
     ConfigurationError,
     InvalidRequestError,
     RedisAuthError,
@@ -19,9 +19,9 @@ from shared.errors import (
     RequestFailedError,
     RequestNotFoundError,
 )
-from shared.keys import Keys, check_request_id
-from shared.schemas import RequestState
-from shared.script_values import CancelStatus
+from promptq.shared.protocol.keys import Keys, check_request_id
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import RequestState
 from tests.certificates import make_certificates, tls_settings
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, free_port, started

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer import AsyncClient, Client
-from shared import lookups
-from shared.connection import open_async_redis, open_redis
-from shared.errors import ConfigurationError, RedisUnavailableError
-from shared.request_queue import RequestQueue
+from promptq.producer import AsyncClient, Client
+from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.server.connection import open_async_redis, open_redis
 from tests.certificates import make_certificates, tls_settings
 from tests.helpers import text_of
 from tests.integration.faults import (

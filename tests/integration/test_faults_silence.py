@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from producer import AsyncClient, Client
-from shared.errors import RedisUnavailableError
-from shared.events import TokenEvent
+from promptq.producer import AsyncClient, Client
+from promptq.shared.errors import RedisUnavailableError
+from promptq.shared.protocol.events import TokenEvent
 from tests.integration.faults import Network, put, until
 from tests.integration.reading import KINDS, read_in
 from tests.producer.playing import HandWorker
@@ -76,7 +76,7 @@ def test_a_stream_that_nothing_reaches_any_more_ends_with_an_error(
     kind: str,
     how: str,
 ) -> None:
-    monkeypatch.setattr("producer.stream.GIVE_UP_SECONDS", 0.5)
+    monkeypatch.setattr("promptq.producer.clients.stream.GIVE_UP_SECONDS", 0.5)
     request_id = put(hand.queue)
     claim = hand.take()
     events: list[TokenEvent] = []

@@ -13,15 +13,15 @@ from typing import Any
 
 import httpx2
 
-from producer import Client
+from promptq.producer import Client
 from tests.roles import as_role
 
 GATEWAY = """
 import sys
 import uvicorn
-from producer.gateway.app import create_app
-from producer.gateway.settings import GatewaySettings
-from shared.logs import configure_logs
+from promptq.producer.gateway.app import create_app
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.runtime.logs import configure_logs
 
 configure_logs("info", "json")
 app = create_app(GatewaySettings(redis_url=sys.argv[1]))
@@ -61,7 +61,16 @@ def about(lines: Lines, request_id: str) -> Lines:
 
 def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
     url = as_role("worker", redis_url)
-    worker = ["-m", "worker", "--model", "model-free", "--redis", url, "--log-level", "debug"]
+    worker = [
+        "-m",
+        "promptq.worker",
+        "--model",
+        "model-free",
+        "--redis",
+        url,
+        "--log-level",
+        "debug",
+    ]
     with running(*worker) as (_, of_worker), Client(redis_url) as client:
         with running("-c", GATEWAY, redis_url) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"
@@ -110,8 +119,17 @@ def test_every_call_about_an_answer_is_logged_with_its_id(redis_url: str) -> Non
     A call behind another on its connection does not take over the other's.
     """
     url = as_role("worker", redis_url)
-    worker = ["-m", "worker", "--model", "model-free", "--redis", url, "--log-level", "debug"]
-    gateway = ["-m", "producer.cli", "gateway", "--port", "0", "--redis", redis_url]
+    worker = [
+        "-m",
+        "promptq.worker",
+        "--model",
+        "model-free",
+        "--redis",
+        url,
+        "--log-level",
+        "debug",
+    ]
+    gateway = ["-m", "promptq.producer.cli", "gateway", "--port", "0", "--redis", redis_url]
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
     unknown = "/v1/streams/chatcmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"
     with running(*worker) as (_, of_worker), running(*gateway) as (ready, of_gateway):
@@ -146,7 +164,7 @@ def test_every_call_about_an_answer_is_logged_with_its_id(redis_url: str) -> Non
 
 def test_a_traceback_is_one_line_too() -> None:
     script = """
-from shared.logs import configure_logs, get_logger
+from promptq.shared.runtime.logs import configure_logs, get_logger
 import logging
 configure_logs("info", "json")
 try:
@@ -171,7 +189,7 @@ logging.getLogger("library").info("not shown")
 def test_lines_go_to_standard_error_as_it_is_then() -> None:
     """Whoever replaces it, as a test runner does, closes the old one."""
     script = """
-from shared.logs import configure_logs, get_logger
+from promptq.shared.runtime.logs import configure_logs, get_logger
 import io, logging, sys
 first = sys.stderr = io.StringIO()
 configure_logs("info", "json")
@@ -190,7 +208,7 @@ print(second.getvalue(), end="")
 def test_a_worker_says_that_another_has_another_length(redis_url: str) -> None:
     """A stream may go on at any of them."""
     url = as_role("worker", redis_url)
-    worker = ["-m", "worker", "--model", "model-free", "--redis", url, "--max-model-len"]
+    worker = ["-m", "promptq.worker", "--model", "model-free", "--redis", url, "--max-model-len"]
     with (
         running(*worker, "600") as (_, of_first),
         running(*worker, "600") as (_, of_second),

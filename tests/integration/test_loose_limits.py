@@ -13,13 +13,12 @@ from itertools import count, islice
 
 import redis.asyncio
 
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request
-from shared.script_values import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner
+from promptq.worker.engine.core.sequence import Batch
 from tests.helpers import finished, running_worker, served_model_free, text_of
-from worker.engine.engine import LLMEngine
-from worker.engine.model_free import ModelFreeRunner
-from worker.engine.sequence import Batch
 
 MAX_NUM_SEQS = 16
 MAX_TOKENS = 1000

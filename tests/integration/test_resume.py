@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import redis
 
-from producer import Client
-from shared.embedded import EmbeddedServer
-from shared.events import TokenEvent
-from shared.keys import Keys
+from promptq.producer import Client
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.roles import as_role, bring_in_roles
 from tests.worker.test_command import started
 
@@ -75,7 +75,7 @@ def enqueue(client: Client, request: dict[str, Any]) -> str:
 
 
 def worker(
-    url: str, *options: str, module: str = "worker"
+    url: str, *options: str, module: str = "promptq.worker"
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """A worker of the shipped model that has said it is ready."""
     fixed = ("--redis", as_role("worker", url), "--dtype", "float32", "--lease-ms", str(LEASE_MS))
@@ -134,7 +134,7 @@ def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "short of memory"])
 def test_the_whole_text_is_that_of_a_quiet_run(fault: str, url: str, quiet: Quiet) -> None:
-    module = "tests.integration.short_of_memory" if fault == "short of memory" else "worker"
+    module = "tests.integration.short_of_memory" if fault == "short of memory" else "promptq.worker"
     with (
         redis.Redis.from_url(as_role("", url)) as server,
         Client(url) as client,

@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema
 import redis.asyncio
 
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request, RequestState
-from shared.script_values import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from tests.helpers import finished, running_worker
 from tests.roles import AsyncQueueClient, as_role
 from tests.worker.structured import SCHEMAS, TOOLS, json_schema, served

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import redis.asyncio
 
-from shared import lookups
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request
-from shared.script_values import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from tests.helpers import finished, running_worker, served_model_free
 
 

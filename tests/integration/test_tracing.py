@@ -23,18 +23,18 @@ from openai import OpenAI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from producer import AsyncClient, Client
-from producer.gateway.http_tracing import trace_http
-from producer.timeline import Happened
-from shared.errors import RequestExistsError
-from shared.keys import Keys
-from shared.settings import Settings
-from shared.tracing import Tracing, start_tracing
+from promptq.producer import AsyncClient, Client
+from promptq.producer.admin.timeline import Happened
+from promptq.producer.gateway.http.tracing import trace_http
+from promptq.shared.errors import RequestExistsError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.settings import Settings
+from promptq.shared.runtime.tracing import Tracing, start_tracing
+from promptq.worker.service import Worker
 from tests.helpers import served_model_free
 from tests.integration.faults import started
 from tests.producer.gateway.living import live_gateway, live_worker
 from tests.roles import as_role
-from worker.service import Worker
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -287,7 +287,7 @@ def test_a_second_attempt_and_a_preemption_are_told(redis_url: str, collector: C
 def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: Collector) -> None:
     """A plain client's trace context is enough; what is none is ignored, not refused."""
     url = as_role("worker", redis_url)
-    command = [sys.executable, "-m", "worker", "--model", "model-free", "--redis", url]
+    command = [sys.executable, "-m", "promptq.worker", "--model", "model-free", "--redis", url]
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -374,10 +374,11 @@ def test_all_works_without_the_extra_and_who_asks_for_traces_is_told() -> None:
 import sys
 for name in ("sdk", "exporter"):  # as if not installed; fastapi brings the rest
     sys.modules[f"opentelemetry.{name}"] = None
-import producer, worker.service, worker.__main__, producer.gateway.app
-from shared.errors import ConfigurationError
-from shared.schemas import Request
-from shared.tracing import start_tracing
+import promptq.producer, promptq.producer.gateway.app
+import promptq.worker.service, promptq.worker.__main__
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import Request
+from promptq.shared.runtime.tracing import start_tracing
 assert start_tracing("x") is None
 assert "trace" not in Request.build({"prompt": "x"}).to_payload()
 try:

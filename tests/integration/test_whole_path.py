@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request
-from shared.script_values import ModelIdentity, NewRequest
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.served_model import Served
+from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.helpers import finished, running_worker
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
-from worker.building import Served
-from worker.engine.engine import LLMEngine
-from worker.engine.model_runner import ModelRunner
-from worker.tokenizer import ByteTokenizer
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral"]
 BLOCK_SIZE = 4

@@ -13,15 +13,16 @@ from contextlib import aclosing, closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from producer import AsyncClient, Client
-from shared.events import TokenEvent, Usage
-from shared.keys import Keys
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason
-from shared.script_values import Claim, Published, Room, Row
+from promptq.producer import AsyncClient, Client
+from promptq.shared.protocol.claims import Claim, Room
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import Published, Row
+from promptq.shared.queue.request_queue import RequestQueue
 
 KEYS = Keys("default")
-PROMPTQ = [sys.executable, "-m", "producer.cli"]
+PROMPTQ = [sys.executable, "-m", "promptq.producer.cli"]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Runs the command to its end."""

@@ -16,10 +16,8 @@ import pytest
 import redis
 import redis.asyncio
 
-from producer import AsyncClient, Client
-from shared import embedded
-from shared.embedded import EmbeddedServer
-from shared.errors import (
+from promptq.producer import AsyncClient, Client
+from promptq.shared.errors import (
     ConfigurationError,
     InvalidRequestError,
     QueueClosedError,
@@ -30,12 +28,14 @@ from shared.errors import (
     RequestExistsError,
     RequestFailedError,
 )
-from shared.events import ErrorInfo
-from shared.keys import Keys
-from shared.observations import WorkerStats
-from shared.schemas import MAX_PAYLOAD_BYTES, FinishReason, RequestState
-from shared.script_values import CancelStatus
-from shared.scripts import heartbeat
+from promptq.shared.protocol.events import ErrorInfo
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, RequestState
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.scripts import heartbeat
+from promptq.shared.server import embedded
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import free_port, losing_one_reply, old_server
 
 KEYS = Keys("default")
@@ -308,7 +308,7 @@ def test_a_dropped_connection_is_survived(
 
 def test_a_server_that_goes_away_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some tries the stream says that the server is gone."""
-    monkeypatch.setattr("producer.stream.GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr("promptq.producer.clients.stream.GIVE_UP_SECONDS", 0.1)
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as connection:
         client = Client(connection, silence_seconds=0.05)
         request_id = client.enqueue("Hi")

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from producer import AsyncClient
-from producer.timeline import Happened, Timeline
-from shared import observing
-from shared.errors import RequestNotFoundError
-from shared.keys import Keys
-from shared.observations import SAMPLE_MS, SlotState
-from shared.observing import Contribution
-from shared.request_queue import AsyncRequestQueue
-from shared.schemas import RequestState
-from shared.script_values import Held, Room
+from promptq.producer import AsyncClient
+from promptq.producer.admin.timeline import Happened, Timeline
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.claims import Held, Room
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState
+from promptq.shared.queue import statistics
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.statistics import Contribution
 from tests.helpers import Server, running_worker, served_model_free
 
 
@@ -204,11 +204,11 @@ async def test_several_writers_make_one_sample_for_each_five_seconds(server: Ser
     # A sample that was begun long ago by others, and is over.
     opened = {"bucket": 1_000_000, "waiting": 4, "priorities": '{"-1":1,"0":3}', "delayed": 0}
     opened |= {"active": 2, "running": 2, "workers": 2}
-    assert await queue.run(observing.sample(part)) == 0
+    assert await queue.run(statistics.sample(part)) == 0
     await connection.hset(f"{queue.keys.statistics}:open", mapping=opened)
     for _ in range(2):  # the first of the next five seconds writes it, the other does not
-        await queue.run(observing.sample(part))
-    found = await queue.run(observing.samples(queue.keys, 0))
+        await queue.run(statistics.sample(part))
+    found = await queue.run(statistics.samples(queue.keys, 0))
     assert len(found) == 1
     sample = found[0]
     assert (sample.at, sample.waiting, sample.priorities) == (1_000_000, 4, {-1: 1, 0: 3})
@@ -217,7 +217,7 @@ async def test_several_writers_make_one_sample_for_each_five_seconds(server: Ser
     assert sample.ttft_p50_ms == pytest.approx(100, rel=0.03)
     assert sample.ttft_p95_ms == pytest.approx(1000, rel=0.03)
     assert sample.queue_p50_ms == pytest.approx(10, rel=0.03)
-    assert await queue.run(observing.samples(queue.keys, 1_000_001)) == []
+    assert await queue.run(statistics.samples(queue.keys, 1_000_001)) == []
     await connection.aclose()
 
 

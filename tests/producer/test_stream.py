@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from producer import Client
-from shared.errors import RequestNotFoundError, StreamChangedError
-from shared.events import TokenEvent
-from shared.keys import Keys
-from shared.schemas import FinishReason
+from promptq.producer import Client
+from promptq.shared.errors import RequestNotFoundError, StreamChangedError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason
 
 Read = Callable[..., Any]
 KEYS = Keys("default")

@@ -11,8 +11,7 @@ import pytest
 import redis
 from rich.console import Console
 
-from producer.commands.demo_view import Board, Shown, requests_table
-from producer.stream import (
+from promptq.producer.clients.stream import (
     GIVE_UP_SECONDS,
     Action,
     Ask,
@@ -24,10 +23,11 @@ from producer.stream import (
     advance,
     follow,
 )
-from shared.errors import RequestNotFoundError
-from shared.events import TokenEvent
-from shared.keys import Keys
-from shared.schemas import FinishReason
+from promptq.producer.commands.screens.demo_view import Board, Shown, requests_table
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason
 from tests.producer.playing import HandWorker
 
 KEYS = Keys("default")

@@ -11,20 +11,20 @@ import pytest
 import redis
 import redis.asyncio
 
-from producer import AsyncClient
-from producer.stream import Missed
-from producer.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
-from shared.embedded import EmbeddedServer
-from shared.errors import (
+from promptq.producer import AsyncClient
+from promptq.producer.clients.stream import Missed
+from promptq.producer.clients.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
+from promptq.shared.errors import (
     QueueClosedError,
     RedisAuthError,
     RedisUnavailableError,
     StreamChangedError,
 )
-from shared.events import TokenEvent
-from shared.keys import Keys
-from shared.schemas import RequestState
-from shared.script_values import Claim
+from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import HandWorker
 
 KEYS = Keys("default")
@@ -455,7 +455,7 @@ async def test_a_server_that_goes_away_ends_all_streams(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some tries each of them says that the server is gone."""
-    monkeypatch.setattr("producer.stream.GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr("promptq.producer.clients.stream.GIVE_UP_SECONDS", 0.1)
     with EmbeddedServer() as server, redis.Redis.from_url(server.url) as connection:
         worker = HandWorker(connection)
         async with redis.asyncio.Redis.from_url(server.url) as own:

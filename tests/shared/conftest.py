@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.request_queue import RequestQueue
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import Server
 
 

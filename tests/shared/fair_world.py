@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from shared.events import TokenEvent, Usage
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request
-from shared.script_values import Claim, Held, NewRequest, Room, Row, RowStatus
+from promptq.shared.protocol.claims import Claim, Held, Room
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request
+from promptq.shared.protocol.rows import Row, RowStatus
+from promptq.shared.queue.request_queue import RequestQueue
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 

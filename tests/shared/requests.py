@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shared.events import TokenEvent, Usage
-from shared.request_queue import RequestQueue, new_request_id
-from shared.schemas import FinishReason, Request
-from shared.script_values import Claim, Held, NewRequest, Room, Row
+from promptq.shared.protocol.claims import Claim, Held, Room
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request
+from promptq.shared.protocol.rows import Row
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 
 ROOM = Room(max_count=1000, token_budget=10**9)
 

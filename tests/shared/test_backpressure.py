@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from shared.errors import QueueFullError
-from shared.events import TokenEvent, Usage
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState
-from shared.script_values import Claim, Held, NewRequest, Room, Row
+from promptq.shared.errors import QueueFullError
+from promptq.shared.protocol.claims import Claim, Held, Room
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.protocol.rows import Row
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import Server
 from tests.shared.requests import ROOM
 

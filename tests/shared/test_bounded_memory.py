@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import CancelStatus
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, ids, last_event, put, row
 
 PAYLOAD = '{"prompt":"a"}'

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared import scripts
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import CancelStatus, Held, Room, RowStatus
+from promptq.shared.protocol.claims import Held, Room
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.queue import scripts
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, last_event, log_of, new, put, put_plainly, row
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from shared import lookups
-from shared.errors import ModelMismatchError
-from shared.events import TokenEvent
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason
-from shared.script_values import Held, ModelIdentity, Room, Row, RowStatus
+from promptq.shared.errors import ModelMismatchError
+from promptq.shared.protocol.claims import Held, ModelIdentity, Room
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import Row, RowStatus
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, ids, new, put, put_plainly, row
 
 

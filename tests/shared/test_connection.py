@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.connection import (
-    check_version,
-    explain,
-    open_async_redis,
-    open_redis,
-    without_password,
-)
-from shared.errors import (
+from promptq.shared.errors import (
     ConfigurationError,
     RedisAuthError,
     RedisSideError,
     RedisTooOldError,
     RedisUnavailableError,
+)
+from promptq.shared.server.connection import (
+    check_version,
+    explain,
+    open_async_redis,
+    open_redis,
+    without_password,
 )
 from tests.integration.faults import Network, OwnServer, check_that_answers_are_ones_own
 from tests.roles import as_role

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from shared import lookups, scripts
-from shared.calling import script_text
-from shared.errors import RequestNotFoundError
-from shared.observations import WorkerStats
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import Claim, ClaimContext, ModelIdentity, Room, RowStatus
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.claims import Claim, ClaimContext, ModelIdentity, Room
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.call import script_text
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, ids, last_event, put, row
 
 BUSY = Room(max_count=1000, token_budget=10**9, num_held=1)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared import embedded
-from shared.embedded import EmbeddedServer
-from shared.errors import ConfigurationError
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.server import embedded
+from promptq.shared.server.embedded import EmbeddedServer
 
 OWNER = """
 import sys, time
-from shared.embedded import EmbeddedServer
+from promptq.shared.server.embedded import EmbeddedServer
 server = EmbeddedServer()
 print(server.url, flush=True)
 time.sleep(600)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidRequestError, QueueFullError, RequestExistsError
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState
-from shared.script_values import Held, NewRequest
+from promptq.shared.errors import InvalidRequestError, QueueFullError, RequestExistsError
+from promptq.shared.protocol.claims import Held
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, ids, new, put, put_plainly, row
 
 

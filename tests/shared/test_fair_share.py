@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
-from shared import lookups
-from shared.events import TokenEvent, Usage
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request, RequestState
-from shared.script_values import CancelStatus, Held, NewRequest, Room, Row
+from promptq.shared.protocol.claims import Held, Room
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.protocol.rows import Row
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import Server
 from tests.roles import QueueClient, as_role
 from tests.shared.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import ConfigurationError, InvalidRequestError
-from shared.keys import Keys, check_request_id
+from promptq.shared.errors import ConfigurationError, InvalidRequestError
+from promptq.shared.protocol.keys import Keys, check_request_id
 
 
 def test_names_are_the_public_ones() -> None:

@@ -10,7 +10,7 @@ import sys
 
 LIBRARY = """
 import logging
-from shared.logs import configure_logs, take_over_logs
+from promptq.shared.runtime.logs import configure_logs, take_over_logs
 
 configure_logs("info", "json")
 logger = logging.getLogger("somebody")
@@ -33,7 +33,7 @@ def test_at_a_terminal_lines_are_in_colour() -> None:
     """And for people: a terminal gets no JSON, unless it is asked for."""
     script = """
 import sys
-from shared.logs import configure_logs, get_logger
+from promptq.shared.runtime.logs import configure_logs, get_logger
 
 for form in ("auto", "json"):
     configure_logs("info", form)
@@ -57,11 +57,11 @@ def test_lines_of_threads_stay_apart() -> None:
     """Also those of one that uses the standard `logging`, as the engine does."""
     script = """
 import logging, sys, threading
-from shared.logs import configure_logs, get_logger
+from promptq.shared.runtime.logs import configure_logs, get_logger
 
 configure_logs("info", "json")
 sys.setswitchinterval(1e-6)
-engine, own = logging.getLogger("worker.engine"), get_logger()
+engine, own = logging.getLogger("promptq.worker.engine"), get_logger()
 say = [lambda n: engine.warning("engine %d", n), lambda n: own.warning("own", n=n)]
 threads = [threading.Thread(target=lambda it=it: [it(n) for n in range(2000)]) for it in say]
 for thread in threads:

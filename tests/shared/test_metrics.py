@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shared import metrics
-from shared.metrics import Histogram
+from promptq.shared.runtime import metrics
+from promptq.shared.runtime.metrics import Histogram
 
 BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "promptq.json"
 SUFFIXES = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}

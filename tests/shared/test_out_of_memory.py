@@ -9,12 +9,13 @@ import pytest
 import redis
 from redis.exceptions import OutOfMemoryError
 
-from shared import lookups, scripts
-from shared.embedded import EmbeddedServer
-from shared.observations import WorkerStats
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import CancelStatus, Claim
+from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import redis_server
 from tests.roles import QueueClient, bring_in_roles
 from tests.shared.requests import ROOM, held, ids, last_event, log_of, new, put, row

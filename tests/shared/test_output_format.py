@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidRequestError
-from shared.output_format import JsonOutput, ToolCallOutput
-from shared.schemas import Request
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.output_format import JsonOutput, ToolCallOutput
+from promptq.shared.protocol.request import Request
 
 SCHEMA = {"type": "integer"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}

@@ -6,11 +6,12 @@ import json
 import time
 from typing import Any
 
-from shared import lookups
-from shared.events import ErrorInfo, Result, Stats, TokenEvent, TokenLogprob, Usage
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import Held, Row, RowStatus
+from promptq.shared.protocol.claims import Held
+from promptq.shared.protocol.events import ErrorInfo, Result, Stats, TokenEvent, TokenLogprob, Usage
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import Row, RowStatus
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, event, held, ids, log_of, put, row
 
 

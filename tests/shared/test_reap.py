@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from shared import lookups, scripts
-from shared.errors import RequestNotFoundError
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import Room, RowStatus
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, last_event, new, put, put_plainly, row
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from producer import Client
-from shared import scripts
-from shared.errors import InvalidRequestError
-from shared.request_queue import RequestQueue
-from shared.script_values import Held, PriorityStatus
+from promptq.producer import Client
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Held
+from promptq.shared.protocol.replies import PriorityStatus
+from promptq.shared.queue import scripts
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, ids, put, put_plainly
 
 

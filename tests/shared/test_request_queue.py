@@ -12,12 +12,14 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from shared import lookups, scripts
-from shared.errors import QueueClosedError
-from shared.observations import WorkerStats
-from shared.request_queue import AsyncRequestQueue, RequestQueue
-from shared.schemas import RequestState
-from shared.script_values import CancelStatus, Room, RowStatus
+from promptq.shared.errors import QueueClosedError
+from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from tests.helpers import Server
 from tests.shared.requests import ROOM, held, ids, new, put, row
 

@@ -8,9 +8,17 @@ import sys
 
 import pytest
 
-from shared.errors import InvalidRequestError
-from shared.events import ErrorInfo, Result, Stats, TokenEvent, TokenLogprob, TopLogprob, Usage
-from shared.schemas import MAX_PAYLOAD_BYTES, FinishReason, Request, RequestState
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.events import (
+    ErrorInfo,
+    Result,
+    Stats,
+    TokenEvent,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, Request, RequestState
 
 
 @pytest.mark.parametrize(

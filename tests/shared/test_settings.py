@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import ConfigurationError
-from shared.settings import ENV_PREFIX, Settings, flag_of, read_settings
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime.settings import ENV_PREFIX, Settings, flag_of, read_settings
 
 
 def test_the_environment_is_read_and_overridden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from shared import lookups, scripts
-from shared.errors import QueueFullError, RequestExistsError
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import CancelStatus, Room, RowStatus
+from promptq.shared.errors import QueueFullError, RequestExistsError
+from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import redis.asyncio
 
-from producer.async_client import AsyncClient
-from producer.commands.processes import WorkerProcess
-from shared.embedded import EmbeddedServer
-from shared.keys import Keys
-from shared.observations import SAMPLE_MS
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.worker_stats import SAMPLE_MS
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.roles import as_role, bring_in_roles
 from tests.soak.trends import trend_of
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import redis.asyncio
 
-from shared.settings import Settings
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.service import Worker
 from tests.helpers import served_model_free
-from worker.engine.engine import LLMEngine
-from worker.engine.model_free import Launched, ModelFreeRunner
-from worker.engine.sequence import Batch
-from worker.service import Worker
 
 EXIT_CODE = 66
 
@@ -22,7 +22,7 @@ EXIT_CODE = 66
 class DeadlyRunner(ModelFreeRunner):
     """Ends the process in the step that meets `!`, as a fault of a driver does."""
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
             os._exit(EXIT_CODE)
         return super().launch(batch, after)

@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.events import TokenEvent
-from shared.schemas import FinishReason
-from shared.script_values import Claim, ModelIdentity
+from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.messages import SequenceOutput
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.served_model import Served
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.tiny_models import save_model
-from worker.building import Served
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import SequenceOutput
-from worker.engine.model_runner import ModelRunner
-from worker.grammars import Grammars
-from worker.held import HeldRequest, Preparation
-from worker.shipped import MODEL_DIR
-from worker.tokenizer import HuggingFaceTokenizer
 
 
 def closed(**properties: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def served(directory: str = str(MODEL_DIR), kv_cache_memory: int = 2**26, **engi
 
 def prepare(
     served: Served, *, seed: int = 0, emitted: list[int] | None = None, **fields: Any
-) -> HeldRequest:
+) -> Lease:
     """What a worker makes of a claimed request, `emitted` being an earlier attempt's tokens."""
     if "messages" not in fields:
         fields.setdefault("prompt", "Once upon a time")
@@ -129,7 +129,7 @@ def prepare(
     return Preparation(served.tokenizer, limits, identity, ends, served.grammars).prepare(claim)
 
 
-def run(served: Served, *held: HeldRequest) -> list[SequenceOutput]:
+def run(served: Served, *held: Lease) -> list[SequenceOutput]:
     """All that each sequence gave, in one output, once all have ended."""
     whole: dict[int, SequenceOutput] = {}
     for each in held:

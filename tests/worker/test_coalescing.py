@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from shared.events import TokenLogprob
-from shared.schemas import FinishReason
-from worker.coalescing import LONGEST_SECONDS, Coalescer
-from worker.engine.interface import SequenceOutput, SequenceTiming
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.messages import SequenceOutput, SequenceTiming
+from promptq.worker.publishing.coalescer import LONGEST_SECONDS, Coalescer
 
 RATE = 1000.0
 

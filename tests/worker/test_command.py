@@ -17,18 +17,17 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared import lookups
-from shared.embedded import EmbeddedServer, advertised
-from shared.errors import ModelNotFoundError
-from shared.request_queue import RequestQueue, new_request_id
-from shared.schemas import Request
-from shared.script_values import NewRequest
-from shared.settings import read_settings
+from promptq.shared.errors import ModelNotFoundError
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from promptq.shared.runtime.settings import read_settings
+from promptq.shared.server.embedded import EmbeddedServer, advertised
+from promptq.worker.served_model import build
 from tests.helpers import text_of
 from tests.roles import as_role
-from worker.building import build
 
-COMMAND = [sys.executable, "-m", "worker"]
+COMMAND = [sys.executable, "-m", "promptq.worker"]
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +41,7 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def started(*options: str, module: str = "worker") -> Iterator[subprocess.Popen[str]]:
+def started(*options: str, module: str = "promptq.worker") -> Iterator[subprocess.Popen[str]]:
     """A worker that has said it is ready."""
     command = [sys.executable, "-m", module, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -213,5 +212,5 @@ def test_help_names_what_options_take(option: str) -> None:
 
 
 def test_starts_without_torch() -> None:
-    code = "import sys, worker.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, promptq.worker.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,12 +10,17 @@ from itertools import pairwise
 
 import pytest
 
-from shared.schemas import FinishReason, SamplingParams
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest, SequenceOutput
-from worker.engine.model_free import Launched, ModelFreeRunner, build_model_free_engine, tokens_of
-from worker.engine.runner import SampledToken
-from worker.engine_thread import EngineThread
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import (
+    ModelFreeRunner,
+    ModelFreeStep,
+    build_model_free_engine,
+    tokens_of,
+)
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine_thread import EngineThread
 
 PATIENCE = 60.0
 
@@ -38,7 +43,7 @@ class HookedRunner(ModelFreeRunner):
         self._hook = hook
         self._num_steps = 0
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         self._hook(self._num_steps)
         self._num_steps += 1
         return super().collect(launched)

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shared.errors import InvalidRequestError
-from shared.output_format import JsonOutput, ToolCallOutput, ToolSchema
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.output_format import JsonOutput, ToolCallOutput, ToolSchema
+from promptq.worker.engine.api.grammar import Grammar, GrammarError
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.chat_template import tool_call_style
+from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.structured import SCHEMAS, closed
 from tests.worker.tiny_tokenizers import byte_fallback
-from worker.engine.grammar import Grammar, GrammarError
-from worker.grammars import Grammars
-from worker.shipped import MODEL_DIR
-from worker.tokenizer import HuggingFaceTokenizer
-from worker.tool_calls import tool_call_style
 
 END = 2
 VOCAB_SIZE = 2048
@@ -186,7 +186,10 @@ def test_a_slow_tokenizer_is_refused() -> None:
 
 
 def test_the_library_is_not_imported_before_it_is_needed() -> None:
-    code = "import worker.service, worker.building, sys; sys.exit('llguidance' in sys.modules)"
+    code = (
+        "import sys; from promptq.worker import served_model, service\n"
+        "sys.exit('llguidance' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidRequestError
-from shared.events import TokenEvent
-from shared.schemas import FinishReason
-from shared.script_values import Claim, ModelIdentity
-from worker.engine.interface import EngineLimits, SequenceTiming
-from worker.held import HeldRequest, Preparation
-from worker.tokenizer import ByteTokenizer
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.messages import EngineLimits, SequenceTiming
+from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.text.tokenizer import ByteTokenizer
 
 LIMITS = EngineLimits(
     max_num_seqs=4,
@@ -45,7 +45,7 @@ def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
     )
 
 
-def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> HeldRequest:
+def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> Lease:
     model = ModelIdentity("mine", "123")
     return Preparation(ByteTokenizer(), LIMITS, model, frozenset({END})).prepare(
         claim(events, **fields)

@@ -1,4 +1,4 @@
-"""Intake keeps prepared requests ready: on a real server, with nothing else of a worker around."""
+"""The prefetcher keeps requests prepared: on a real server, with no more of a worker around."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared import lookups
-from shared.errors import InvalidRequestError
-from shared.events import TokenEvent
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import FinishReason, Request
-from shared.script_values import Claim, Claims, Held, ModelIdentity, NewRequest, Room, Row
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Claim, Claims, Held, ModelIdentity, Room
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request
+from promptq.shared.protocol.rows import Row
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.engine.api.messages import EngineLimits
+from promptq.worker.intake.prefetcher import Prefetcher
+from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.leases.leases import Leases
+from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.roles import AsyncQueueClient, as_role
-from worker.engine.interface import EngineLimits
-from worker.held import HeldRequest, Preparation
-from worker.intake import Intake
-from worker.leases import Leases
-from worker.tokenizer import ByteTokenizer
 
 LIMITS = EngineLimits(
     max_num_seqs=4,
@@ -60,7 +61,7 @@ class House:
         self.complete: list[str] = []
         self.renewed: list[str] = []
         self.telling: list[Exception | asyncio.Event] = []
-        self.intake = Intake(
+        self.intake = Prefetcher(
             self.queue,
             self.leases,
             Preparation(tokenizer or ByteTokenizer(), LIMITS, ModelIdentity(), frozenset({256})),
@@ -76,7 +77,7 @@ class House:
     def room(self, depth: int) -> Room:
         return Room(max_count=depth - len(self.leases), token_budget=self.free_tokens)
 
-    async def renew(self, held: list[HeldRequest]) -> None:
+    async def renew(self, held: list[Lease]) -> None:
         self.renewed += [item.request_id for item in held]
         await self.queue.publish([], [item.as_held() for item in held])
 
@@ -88,7 +89,7 @@ class House:
             await obstacle.wait()
         self.invalid.append((claim.request_id, error))
 
-    async def on_complete(self, held: HeldRequest) -> None:
+    async def on_complete(self, held: Lease) -> None:
         self.complete.append(held.request_id)
 
     async def until_available(self, count: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.leases import Leases, keep_alive
 from tests.worker.test_held import prepare
-from worker.held import HeldRequest
-from worker.leases import Leases, keep_alive
 
 
 def test_counts_what_is_held_and_what_is_in_the_engine() -> None:
@@ -41,10 +41,10 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
 async def test_leases_are_renewed_while_the_engine_makes_progress_only() -> None:
     leases = Leases()
     leases.add(prepare())
-    renewed: list[list[HeldRequest]] = []
+    renewed: list[list[Lease]] = []
     asked = 0
 
-    async def renew(held: list[HeldRequest]) -> None:
+    async def renew(held: list[Lease]) -> None:
         renewed.append(held)
 
     def is_stuck() -> bool:

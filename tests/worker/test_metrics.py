@@ -14,15 +14,15 @@ import redis.asyncio
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from producer import AsyncClient
-from shared import metrics
-from shared.errors import ConfigurationError
-from shared.keys import Keys
-from shared.schemas import FinishReason
+from promptq.producer import AsyncClient
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime import metrics
+from promptq.worker.prometheus import MetricsServer
+from promptq.worker.service import Worker
 from tests.helpers import running_worker, served_model_free, text_of
 from tests.roles import as_role
-from worker.metrics import MetricsServer
-from worker.service import Worker
 
 Families = dict[str, Metric]
 
@@ -219,7 +219,7 @@ async def test_a_port_that_is_taken_is_named(redis_url: str) -> None:
 
 def test_the_command_serves_metrics_where_it_says(redis_url: str) -> None:
     url = as_role("worker", redis_url)
-    command = [sys.executable, "-m", "worker", "--model", "model-free", "--redis", url]
+    command = [sys.executable, "-m", "promptq.worker", "--model", "model-free", "--redis", url]
     process = subprocess.Popen([*command, "--metrics-port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

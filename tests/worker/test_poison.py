@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import redis
 
-from producer import Client
-from shared import lookups
-from shared.request_queue import RequestQueue, new_request_id
-from shared.schemas import Request, RequestState
-from shared.script_values import NewRequest
+from promptq.producer import Client
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from tests.helpers import text_of
 from tests.roles import as_role
 from tests.worker.deadly_worker import EXIT_CODE

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from shared import lookups
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request, RequestState
-from shared.script_values import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.helpers import finished, running_worker, served_model_free, text_of
-from worker.tokenizer import ByteTokenizer
 
 
 class WaitingTokenizer(ByteTokenizer):

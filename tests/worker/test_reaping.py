@@ -10,13 +10,13 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared import lookups
-from shared.calling import Call
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request, RequestState
-from shared.script_values import Held, NewRequest, Room
+from promptq.shared.protocol.claims import Held, Room
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.liveness.reaper import Reaper
 from tests.roles import AsyncQueueClient, as_role
-from worker.reaping import Reaper
 
 LEASE_SECONDS = 10.0
 

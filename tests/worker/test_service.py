@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from shared import lookups
-from shared.errors import ModelMismatchError
-from shared.request_queue import AsyncRequestQueue, new_request_id
-from shared.schemas import Request, RequestState
-from shared.script_values import Held, ModelIdentity, NewRequest, Room
-from shared.settings import Settings
+from promptq.shared.errors import ModelMismatchError
+from promptq.shared.protocol.claims import Held, ModelIdentity, Room
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.publishing import coalescer
+from promptq.worker.served_model import Served
+from promptq.worker.service import Worker
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from tests.roles import as_role
-from worker import coalescing
-from worker.building import Served
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import SequenceOutput, StepOutput
-from worker.engine.model_free import Launched, ModelFreeRunner
-from worker.engine.runner import SampledToken
-from worker.engine.sequence import Batch
-from worker.service import Worker
 
 BY_ITSELF = {"max_events_per_second": math.inf}
 """Settings of a worker that sends each token by itself."""
@@ -520,7 +520,7 @@ class FailingRunner(ModelFreeRunner):
 
     is_broken = False
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         if any(ord("!") in share.sequence.token_ids for share in batch.scheduled):
             self.is_broken = True
         if self.is_broken:
@@ -680,7 +680,7 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
 class SpoilingRunner(ModelFreeRunner):
     """Cannot sample for a sequence that holds the token `?`, but for all others."""
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         return [
             [replace(token, error="no finite logits") for token in tokens]
             if ord("?") in share.sequence.token_ids
@@ -821,7 +821,7 @@ class PausingRunner(ModelFreeRunner):
         self._error = error
         self._num_steps = 0
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         self._num_steps += 1
         if self._num_steps > 11:
             self.has_paused.set()
@@ -840,7 +840,7 @@ def served_by(runner: ModelFreeRunner) -> Served:
 @pytest.fixture
 def never_due(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Settings with which nothing that waits for more of its stream comes to be due."""
-    monkeypatch.setattr(coalescing, "LONGEST_SECONDS", 3600.0)
+    monkeypatch.setattr(coalescer, "LONGEST_SECONDS", 3600.0)
     return {"max_events_per_second": 1e-3}
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from worker.shipped import MODEL_DIR
-from worker.shipped.chats import chat, exchange, story_exchange
-from worker.shipped.corpus import batches, document
-from worker.shipped.phrases import an, render
-from worker.shipped.plots import ENDINGS, HABITS, MEETINGS, OPENINGS, PLOTS
-from worker.shipped.sketches import repetition, sketch, tiny_story
-from worker.shipped.stories import story, tale, typeset
-from worker.shipped.tokenizer import END_OF_TEXT, TURN_END
-from worker.shipped.train import Plan, exercise_share, rate_factor, train
-from worker.shipped.words import KINDS, THINGS
+from promptq.worker.shipped import MODEL_DIR
+from training.corpus import batches, document
+from training.texts.chats import chat, exchange, story_exchange
+from training.texts.phrases import an, render
+from training.texts.plots import ENDINGS, HABITS, MEETINGS, OPENINGS, PLOTS
+from training.texts.sketches import repetition, sketch, tiny_story
+from training.texts.stories import story, tale, typeset
+from training.texts.words import KINDS, THINGS
+from training.tokenizer import END_OF_TEXT, TURN_END
+from training.train import Plan, exercise_share, rate_factor, train
 
 MAX_BYTES = 5_000_000
 MAX_NEW_TOKENS = 450

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import pytest
 from rich.console import Console
 
-from shared.errors import ConfigurationError
-from shared.logs import configure_logs
-from shared.settings import Settings
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime.logs import configure_logs
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.served_model import build
+from promptq.worker.telemetry.start_up import StartUp
 from tests.roles import as_role
-from worker.building import build
-from worker.engine.precision import has_fast_bf16_products
-from worker.start_up import StartUp
 
 
 class Clock:
@@ -84,7 +84,7 @@ def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: s
     terminal, worker_side = pty.openpty()
     url = as_role("worker", redis_url)
     process = subprocess.Popen(
-        [sys.executable, "-m", "worker", "--redis", url, "--device", "cpu"],
+        [sys.executable, "-m", "promptq.worker", "--redis", url, "--device", "cpu"],
         stdout=subprocess.PIPE,
         stderr=worker_side,
         text=True,

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from shared.schemas import FinishReason
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.sampling.masks import Masks
+from promptq.worker.served_model import Served
 from tests.worker.structured import (
     SCHEMAS,
     TOOLS,
@@ -24,9 +27,6 @@ from tests.worker.structured import (
     served_with_random_weights,
     text_of,
 )
-from worker.building import Served
-from worker.engine.sampling.masks import Masks
-from worker.engine.sequence import Sequence
 
 SEEDS = range(6)
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.detokenizer import REPLACEMENT, Decode, TextStream
+from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.worker.tiny_tokenizers import byte_fallback
-from worker.shipped import MODEL_DIR
-from worker.text_stream import REPLACEMENT, Decode, TextStream
-from worker.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 decode = ByteTokenizer().decode
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from producer.gateway.errors import ApiError
-from producer.gateway.openai.completion import Completion
-from producer.gateway.openai.endings import failure, finish_reason
-from producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs
-from producer.gateway.openai.tool_calls import split_calls
-from shared.events import Result
-from shared.tool_call_style import ToolCallStyle
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.gateway.openai.completion import Completion
+from promptq.producer.gateway.openai.endings import failure, finish_reason
+from promptq.producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from promptq.producer.gateway.openai.tool_calls import split_calls
+from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
 
 
 def answer(

@@ -1,8 +1,8 @@
 """A call of /v1/completions or /v1/chat/completions: its body and headers, as requests.
 
 What the endpoints add to a payload's fields, or name otherwise, is described here. All else in a
-body is a field of `shared.schemas.Request` and is checked there, so what a worker learns to do is
-open to HTTP at once, and a misspelt field is refused by name.
+body is a field of `promptq.shared.protocol.request.Request` and is checked there, so what a worker
+learns to do is open to HTTP at once, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from producer.composing import Prompt
-from producer.gateway.openai.messages import normalised
-from shared.errors import InvalidRequestError
-from shared.schemas import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
+from promptq.producer.clients.request_builder import Prompt
+from promptq.producer.gateway.openai.messages import normalised
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
@@ -88,7 +88,7 @@ class ChatOptions(CallOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """One call. `fields` are those of a payload, `prompts` has one None for a chat."""
 
     is_chat: bool
@@ -125,11 +125,11 @@ class Call:
             requests.append({**self.fields, **own})
         return requests
 
-    def with_fields(self, **fields: Any) -> Call:
+    def with_fields(self, **fields: Any) -> CompletionCall:
         """With these fields of the payload set."""
         return replace(self, fields={**self.fields, **fields})
 
-    def with_key_of(self, caller: str) -> Call:
+    def with_key_of(self, caller: str) -> CompletionCall:
         """An idempotency key counts for one tenant, one caller and one shape of answer alone.
 
         An API key of the caller's name may be another tenant's later.
@@ -150,7 +150,7 @@ def request_ids(completion_id: str, num_choices: int) -> list[str]:
     return [f"{completion_id}:{index}" for index in range(num_choices)]
 
 
-def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
+def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Raises InvalidRequestError naming the field, or the header, that is wrong."""
     options, fields = _read(ChatOptions, body, headers)
     if options.max_completion_tokens is not None:
@@ -165,7 +165,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> Call:
     return _call(options, fields, is_chat=True, prompts=[None])
 
 
-def read_completion(body: bytes, headers: Mapping[str, str]) -> Call:
+def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """As `read_chat`."""
     options, fields = _read(CompletionOptions, body, headers)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
@@ -210,7 +210,7 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
 
 def _call(
     options: CallOptions, fields: dict[str, Any], *, is_chat: bool, prompts: list[Prompt | None]
-) -> Call:
+) -> CompletionCall:
     stream_options = options.stream_options or {}
     if stream_options and not options.stream:
         raise InvalidRequestError("stream_options: goes with stream: true", field="stream_options")
@@ -220,7 +220,7 @@ def _call(
             f" {MAX_CHOICES} answers that one call may ask for",
             field="n",
         )
-    return Call(
+    return CompletionCall(
         is_chat=is_chat,
         fields=fields,
         prompts=prompts,

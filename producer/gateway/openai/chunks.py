@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from producer.gateway.openai.completion import Completion
-from producer.gateway.openai.endings import finish_reason
-from producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs, text_length
-from producer.gateway.openai.positions import Position
-from producer.gateway.openai.tool_calls import call_id
-from producer.gateway.openai.tool_text import ToolDelta, ToolText
-from shared.events import TokenEvent, TokenLogprob, Usage
-from shared.tool_call_style import ToolCallStyle
+from promptq.producer.gateway.openai.completion import Completion
+from promptq.producer.gateway.openai.endings import finish_reason
+from promptq.producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs, text_length
+from promptq.producer.gateway.openai.positions import Position
+from promptq.producer.gateway.openai.tool_calls import ToolDelta, ToolText, call_id
+from promptq.shared.protocol.events import TokenEvent, TokenLogprob, Usage
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
 
 
 class ChoiceWriter:

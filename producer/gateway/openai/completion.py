@@ -9,11 +9,11 @@ from typing import Any
 from urllib.parse import quote, urlencode
 from uuid import UUID
 
-from producer.gateway.openai.calls import MAX_CHOICES, Call, request_ids
-from shared.errors import InvalidRequestError, RequestNotFoundError
-from shared.events import Usage
-from shared.request_queue import new_request_id
-from shared.schemas import Request
+from promptq.producer.gateway.openai.calls import MAX_CHOICES, CompletionCall, request_ids
+from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
+from promptq.shared.protocol.events import Usage
+from promptq.shared.protocol.request import Request
+from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
 _CHAT, _TEXT = "chatcmpl-", "cmpl-"
@@ -91,7 +91,7 @@ def check_completion_id(completion_id: str) -> None:
         raise RequestNotFoundError(f"no completion {completion_id[:80]!r} is known") from None
 
 
-def completion_of(call: Call, completion_id: str, model: str) -> Completion:
+def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
     """The completion that a call asks for."""
     echoes = [str(call.prompts[index // call.n]) for index in range(call.num_choices)]
     return Completion(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from producer.gateway.errors import NOT_AGAIN, ApiError
-from shared.events import ErrorInfo
-from shared.schemas import FinishReason
+from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
+from promptq.shared.protocol.events import ErrorInfo
+from promptq.shared.protocol.request import FinishReason
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shared.events import TokenLogprob, TopLogprob
+from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from shared.errors import InvalidRequestError
+from promptq.shared.errors import InvalidRequestError
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

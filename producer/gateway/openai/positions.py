@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.errors import InvalidRequestError
+from promptq.shared.errors import InvalidRequestError
 
 _SEPARATOR = "/"
 _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")

@@ -1,12 +1,142 @@
-"""Calls of tools as OpenAI's clients get them."""
+"""Calls of tools as OpenAI's clients get them, found in the text that a model writes.
+
+The search works letter by letter, and what it gives after a text depends on that text alone, not on
+the pieces in which it came. So a stream that is read again goes on as it would have.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import dataclass
 from typing import Any
 
-from producer.gateway.openai.tool_text import ToolText
-from shared.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
+
+_STRING = ""
+"""In the place of a literal: a JSON string, the tool's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """A further piece of call `index`; `name` comes with the first one."""
+
+    index: int
+    arguments: str
+    name: str | None = None
+
+
+class ToolText:
+    """Separates calls from the text around them. Without a style there are none."""
+
+    def __init__(self, style: ToolCallStyle | None) -> None:
+        style = style or ToolCallStyle()
+        self.num_calls = 0
+        self._opening, self._closing = style.before.strip(), style.after.strip()
+        key = json.dumps(style.arguments_key)
+        self._head = ("{", '"name"', ":", _STRING, ",", key, ":", "{")
+        self._content: list[str] = []
+        self._deltas: list[ToolDelta] = []
+        # Where calls have no opening, one is known by its first letter, which is the text's.
+        self._state = self._in_content if self._opening else self._in_head
+        self._held = ""  # what is told only once it is known what it is
+        self._element, self._matched, self._name = 0, "", ""
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
+        """What is certain with this further text: content, and pieces of calls."""
+        for letter in text:
+            self._state(letter)
+        return self._take()
+
+    def finish(self) -> str:
+        """The content that was held back when the text ended."""
+        if self._state in (self._in_content, self._in_head):
+            self._content.append(self._held if self._held.strip() or not self.num_calls else "")
+            self._held = ""
+        return self._take()[0]
+
+    def _take(self) -> tuple[str, list[ToolDelta]]:
+        content, deltas = "".join(self._content), _merged(self._deltas)
+        self._content, self._deltas = [], []
+        return content, deltas
+
+    def _in_content(self, letter: str) -> None:
+        self._held += letter
+        if self.num_calls and self._held.isspace():
+            return  # between two calls
+        while self._held and not self._opening.startswith(self._held.lstrip() or self._held):
+            self._content.append(self._held[0])
+            self._held = self._held[1:]
+        if self._held.strip() == self._opening:
+            self._state = self._in_head
+            self._element, self._matched = 0, ""
+
+    def _in_plain(self, letter: str) -> None:
+        self._content.append(letter)
+
+    def _in_head(self, letter: str) -> None:
+        self._held += letter
+        literal = self._head[self._element]
+        if not self._matched and letter.isspace():
+            return
+        self._matched += letter
+        if literal == _STRING:
+            if not self._matched.startswith('"'):
+                self._no_call()
+            elif len(self._matched) > 1 and letter == '"' and not _escapes(self._matched[:-1]):
+                self._name, self._matched = self._matched, ""
+                self._element += 1
+        elif not literal.startswith(self._matched):
+            self._no_call()
+        elif literal == self._matched:
+            self._matched = ""
+            self._element += 1
+            if self._element == len(self._head):
+                self._begin_call()
+
+    def _no_call(self) -> None:
+        """It only looked like one."""
+        held, self._held = self._held, ""
+        self._content.append(held)
+        self._state = self._in_content if self._opening else self._in_plain
+
+    def _begin_call(self) -> None:
+        try:
+            name = str(json.loads(self._name))
+        except ValueError:
+            self._no_call()
+            return
+        self._held = ""
+        self._deltas.append(ToolDelta(self.num_calls, "{", name))
+        self.num_calls += 1
+        self._depth, self._in_string, self._escaped = 1, False, False
+        self._state = self._in_arguments
+
+    def _in_arguments(self, letter: str) -> None:
+        self._deltas.append(ToolDelta(self.num_calls - 1, letter))
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif letter == "\\":
+                self._escaped = True
+            elif letter == '"':
+                self._in_string = False
+        elif letter == '"':
+            self._in_string = True
+        elif letter in "{[":
+            self._depth += 1
+        elif letter in "}]":
+            self._depth -= 1
+            if self._depth == 0:
+                self._state = self._in_tail
+
+    def _in_tail(self, letter: str) -> None:
+        """Up to the call's closing; what else a model writes there is nothing."""
+        self._held += letter
+        if self._held.endswith(self._closing or "}"):
+            self._held = ""
+            self._state = self._in_content if self._opening else self._in_plain
 
 
 def call_id(request_id: str, index: int) -> str:
@@ -31,3 +161,19 @@ def split_calls(
         for delta in deltas
     ]
     return content, calls
+
+
+def _escapes(text: str) -> bool:
+    """Whether what comes behind is escaped: by an odd number of backslashes."""
+    return (len(text) - len(text.rstrip("\\"))) % 2 == 1
+
+
+def _merged(deltas: list[ToolDelta]) -> list[ToolDelta]:
+    merged: list[ToolDelta] = []
+    for delta in deltas:
+        last = merged[-1] if merged else None
+        if last is not None and last.index == delta.index:
+            merged[-1] = ToolDelta(last.index, last.arguments + delta.arguments, last.name)
+        else:
+            merged.append(delta)
+    return merged

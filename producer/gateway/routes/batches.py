@@ -8,14 +8,24 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from producer.connecting import explained
-from producer.gateway.access import ThisCaller
-from producer.gateway.bodies import BoundedRoute
-from producer.gateway.context import Gateway, ThisGateway
-from producer.gateway.errors import ApiError, described
-from producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, not_found, page_of
-from producer.jobs.batch_records import Batches, BatchMissingError, BatchOverError, new_batch
-from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError
+from promptq.producer.batch_store.batch_records import (
+    Batches,
+    BatchMissingError,
+    BatchOverError,
+    new_batch,
+)
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
+from promptq.producer.clients.connecting import explained
+from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.http.bodies import BoundedRoute
+from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.producer.gateway.routes.files import (
+    LEAST_EXPIRY_SECONDS,
+    ThisStore,
+    not_found,
+    page_of,
+)
 
 router = APIRouter(
     tags=["batches"], responses=described(400, 401, 404, 503), route_class=BoundedRoute

@@ -1,22 +1,80 @@
-"""Completions of a text, as in the OpenAI API."""
+"""Completions and chats, as in the OpenAI API, and their part of the API's description."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from producer.gateway.access import ThisCaller
-from producer.gateway.answering import respond
-from producer.gateway.bodies import read_body
-from producer.gateway.context import ThisGateway
-from producer.gateway.openai.calls import CompletionOptions, read_completion
-from producer.gateway.openai.describing import ERRORS, operation
+from promptq.producer.gateway.answering.respond import respond
+from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.http.bodies import read_body
+from promptq.producer.gateway.http.errors import described
+from promptq.producer.gateway.openai.calls import (
+    DEFAULT_MAX_TOKENS,
+    HEADERS,
+    CallOptions,
+    ChatOptions,
+    CompletionOptions,
+    read_chat,
+    read_completion,
+)
+from promptq.shared.protocol.request import Request
 
-router = APIRouter(tags=["completions"], responses=ERRORS)
+router = APIRouter(
+    tags=["completions"],
+    responses=described(400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+)
 
 
-@router.post("/v1/completions", openapi_extra=operation(CompletionOptions), response_class=Response)
-async def create_completion(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Response:
+def _operation(kind: type[CallOptions]) -> dict[str, Any]:
+    """The headers and the body of an endpoint, for FastAPI's `openapi_extra`."""
+    schema = _body_schema(kind)
+    parameters = [
+        _header(header, schema["properties"][name], f"the field `{name}`, if the body has none")
+        for name, header in HEADERS.items()
+    ]
+    again = _header("Last-Event-ID", {"type": "string"}, "with `stream`: go on behind this event")
+    body = {"content": {"application/json": {"schema": schema}}, "required": True}
+    return {"parameters": [*parameters, again], "requestBody": body}
+
+
+def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "schema": schema, "description": description}
+
+
+def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
+    """The endpoint's options and the fields of a payload."""
+    own = kind.model_json_schema()
+    fields: dict[str, Any] = Request.model_json_schema()["properties"]
+    hidden = {"messages", "prompt", "trace_context"}
+    if kind is CompletionOptions:
+        hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
+        fields["max_tokens"]["description"] = f"left out: {DEFAULT_MAX_TOKENS}"
+    rest = {name: value for name, value in fields.items() if name not in hidden}
+    properties = {**rest, **own["properties"]}
+    required = own.get("required", [])
+    return {"type": "object", "properties": properties, "required": required}
+
+
+@router.post("/v1/chat/completions", openapi_extra=_operation(ChatOptions), response_class=Response)
+async def create_chat_completion(
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller
+) -> Response:
+    """The answer to a chat, whole or with `stream` as it comes."""
+    body = await read_body(request, gateway.settings.http_max_body_bytes)
+    return await respond(request, gateway, caller, read_chat(body, request.headers))
+
+
+@router.post(
+    "/v1/completions", openapi_extra=_operation(CompletionOptions), response_class=Response
+)
+async def create_completion(
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller
+) -> Response:
     """The continuation of one prompt or several, whole or with `stream` as it comes."""
     body = await read_body(request, gateway.settings.http_max_body_bytes)
     return await respond(request, gateway, caller, read_completion(body, request.headers))

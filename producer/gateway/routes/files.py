@@ -10,12 +10,12 @@ from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from producer.gateway.access import ThisCaller
-from producer.gateway.bodies import body_pieces
-from producer.gateway.context import ThisGateway
-from producer.gateway.errors import ApiError, described
-from producer.jobs.batch_lines import MAX_FILE_BYTES
-from producer.jobs.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
+from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
+from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.http.bodies import body_pieces
+from promptq.producer.gateway.http.errors import ApiError, described
 
 router = APIRouter(tags=["files"], responses=described(400, 401, 404, 503))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from producer.gateway.context import ThisGateway
-from producer.gateway.errors import ApiError, described
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.http.errors import ApiError, described
 
 router = APIRouter(tags=["health"])
 

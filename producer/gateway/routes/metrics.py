@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
-from producer.gateway.context import ThisGateway
-from producer.overview import Overview
-from shared import metrics
-from shared.errors import RedisSideError
-from shared.metrics import Reading
+from promptq.producer.admin.overview import Overview
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.shared.errors import RedisSideError
+from promptq.shared.runtime import metrics
+from promptq.shared.runtime.metrics import Reading
 
 router = APIRouter(tags=["metrics"])
 

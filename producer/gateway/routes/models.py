@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from producer.gateway.access import ThisCaller
-from producer.gateway.answering import unknown_model
-from producer.gateway.context import ThisGateway
-from producer.gateway.errors import described
+from promptq.producer.gateway.answering.respond import unknown_model
+from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.http.errors import described
 
 router = APIRouter(tags=["models"], responses=described(401, 404, 503))
 

@@ -7,16 +7,20 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
-from producer.gateway.access import Caller, ThisCaller
-from producer.gateway.answering import check_positions
-from producer.gateway.context import Gateway, ThisGateway
-from producer.gateway.errors import described
-from producer.gateway.event_stream import EventStream
-from producer.gateway.openai.completion import Completion, needed_request_ids, stream_completion
-from producer.gateway.openai.positions import read_event_id
-from producer.gateway.records import payloads_of
-from shared.errors import InvalidRequestError
-from shared.logs import bind
+from promptq.producer.gateway.answering.event_stream import EventStream
+from promptq.producer.gateway.answering.records import payloads_of
+from promptq.producer.gateway.answering.respond import check_positions
+from promptq.producer.gateway.context.access import Caller, ThisCaller
+from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.http.errors import described
+from promptq.producer.gateway.openai.completion import (
+    Completion,
+    needed_request_ids,
+    stream_completion,
+)
+from promptq.producer.gateway.openai.positions import read_event_id
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.runtime.logs import bind
 
 router = APIRouter(tags=["streams"], responses=described(400, 401, 404, 503))
 

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 import redis
 
-from producer import Client
+from promptq.producer import Client
 from tests.producer.playing import PROMPTQ, free_port
 from tests.roles import as_role, bring_in_roles
 

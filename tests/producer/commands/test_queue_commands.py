@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from producer import Client
-from shared.errors import RequestNotFoundError
-from shared.keys import Keys
-from shared.request_queue import RequestQueue
-from shared.schemas import RequestState
-from shared.script_values import PriorityStatus
+from promptq.producer import Client
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.replies import PriorityStatus
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.producer.playing import HandWorker, Run, Start
 from tests.roles import QueueClient, as_role

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import redis
 
-from producer import Client
-from shared.keys import Keys
-from shared.observations import WorkerStats
-from shared.request_queue import RequestQueue
-from shared.scripts import heartbeat
+from promptq.producer import Client
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.scripts import heartbeat
 from tests.producer.playing import PROMPTQ, Run
 
 KEYS = Keys("default")

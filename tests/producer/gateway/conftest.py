@@ -11,11 +11,11 @@ import httpx2
 import openai
 import pytest
 
-from shared.embedded import EmbeddedServer
-from shared.settings import Settings
+from promptq.shared.runtime.settings import Settings
+from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.served_model import Served, build
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.roles import as_role, bring_in_roles
-from worker.building import Served, build
 
 
 @pytest.fixture

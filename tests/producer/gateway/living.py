@@ -12,12 +12,12 @@ from typing import Any
 
 import uvicorn
 
-from producer.gateway.access import Caller, caller_of
-from producer.gateway.app import create_app
-from producer.gateway.http_protocol import BoundedProtocol
-from producer.gateway.settings import GatewaySettings
+from promptq.producer.gateway.app import create_app
+from promptq.producer.gateway.context.access import Caller, caller_of
+from promptq.producer.gateway.http.protocol import BoundedProtocol
+from promptq.producer.settings import GatewaySettings
+from promptq.worker.served_model import Served
 from tests.helpers import running_worker
-from worker.building import Served
 
 
 @dataclass(frozen=True)

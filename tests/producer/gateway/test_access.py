@@ -15,14 +15,14 @@ import redis
 import redis.asyncio
 from fastapi import FastAPI
 
-from producer import AsyncClient, Client
-from producer.api_keys import ApiKey
-from producer.gateway.access import ThisAdmin, ThisCaller, admit
-from producer.gateway.app import create_app
-from producer.gateway.context import ThisGateway
-from producer.gateway.settings import GatewaySettings
-from shared.errors import ConfigurationError, RequestNotFoundError
-from shared.keys import Keys
+from promptq.producer import AsyncClient, Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.gateway.app import create_app
+from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, admit
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.errors import ConfigurationError, RequestNotFoundError
+from promptq.shared.protocol.keys import Keys
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import Run
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from producer.gateway import bodies
+from promptq.producer.gateway.http import bodies
 from tests.producer.gateway.living import LiveGateway
 
 CHUNKED = b"Transfer-Encoding: chunked"

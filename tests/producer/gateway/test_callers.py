@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from producer import Client
-from producer.gateway.access import Caller
+from promptq.producer import Client
+from promptq.producer.gateway.context.access import Caller
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.test_access import make_key
 from tests.producer.gateway.test_streams import PROMPT, is_cancelled, opened

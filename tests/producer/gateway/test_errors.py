@@ -16,13 +16,13 @@ import pytest
 import redis.asyncio
 from openai import OpenAI
 
-from producer.api_keys import ApiKey
-from producer.jobs.batch_records import Batches, new_batch
-from shared import lookups
-from shared.embedded import EmbeddedServer
-from shared.events import ErrorInfo
-from shared.schemas import FinishReason
-from shared.script_values import Claim
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_records import Batches, new_batch
+from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.events import ErrorInfo
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.queue import lookups
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.integration.faults import Network
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker, free_port

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from shared.script_values import Claim
+from promptq.shared.protocol.claims import Claim
 from tests.producer.gateway.test_streams import (
     PROMPT,
     continued,

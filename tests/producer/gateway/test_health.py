@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import httpx2
 import pytest
 
-from producer import Client
-from shared import scripts
-from shared.observations import WorkerStats
-from shared.request_queue import RequestQueue
+from promptq.producer import Client
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import scripts
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import served_model_free
 from tests.producer.gateway.living import LiveGateway, live_worker
 from tests.producer.playing import HandWorker

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from producer.gateway import http_protocol
-from producer.gateway.http_protocol import MAX_HEAD_BYTES
-from shared.events import TokenEvent
-from shared.schemas import FinishReason, RequestState
-from shared.script_values import Row
+from promptq.producer.gateway.http import protocol
+from promptq.producer.gateway.http.protocol import MAX_HEAD_BYTES
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import Row
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import HandWorker
 
@@ -96,7 +96,7 @@ def test_a_client_that_sends_no_more(
     sent: bytes,
 ) -> None:
     """Its connection is closed in the end; that of a client that waits for an answer is not."""
-    monkeypatch.setattr(http_protocol, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "_SILENCE_SECONDS", 0.1)
     gateway = start_gateway()
     asked = b'{"prompt":"Hi"}'
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"

@@ -10,11 +10,11 @@ from fastapi import FastAPI
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from producer import AsyncClient
-from producer.gateway.app import create_app
-from producer.gateway.http_meter import measure_http
-from shared import metrics
-from shared.settings import Settings
+from promptq.producer import AsyncClient
+from promptq.producer.gateway.app import create_app
+from promptq.producer.gateway.http.meter import measure_http
+from promptq.shared.runtime import metrics
+from promptq.shared.runtime.settings import Settings
 from tests.helpers import running_worker, served_model_free
 from tests.producer.commands.test_queue_commands import bury
 

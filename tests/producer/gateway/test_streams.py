@@ -21,13 +21,14 @@ import pytest
 import redis
 from openai import AsyncOpenAI, OpenAI
 
-from producer import Client
-from producer.gateway.app import create_app
-from producer.gateway.settings import GatewaySettings
-from shared.embedded import EmbeddedServer
-from shared.events import ErrorInfo, TokenEvent
-from shared.schemas import FinishReason
-from shared.script_values import Claim, Room, Row
+from promptq.producer import Client
+from promptq.producer.gateway.app import create_app
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.protocol.claims import Claim, Room
+from promptq.shared.protocol.events import ErrorInfo, TokenEvent
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import Row
+from promptq.shared.server.embedded import EmbeddedServer
 from tests import helpers
 from tests.helpers import running_worker
 from tests.producer.gateway.living import LiveGateway, live_gateway

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from producer.gateway.openai.tool_text import ToolDelta, ToolText
-from shared.tool_call_style import ToolCallStyle
+from promptq.producer.gateway.openai.tool_calls import ToolDelta, ToolText
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
 
 BARE = ToolCallStyle()
 LLAMA = ToolCallStyle(arguments_key="parameters")

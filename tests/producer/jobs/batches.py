@@ -11,8 +11,8 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from producer.jobs.batch_records import Batches
-from shared.keys import Keys
+from promptq.producer.batch_store.batch_records import Batches
+from promptq.shared.protocol.keys import Keys
 from tests.helpers import text_of
 
 KEYS = Keys("default")

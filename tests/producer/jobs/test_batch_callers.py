@@ -13,13 +13,17 @@ import pytest
 import redis
 import redis.asyncio
 
-from producer.api_keys import ApiKey
-from producer.jobs.batch_job import run_batch_job
-from producer.jobs.batch_lines import LineReader, request_id_of
-from producer.jobs.batch_records import WINDOW_SECONDS, Batches, BatchRecord, new_batch
-from producer.jobs.files import FileStore
-from shared.schemas import Request
-from shared.script_values import NewRequest
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_lines import LineReader, request_id_of
+from promptq.producer.batch_store.batch_records import (
+    WINDOW_SECONDS,
+    Batches,
+    BatchRecord,
+    new_batch,
+)
+from promptq.producer.batch_store.files import FileStore
+from promptq.producer.batches.batch_job import run_batch_job
+from promptq.shared.protocol.request import NewRequest, Request
 from tests.helpers import running_worker
 from tests.producer.jobs.batches import KEYS, keys_of, line, read_lines, write_lines
 from tests.producer.playing import HandWorker

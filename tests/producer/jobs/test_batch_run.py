@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import redis
 
-from producer import Client
-from producer.jobs.batch_journal import BatchIsRunningError
-from producer.jobs.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
-from producer.jobs.local_batch import BatchOutcome, errors_beside, run_batch
-from producer.jobs.run_options import Progress
-from shared.embedded import EmbeddedServer
-from shared.errors import ConfigurationError
+from promptq.producer import Client
+from promptq.producer.batch_store.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
+from promptq.producer.batches.batch_journal import BatchIsRunningError
+from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, run_batch
+from promptq.producer.batches.run_options import BatchProgress
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import running_worker, text_of
 from tests.producer.commands.test_queue_commands import crash_until_dead
 from tests.producer.jobs.batches import (
@@ -60,7 +60,7 @@ async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
         outcome = await run_beside(
             source, output, redis_url, max_in_flight=7, on_progress=seen.append
         )
-    assert outcome == BatchOutcome(True, Progress(30, 30, 0, 0))
+    assert outcome == BatchOutcome(True, BatchProgress(30, 30, 0, 0))
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         left = [server.pttl(key) for key in server.keys(KEYS.request("*"))]
     assert len(left) == 30
@@ -117,7 +117,7 @@ async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str)
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     async with running_worker(redis_url):
         outcome = await run_beside(source, output, redis_url)
-    assert outcome == BatchOutcome(True, Progress(13, 3, 10, 0))
+    assert outcome == BatchOutcome(True, BatchProgress(13, 3, 10, 0))
     answers = read_lines(output)
     assert set(answers) == {"id-0", "id-7", "id-8"}
     choices = answers["id-7"]["response"]["body"]["choices"]
@@ -148,7 +148,7 @@ async def test_lines_as_people_save_them(tmp_path: Path, redis_url: str) -> None
     source.write_bytes(b"\n".join(lines))
     async with running_worker(redis_url):
         outcome = await run_beside(source, output, redis_url)
-    assert outcome.progress == Progress(8, 3, 5, 0)
+    assert outcome.progress == BatchProgress(8, 3, 5, 0)
     assert texts_in(output) == expected_texts(range(3))
     errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
     codes = [item["error"]["code"] for item in errors]
@@ -291,7 +291,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> Non
         await until(lambda: server.zcard(KEYS.pending) == 2)
         async with running_worker(redis_url):
             outcome = await running
-    assert outcome.progress == Progress(12, 11, 1, 0)
+    assert outcome.progress == BatchProgress(12, 11, 1, 0)
     [refused] = read_lines(errors_beside(tmp_path / "out.jsonl")).values()
     assert refused["custom_id"] == "id-5"
     assert refused["response"]["status_code"] == 429
@@ -309,7 +309,7 @@ async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
         [cancelled] = keys_of(server, "line 2")
         server.hset(cancelled, "cancelled", 1)
         async with running_worker(redis_url):
-            assert (await running).progress == Progress(3, 1, 2, 0)
+            assert (await running).progress == BatchProgress(3, 1, 2, 0)
     errors = read_lines(errors_beside(output))
     assert errors["id-1"]["error"]["code"] == "request_expired"
     assert errors["id-2"]["error"]["code"] == "request_cancelled"
@@ -326,7 +326,7 @@ async def test_a_dead_letter_is_kept_though_its_line_is_written_down(
     own_worker.finish(own_worker.take(), "hi")
     [poison] = (it.decode() for it in own_worker.redis.zrange(KEYS.pending, 0, -1))
     crash_until_dead(redis_url, poison)
-    assert (await running).progress == Progress(2, 1, 1, 0)
+    assert (await running).progress == BatchProgress(2, 1, 1, 0)
     [failed] = read_lines(errors_beside(output)).values()
     assert failed["response"]["body"]["error"]["code"] == "dead_letter"
     assert own_worker.redis.pttl(KEYS.request(poison)) == -1

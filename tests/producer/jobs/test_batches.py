@@ -19,13 +19,13 @@ import pytest
 import redis
 import redis.asyncio
 
-from producer import Client
-from producer.api_keys import ApiKey
-from producer.jobs import batch_job
-from producer.jobs.batch_lines import MAX_FILE_BYTES
-from producer.jobs.batch_records import Batches, new_batch
-from producer.jobs.files import FileMissingError, FileStore
-from shared.embedded import EmbeddedServer
+from promptq.producer import Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
+from promptq.producer.batch_store.batch_records import Batches, new_batch
+from promptq.producer.batch_store.files import FileMissingError, FileStore
+from promptq.producer.batches import batch_job
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import running_worker
 from tests.producer.gateway.living import live_gateway
 from tests.producer.jobs.batches import (

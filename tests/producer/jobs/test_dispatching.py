@@ -9,10 +9,10 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from producer.jobs.batch_lines import new_batch_id
-from producer.jobs.dispatching import Dispatcher
-from producer.jobs.rq_queues import batch_queue, open_jobs_redis, webhook_queue
-from producer.jobs.settings import JobsSettings
+from promptq.producer.batch_store.batch_lines import new_batch_id
+from promptq.producer.jobs.dispatching import Dispatcher
+from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis, webhook_queue
+from promptq.producer.settings import JobsSettings
 from tests.producer.jobs.batches import KEYS
 from tests.producer.playing import HandWorker
 from tests.roles import as_role

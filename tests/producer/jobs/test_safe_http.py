@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from producer.jobs import safe_http
-from producer.jobs.safe_http import AddressRefusedError, is_public, post
+from promptq.producer.webhooks import safe_http
+from promptq.producer.webhooks.safe_http import AddressRefusedError, is_public, post
 from tests.producer.jobs.receiving import Receiver, receiver
 
 

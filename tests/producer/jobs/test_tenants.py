@@ -7,9 +7,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from producer import Client
-from producer.api_keys import ApiKey
-from producer.jobs.files import FileStore
+from promptq.producer import Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.files import FileStore
 from tests.producer.gateway.living import live_gateway
 
 

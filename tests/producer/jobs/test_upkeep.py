@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from producer.jobs import upkeep
-from producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
-from producer.jobs.settings import read_jobs_settings
-from shared.embedded import EmbeddedServer
-from shared.keys import Keys
-from shared.schemas import Request, RequestState
-from shared.script_values import NewRequest
+from promptq.producer.jobs import upkeep
+from promptq.producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
+from promptq.producer.settings import read_jobs_settings
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import HandWorker, Start
 from tests.roles import as_role, bring_in_roles
 

@@ -18,22 +18,21 @@ from rq.job import Job
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
-from producer.jobs.dispatching import Dispatcher
-from producer.jobs.rq_queues import (
-    Scheduler,
+from promptq.producer.jobs.dispatching import Dispatcher
+from promptq.producer.jobs.rq_queues import (
+    JobScheduler,
     batch_queue,
     open_jobs_redis,
     run_worker,
     webhook_queue,
 )
-from producer.jobs.settings import JobsSettings, read_jobs_settings
-from producer.jobs.webhook_signature import load_secret, secret_file
-from producer.jobs.webhooks import BACKOFF_SECONDS
-from shared.errors import ConfigurationError
-from shared.keys import Keys
-from shared.request_queue import RequestQueue
-from shared.schemas import FinishReason, Request
-from shared.script_values import NewRequest
+from promptq.producer.settings import JobsSettings, read_jobs_settings
+from promptq.producer.webhooks.webhook_signature import load_secret, secret_file
+from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.certificates import make_certificates
 from tests.helpers import Server
 from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
@@ -78,7 +77,7 @@ class Jobs:
         """Whatever waits for its next attempt is due."""
         for job_id in self.redis.zrange(self.queue.scheduled_job_registry.key, 0, -1):
             self.redis.zadd(self.queue.scheduled_job_registry.key, {job_id: 1})
-        scheduler = Scheduler(self.queue)
+        scheduler = JobScheduler(self.queue)
         scheduler.run_once()
         scheduler.stop()
 

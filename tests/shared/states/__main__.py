@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from shared.embedded import EmbeddedServer
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.shared.states.explore import explore
 from tests.shared.states.walks import walk
 from tests.shared.states.worlds import LARGE, SMALL, WALKED

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from shared import scripts
-from shared.calling import Call
-from shared.events import ErrorInfo, Result, TokenEvent, Usage
-from shared.schemas import FinishReason, Request
-from shared.script_values import (
-    CancelMode,
-    ClaimContext,
-    Held,
-    ModelIdentity,
-    NewRequest,
-    Room,
-    Row,
-)
+from promptq.shared.protocol.claims import ClaimContext, Held, ModelIdentity, Room
+from promptq.shared.protocol.events import ErrorInfo, Result, TokenEvent, Usage
+from promptq.shared.protocol.replies import CancelMode
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request
+from promptq.shared.protocol.rows import Row
+from promptq.shared.queue import scripts
+from promptq.shared.queue.call import Call
 from tests.shared.states.world import AMPLE, KEYS, NOW_MS, Spec
 
 LEASE_MS = 3_600_000

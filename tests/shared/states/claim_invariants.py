@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.events import TokenEvent
+from promptq.shared.protocol.events import TokenEvent
 from tests.shared.states.state_invariants import Problems
 from tests.shared.states.step_invariants import Step, StepInvariant
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shared.script_values import RowStatus
+from promptq.shared.protocol.rows import RowStatus
 from tests.shared.states.calls import Move
 from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
 from tests.shared.states.moves import moves

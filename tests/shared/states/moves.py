@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.script_values import Held
+from promptq.shared.protocol.claims import Held
 from tests.shared.states import calls
 from tests.shared.states.calls import FORGOTTEN, LONG_PAST, NONCE, PAST, SESSION, Move
 from tests.shared.states.world import KEYS, LONG_DEAD, WORKERS, Spec, View, World

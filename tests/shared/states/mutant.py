@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.calling import SCRIPT_NAMES, script_text
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.shared.states.world import World
 from tests.shared.states.worlds import SMALL
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import hiredis
 
-from shared.calling import SCRIPT_NAMES, script_text
-from shared.errors import PromptqError
+from promptq.shared.errors import PromptqError
+from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.shared.states.calls import Move
 from tests.shared.states.world import KEYS, NOW_MS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from shared.events import Result, TokenEvent
+from promptq.shared.protocol.events import Result, TokenEvent
 from tests.shared.states.world import KEYS, NOW_MS, STRAY, View, World
 
 Problems = Iterator[str]

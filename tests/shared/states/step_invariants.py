@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import hiredis
 
-from shared.errors import PromptqError
-from shared.events import TokenEvent
-from shared.script_values import CancelStatus, Claims, Published, RowStatus
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.claims import Claims
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.rows import Published, RowStatus
 from tests.shared.states.calls import Move
 from tests.shared.states.server import Outcome
 from tests.shared.states.state_invariants import Problems

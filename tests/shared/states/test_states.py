@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from shared.embedded import EmbeddedServer
-from shared.script_values import RowStatus
+from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.shared.states import calls
 from tests.shared.states.explore import TooManyStatesError, ViolationError, explore
 from tests.shared.states.invariants import ALL_INVARIANTS, Invariants

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shared.script_values import PriorityStatus, Reaped
+from promptq.shared.protocol.replies import PriorityStatus, Reaped
 from tests.shared.states.calls import GRACE_MS
 from tests.shared.states.state_invariants import Problems
 from tests.shared.states.step_invariants import Step, StepInvariant, all_of, sets_of

@@ -19,7 +19,7 @@ import json
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from shared.keys import Keys
+from promptq.shared.protocol.keys import Keys
 
 NOW_MS = 1_790_000_000_000
 """The clock of the explored server stands still. That time passes is a move: it puts what is waited

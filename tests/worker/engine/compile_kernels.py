@@ -15,8 +15,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.cases import Case, Shape
-from worker.engine.attention import Pattern, Scoring
-from worker.engine.attention.triton_paged import triton_paged_attention
+from promptq.worker.engine.attention.backend import Pattern, Scoring
+from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
 
 
 class NoDriver:

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from shared.schemas import FinishReason, SamplingParams
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import (
+    ModelFreeRunner,
+    ModelFreeStep,
+    token_at,
+    tokens_of,
+)
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.test_engine import make_request, run_to_end
 from tests.worker.engine.tiny_models import save_model
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest
-from worker.engine.model_free import Launched, ModelFreeRunner, token_at, tokens_of
-from worker.engine.model_runner import ModelRunner
-from worker.engine.runner import SampledToken
-from worker.engine.sequence import Batch
 
 SEED = 11
 
@@ -27,12 +32,12 @@ class RecordingRunner(ModelFreeRunner):
         self.events: list[str] = []
         self.fails = False
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         sequence_ids = sorted(share.sequence.sequence_id for share in batch.scheduled)
         self.events.append(f"{'launch' if after is None else 'launch ahead'} {sequence_ids}")
         return super().launch(batch, after)
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         self.events.append("collect")
         if self.fails:
             self.fails = False

@@ -7,15 +7,9 @@ import math
 import pytest
 import torch
 
-from worker.engine.attention import (
-    FULL,
-    LayerCache,
-    Pattern,
-    Scoring,
-    StepLayout,
-    torch_paged,
-)
-from worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.attention import torch_paged
+from promptq.worker.engine.attention.backend import FULL, LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.attention.torch_paged import torch_paged_attention
 
 SEED = 11
 BLOCK_SIZE = 4

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.schemas import SamplingParams
-from worker.engine.block_manager import BlockManager
-from worker.engine.interface import EngineRequest
-from worker.engine.sequence import Sequence
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.sequence import Sequence
 
 BLOCK = 4
 

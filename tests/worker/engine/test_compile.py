@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from shared.schemas import SamplingParams
-from shared.settings import read_settings
+from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.runtime.settings import read_settings
+from promptq.worker.engine.api.messages import Engine, EngineRequest
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.model.compiled import CompiledModel
+from promptq.worker.engine.model.load_check import check_model
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.served_model import build
 from tests.worker.engine.tiny_models import generate, make_model
-from worker.building import build
-from worker.engine.attention.torch_paged import torch_paged_attention
-from worker.engine.compiled import CompiledModel
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import Engine, EngineRequest
-from worker.engine.kv_cache import KVCache
-from worker.engine.loading import LoadedModel
-from worker.engine.model_runner import ModelRunner
-from worker.engine.packing import PackedStep, Packer
-from worker.engine.seam_check import check_model
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within the compiler
 GREEDY = SamplingParams(temperature=0.0)
@@ -132,8 +132,8 @@ def test_graphs_are_few(family: str, kinds: int) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 @torch.inference_mode()
 def test_padded_decodes_on_the_triton_backend() -> None:
+    from promptq.worker.engine.model.cuda_graphs import GraphedModel
     from tests.worker.engine.test_triton import DEVICE, TinyModel
-    from worker.engine.cuda_graphs import GraphedModel
 
     tiny = TinyModel("qwen3", 7)
     for layer in tiny.cache.layers:

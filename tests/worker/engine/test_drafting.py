@@ -6,16 +6,21 @@ import random
 
 import pytest
 
-from shared.events import TokenLogprob
-from shared.schemas import FinishReason, SamplingParams
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter, PromptLookup
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import (
+    ModelFreeRunner,
+    ModelFreeStep,
+    build_model_free_engine,
+    tokens_of,
+)
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch, Sequence
 from tests.worker.engine.test_engine import make_request, run_to_end
 from tests.worker.engine.test_scheduler import add, make_scheduler, make_sequence, step
-from worker.engine.drafting import MAX_ROWS, Drafter, PromptLookup
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest
-from worker.engine.model_free import Launched, ModelFreeRunner, build_model_free_engine, tokens_of
-from worker.engine.runner import SampledToken
-from worker.engine.sequence import Batch, Sequence
 
 NO_END = 10**6
 
@@ -206,7 +211,7 @@ def test_nothing_is_drafted_where_a_choice_depends_on_what_was_chosen(
 class FailingBehindDrafts(ModelFreeRunner):
     """Cannot sample at one output index."""
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         sampled = super().collect(launched)
         for share, tokens in zip(launched.batch.sampling, sampled, strict=True):
             for ahead in range(len(tokens)):

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import ConfigurationError
-from shared.schemas import FinishReason, SamplingParams
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest, SequenceOutput
-from worker.engine.model_free import (
-    Launched,
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import (
     ModelFreeRunner,
+    ModelFreeStep,
     build_model_free_engine,
     token_at,
     tokens_of,
 )
-from worker.engine.runner import SampledToken
-from worker.engine.sequence import Batch
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
 
 PARAMS = SamplingParams()
 
@@ -78,13 +78,13 @@ class BrokenRunner(ModelFreeRunner):
         self.failing_sequence: int | None = None
         self.drop_a_token = self.lose_a_block = False
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         launched = super().launch(batch, after)
         if self.fail_launch:
             raise OSError("the device is gone")
         return launched
 
-    def collect(self, launched: Launched) -> list[list[SampledToken]]:
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         if self.fail_collect:
             raise OSError("the device is gone")
         sampled = super().collect(launched)

@@ -11,12 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from shared.errors import ConfigurationError, ModelError, ModelNotFoundError, UnsupportedModelError
+from promptq.shared.errors import (
+    ConfigurationError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from promptq.worker.engine.attention.backend import LayerSpec
+from promptq.worker.engine.attention.kv_cache import (
+    KVCache,
+    bytes_per_token,
+    default_memory_bytes,
+    fitting_blocks,
+)
+from promptq.worker.engine.model.loading import LoadedModel, load_model
+from promptq.worker.engine.model.model_runner import ModelRunner, resolve_device
 from tests.worker.engine.tiny_models import save_model
-from worker.engine.attention import LayerSpec
-from worker.engine.kv_cache import KVCache, bytes_per_token, default_memory_bytes, fitting_blocks
-from worker.engine.loading import LoadedModel, load_model
-from worker.engine.model_runner import ModelRunner, resolve_device
 
 CPU = torch.device("cpu")
 

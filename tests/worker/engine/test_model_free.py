@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from shared.schemas import SamplingParams
-from worker.engine.interface import EngineRequest
-from worker.engine.model_free import (
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.model_free import (
     ModelFreeRunner,
     build_model_free_engine,
     token_at,
     tokens_of,
 )
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 
 
 def make_sequence(token_ids: list[int], sequence_id: int = 0, slot: int = 0) -> Sequence:
@@ -70,9 +70,9 @@ def test_it_runs_without_torch_and_starts_at_once() -> None:
     """A process of its own, since this one may have imported torch for other tests."""
     program = """
 import sys
-from shared.schemas import SamplingParams
-from worker.engine.interface import EngineRequest
-from worker.engine.model_free import build_model_free_engine
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.model_free import build_model_free_engine
 engine = build_model_free_engine()
 engine.add(EngineRequest(1, [65, 66], SamplingParams(), seed=1, max_tokens=5))
 while engine.has_work:

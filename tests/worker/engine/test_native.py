@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from shared.logs import configure_logs
-from shared.schemas import SamplingParams
+from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.runtime.logs import configure_logs
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.native.build import NativeCodeError, load_native
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest
-from worker.engine.loading import LoadedModel
-from worker.engine.model_runner import ModelRunner
-from worker.engine.native.build import NativeCodeError, load_native
 
 SEED = 11
 NATIVE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "phi3")

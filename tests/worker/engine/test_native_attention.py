@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.gpu.cases import Case, Shape, off_by
-from worker.engine.attention import FULL, LayerCache, Pattern, Scoring, StepLayout
-from worker.engine.native.build import load_native
-from worker.engine.native.decoder import VISIBLE
+from promptq.worker.engine.attention.backend import FULL, LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.native.build import load_native
+from promptq.worker.engine.native.decoder import VISIBLE
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shared.schemas import SamplingParams
-from worker.engine.block_manager import BlockManager
-from worker.engine.interface import EngineRequest
-from worker.engine.pacing import (
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.prefill_pacing import (
     LONG_PROMPT,
     MIN_CHUNK,
     MIN_PROMPT_TOKENS,
@@ -13,8 +13,8 @@ from worker.engine.pacing import (
     STRETCH,
     Pacing,
 )
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.core.scheduler import Scheduler
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 
 PARAMS = SamplingParams.model_validate({})
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.schemas import SamplingParams
-from worker.engine.interface import EngineRequest
-from worker.engine.packing import Packer
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.packed_step import Packer
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 
 BLOCK_SIZE = 4
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from shared.schemas import FinishReason, SamplingParams
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep, tokens_of
+from promptq.worker.engine.core.sequence import Batch, Sequence
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.sampling import sampler
+from promptq.worker.engine.sampling.penalties import Penalties
 from tests.worker.engine.tiny_models import save_model
-from worker.engine import sampler
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest, SequenceOutput
-from worker.engine.model_free import Launched, ModelFreeRunner, tokens_of
-from worker.engine.model_runner import ModelRunner
-from worker.engine.sampling.penalties import Penalties
-from worker.engine.sequence import Batch, Sequence
 
 Fault = Callable[[Batch, int], Exception | None]
 
@@ -29,7 +29,7 @@ class FaultyRunner(ModelFreeRunner):
         self._fault = fault
         self.sizes: list[int] = []
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         error = self._fault(batch, len(self.sizes))
         self.sizes.append(batch.num_tokens)
         if error is not None:

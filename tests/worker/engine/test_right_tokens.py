@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared.schemas import FinishReason, SamplingParams
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, generate, make_model, save_model
-from worker.engine.engine import LLMEngine
-from worker.engine.interface import EngineRequest, SequenceTiming
-from worker.engine.model_runner import ModelRunner
 
 SEED = 7
 BLOCK_SIZE = 4

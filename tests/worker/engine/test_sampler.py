@@ -19,19 +19,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shared.events import TokenLogprob
-from shared.schemas import SamplingParams
-from worker.engine.interface import EngineRequest
-from worker.engine.native.build import NativeCodeError, load_native
-from worker.engine.runner import SampledToken
-from worker.engine.sampler import Sampler
-from worker.engine.sampling import draw as drawing
-from worker.engine.sampling import filters
-from worker.engine.sampling.constraints import Constraints
-from worker.engine.sampling.draw import draw
-from worker.engine.sampling.penalties import Penalties
-from worker.engine.sampling.randomness import uniforms
-from worker.engine.sequence import Sequence
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.native.build import NativeCodeError, load_native
+from promptq.worker.engine.sampling import draw as drawing
+from promptq.worker.engine.sampling import filters
+from promptq.worker.engine.sampling.constraints import Constraints
+from promptq.worker.engine.sampling.draw import draw
+from promptq.worker.engine.sampling.penalties import Penalties
+from promptq.worker.engine.sampling.randomness import uniforms
+from promptq.worker.engine.sampling.sampler import Sampler
 
 SEED = 5
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import count
 
-from shared.schemas import SamplingParams
-from worker.engine.block_manager import BlockManager
-from worker.engine.interface import EngineRequest
-from worker.engine.scheduler import Scheduler
-from worker.engine.sequence import Batch, Sequence, SequenceStatus
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.scheduler import Scheduler
+from promptq.worker.engine.core.sequence import Batch, Sequence, SequenceStatus
 
 BLOCK = 4
 _ids = count(1)

@@ -10,17 +10,18 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from shared.errors import ConfigurationError, UnsupportedModelError
-from shared.schemas import SamplingParams
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.backend import FULL, LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.device import precision
+from promptq.worker.engine.model import load_check
+from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, GPT_SHAPED, LLAMA_SHAPED, make_model
-from worker.engine import precision, seam_check
-from worker.engine.attention import FULL, LayerCache, Pattern, Scoring, StepLayout
-from worker.engine.attention.torch_paged import torch_paged_attention
-from worker.engine.interface import EngineRequest
-from worker.engine.loading import LoadedModel
-from worker.engine.model_runner import ModelRunner
-from worker.engine.seam_check import CheckedModel, check_model, model_length
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 
 BERT_SHAPED = {
     name: value for name, value in LLAMA_SHAPED.items() if name not in ("head_dim", "eos_token_id")
@@ -167,7 +168,7 @@ def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = loaded.model.forward
 
     def shifted(*args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if position_ids.shape[1] not in seam_check.LENGTHS:
+        if position_ids.shape[1] not in load_check.LENGTHS:
             position_ids = (position_ids - 1).clamp_min(0)
         return forward(*args, position_ids=position_ids, **kwargs)
 

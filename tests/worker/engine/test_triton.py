@@ -17,20 +17,20 @@ if find_spec("triton") is None:
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 from benchmarks.gpu.cases import Case, Shape, off_by
-from shared.schemas import SamplingParams
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.triton_kernels.decode import splits_for
+from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.attention.triton_kernels.prefill import tiles_of
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, GraphedModel, graph_sizes
+from promptq.worker.engine.model.load_check import check_model
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.packed_model import PackedModel
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
-from worker.engine.attention import FULL, Pattern, Scoring
-from worker.engine.attention.triton_decode import splits_for
-from worker.engine.attention.triton_paged import triton_paged_attention
-from worker.engine.attention.triton_prefill import tiles_of
-from worker.engine.cuda_graphs import DecodeBuffers, GraphedModel, graph_sizes
-from worker.engine.interface import EngineRequest
-from worker.engine.kv_cache import KVCache
-from worker.engine.loading import LoadedModel
-from worker.engine.packing import PackedStep, Packer
-from worker.engine.seam import PackedModel
-from worker.engine.seam_check import check_model
-from worker.engine.sequence import Batch, ScheduledSequence, Sequence
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SHAPES = [

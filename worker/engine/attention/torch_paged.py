@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from worker.engine.attention import LayerCache, Pattern, Scoring, StepLayout
+    from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring, StepLayout
 
 MAX_GATHERED_TOKENS = 1 << 16
 """Padded context tokens of one group of decodes; bounds the memory that a gather takes."""

@@ -64,7 +64,7 @@ def load_native() -> None:
 def _library_path() -> Path:
     """Named after all that it depends on: sources, flags, torch, compiler and processor."""
     digest = hashlib.sha256()
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(_SOURCES.rglob("*.*")):
         digest.update(source.read_bytes())
     digest.update(" ".join((*_FLAGS, torch.__version__, _compiler(), _processor())).encode())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -97,6 +97,7 @@ def _compile(library: Path) -> None:
             settings = [
                 *_FLAGS,
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                f"-I{_SOURCES}",
                 f"-I{include}",
                 f"-I{include / 'torch/csrc/api/include'}",
             ]

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from worker.engine.attention import LayerCache, Pattern
-from worker.engine.packing import PackedStep
+from promptq.worker.engine.attention.backend import LayerCache, Pattern
+from promptq.worker.engine.attention.packed_step import PackedStep
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the weights that it computes with."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.engine.sequence import Sequence
+from promptq.worker.engine.core.sequence import Sequence
 
 BANNED = float("-inf")
 

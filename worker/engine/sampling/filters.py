@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.engine.sampling.draw import totals
+from promptq.worker.engine.sampling.draw import totals
 
 FIRST_CANDIDATES = 256
 """How many of the likeliest tokens are looked at first for top_p; eight times as many next."""

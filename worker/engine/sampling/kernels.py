@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from worker.engine.sampling.draw import draw
-from worker.engine.sampling.filters import thresholds, weights_above
-from worker.engine.sampling.logprobs import ChosenLogprobs, report
-from worker.engine.sampling.scratch import Scratch
+from promptq.worker.engine.device.scratch import Scratch
+from promptq.worker.engine.sampling.draw import draw
+from promptq.worker.engine.sampling.filters import thresholds, weights_above
+from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared.events import TokenLogprob, TopLogprob
-from worker.engine.sampling.draw import totals
-from worker.engine.sampling.scratch import Scratch
-from worker.engine.transfers import to_device
+from promptq.shared.protocol.events import TokenLogprob, TopLogprob
+from promptq.worker.engine.device.async_copies import to_device
+from promptq.worker.engine.device.scratch import Scratch
+from promptq.worker.engine.sampling.draw import totals
 
 
 class ChosenLogprobs(NamedTuple):

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.engine.grammar import Grammar
-from worker.engine.sampling.constraints import BANNED
-from worker.engine.sequence import Sequence
+from promptq.worker.engine.api.grammar import Grammar
+from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.engine.sequence import Sequence
+from promptq.worker.engine.core.sequence import Sequence
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
 """Of each: its sequence's index among those that ask, and the token id."""

@@ -11,12 +11,11 @@ import pytest_asyncio
 from playwright.async_api import expect
 from structlog.testing import capture_logs
 
-from producer import AsyncClient
-from producer.api_keys import ApiKey, hash_of
-from producer.gateway import page_stream
-from producer.gateway.routes import dashboard, dashboard_actions
-from shared.embedded import EmbeddedServer
-from shared.keys import Keys
+from promptq.producer import AsyncClient
+from promptq.producer.admin.api_keys import ApiKey, hash_of
+from promptq.producer.gateway.dashboard import actions, page_stream, pages
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway, serving
 from tests.producer.playing import free_port
@@ -57,7 +56,7 @@ BODY = {"id": "r", "priority": 1, "all": True, "prompt": "x"}
 
 async def test_the_list_of_data_is_complete() -> None:
     open_to_anybody = {"/", "/dashboard/files/{name}"}
-    routes = [*dashboard.router.routes, *dashboard_actions.router.routes]
+    routes = [*pages.router.routes, *actions.router.routes]
     paths = {route.path for route in routes}
     assert paths - open_to_anybody == {path.split("?")[0] for _, path in DATA}
 

@@ -10,9 +10,9 @@ import redis.asyncio
 from playwright.async_api import Page, expect
 from structlog.testing import capture_logs
 
-from producer import AsyncClient
-from shared.keys import Keys
-from shared.schemas import RequestState
+from promptq.producer import AsyncClient
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import RequestState
 from tests.helpers import running_worker, served_model_free
 from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot

@@ -13,12 +13,12 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from producer import AsyncClient
-from producer.gateway.request_search import search
-from shared.errors import InvalidRequestError
-from shared.events import TokenEvent
-from shared.keys import Keys
-from shared.schemas import FinishReason
+from promptq.producer import AsyncClient
+from promptq.producer.gateway.dashboard.request_search import search
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason
 from tests.helpers import running_worker, text_of
 from tests.producer.gateway.living import serving
 from tests.producer.playing import Start

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from producer import AsyncClient
-from shared.keys import Keys
-from shared.observations import SAMPLE_MS
+from promptq.producer import AsyncClient
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from tests.helpers import running_worker, served_model_free
 from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from producer import AsyncClient
-from shared.embedded import EmbeddedServer
-from shared.events import TokenEvent, TokenLogprob
-from shared.keys import Keys
-from shared.observations import WorkerStats
-from shared.request_queue import AsyncRequestQueue
-from shared.schemas import FinishReason
-from shared.script_values import Held, Room, Row
-from shared.scripts import heartbeat
+from promptq.producer import AsyncClient
+from promptq.shared.protocol.claims import Held, Room
+from promptq.shared.protocol.events import TokenEvent, TokenLogprob
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import Row
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.scripts import heartbeat
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import running_worker, served_model_free, text_of
 from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import Open

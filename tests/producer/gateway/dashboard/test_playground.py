@@ -7,11 +7,11 @@ import re
 import pytest
 from playwright.async_api import expect
 
-from producer import AsyncClient
-from shared.settings import Settings
+from promptq.producer import AsyncClient
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.served_model import build
 from tests.helpers import running_worker, served_model_free, text_of
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
-from worker.building import build
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

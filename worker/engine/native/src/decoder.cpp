@@ -14,10 +14,10 @@
 
 #include <vector>
 
-#include "elements.h"
-#include "linear.h"
-#include "paged_attention.h"
-#include "team.h"
+#include "machine/elements.h"
+#include "linear/linear.h"
+#include "attention/paged_attention.h"
+#include "machine/team.h"
 
 namespace promptq {
 

@@ -12,8 +12,8 @@
 #include <numeric>
 #include <tuple>
 
-#include "elements.h"
-#include "exponential.h"
+#include "machine/elements.h"
+#include "machine/exponential.h"
 #include "selection.h"
 
 namespace promptq {

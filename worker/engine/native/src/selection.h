@@ -12,7 +12,7 @@
 #include <limits>
 #include <vector>
 
-#include "elements.h"
+#include "machine/elements.h"
 
 namespace promptq {
 

@@ -1,0 +1,1 @@
+"""What is asked of a whole queue, and told to it."""

@@ -1,0 +1,193 @@
+"""One request's life: what happened to it, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from promptq.producer.admin.request_fields import EndedAttempt, ended_attempts, json_object, whole
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.events import ErrorInfo, Stats, Usage
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.protocol.worker_stats import SlotStats
+from promptq.shared.queue import lookups, statistics
+from promptq.shared.queue.call import Call
+
+
+class Happened(StrEnum):
+    """What may happen to a request, in the order in which it does where times are the same."""
+
+    ENQUEUED = "enqueued"
+    CLAIMED = "claimed"
+    PREFILL = "prefill"
+    FIRST_TOKEN = "first_token"
+    PREEMPTED = "preempted"
+    RESUMED = "resumed"
+    GIVEN_BACK = "given_back"
+    CRASHED = "crashed"
+    CLAIM_LOST = "claim_lost"
+    FINISHED = "finished"
+
+
+_HOW = {
+    "given back": Happened.GIVEN_BACK,
+    "its claim was lost": Happened.CLAIM_LOST,
+}  # all else in `history` is a crash
+_RANKS = {what: rank for rank, what in enumerate(Happened)}
+
+
+class Moment(BaseModel):
+    """One thing that happened. `attempt` and `worker` where it belongs to an attempt."""
+
+    at: int
+    """Unix milliseconds of the server."""
+    what: Happened
+    attempt: int = 0
+    worker: str = ""
+    detail: str = ""
+    """Of a crash how, of the end the finish reason."""
+
+
+class Timeline(BaseModel):
+    """A request as its hash tells of it, and its moments in order.
+
+    Of earlier attempts only their beginnings and ends are known.
+    """
+
+    request_id: str
+    state: RequestState
+    payload: str
+    tenant: str | None = None
+    priority: int = 0
+    attempts: int = 0
+    crashes: int = 0
+    requeued_from: str = ""
+    """The dead letter that it was made of."""
+    worker: str = ""
+    """Who holds it, or held it last."""
+    slot: SlotStats | None = None
+    """Where it stands in that worker's batch, if it does."""
+    finish_reason: str = ""
+    usage: Usage | None = None
+    stats: Stats | None = None
+    error: ErrorInfo | None = None
+    moments: list[Moment] = []
+
+
+def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Timeline]:
+    """Yields calls, is sent what they give. Raises RequestNotFoundError."""
+    record: dict[str, str] = yield lookups.record(keys, request_id)
+    if not record:
+        raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
+    state, worker, slot = _state(record), record.get("worker", ""), None
+    if state is RequestState.ACTIVE and worker:
+        _, slots = yield statistics.slots(keys, worker)
+        slot = next((it for it in slots if it.request_id == request_id), None)
+    last = json_object(record.get("last_event"))
+    timeline = Timeline(
+        request_id=request_id,
+        state=state,
+        payload=record.get("payload", ""),
+        tenant=record.get("tenant") or None,
+        priority=_priority(record),
+        attempts=whole(record.get("attempt")),
+        crashes=whole(record.get("crashes")),
+        requeued_from=record.get("requeued_from", ""),
+        worker=worker,
+        slot=slot,
+        finish_reason=record.get("finish_reason", ""),
+        usage=_model(Usage, last.get("usage")),
+        stats=_model(Stats, last.get("stats")),
+        error=_model(ErrorInfo, last.get("error")),
+    )
+    moments = _moments(timeline, record)
+    timeline.moments = sorted(moments, key=lambda it: (it.at, it.attempt, _RANKS[it.what]))
+    return timeline
+
+
+def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
+    if enqueued_at := whole(record.get("enqueued_at")):
+        yield Moment(at=enqueued_at, what=Happened.ENQUEUED)
+    history = ended_attempts(record.get("history"))
+    for ended in history:
+        of_attempt = {"attempt": ended.attempt, "worker": ended.worker}
+        yield Moment(at=ended.claimed_at, what=Happened.CLAIMED, **of_attempt)
+        what = _HOW.get(ended.how, Happened.CRASHED)
+        yield Moment(at=ended.ended_at, what=what, detail=ended.how, **of_attempt)
+    first_token_at = whole(record.get("first_token_at"))
+    finished_at = whole(record.get("finished_at"))
+    if first_token_at:
+        yield _first_token(timeline, history, first_token_at)
+    claimed_at = whole(record.get("claimed_at"))
+    if claimed_at and timeline.attempts not in {ended.attempt for ended in history}:
+        yield from _of_this_attempt(timeline, claimed_at, first_token_at, finished_at)
+    if finished_at:
+        yield Moment(
+            at=finished_at,
+            what=Happened.FINISHED,
+            attempt=timeline.attempts,
+            worker=timeline.worker,
+            detail=timeline.finish_reason,
+        )
+
+
+def _first_token(timeline: Timeline, history: list[EndedAttempt], at: int) -> Moment:
+    for ended in history:
+        if ended.claimed_at <= at <= ended.ended_at:
+            return Moment(
+                at=at, what=Happened.FIRST_TOKEN, attempt=ended.attempt, worker=ended.worker
+            )
+    return Moment(
+        at=at, what=Happened.FIRST_TOKEN, attempt=timeline.attempts, worker=timeline.worker
+    )
+
+
+def _of_this_attempt(
+    timeline: Timeline, claimed_at: int, first_token_at: int, finished_at: int
+) -> Iterator[Moment]:
+    def moment(what: Happened, at: int) -> Moment:
+        return Moment(at=at, what=what, attempt=timeline.attempts, worker=timeline.worker)
+
+    yield moment(Happened.CLAIMED, claimed_at)
+    told = timeline.slot or timeline.stats
+    prefill_at = None
+    if timeline.slot is not None:
+        prefill_at = timeline.slot.prefill_at
+    elif timeline.stats is not None and timeline.stats.prompt_ms:
+        if first_token_at >= claimed_at:
+            prefill_at = first_token_at - round(timeline.stats.prompt_ms)
+        else:  # an earlier attempt had it
+            ended_ms = timeline.stats.prompt_ms + timeline.stats.generation_ms
+            prefill_at = finished_at - round(ended_ms)
+        prefill_at = max(claimed_at, prefill_at)
+    if prefill_at is not None:
+        yield moment(Happened.PREFILL, prefill_at)
+    for at in (told.preempted_at if told else None) or []:
+        yield moment(Happened.PREEMPTED, at)
+    for at in (told.resumed_at if told else None) or []:
+        yield moment(Happened.RESUMED, at)
+
+
+def _state(record: dict[str, str]) -> RequestState:
+    with suppress(ValueError):
+        return RequestState(record.get("state", ""))
+    return RequestState.WAITING  # plain clients leave it out
+
+
+def _priority(record: dict[str, str]) -> int:
+    with suppress(ValueError):
+        return int(record.get("priority", ""))
+    given = json_object(record.get("payload")).get("priority")
+    return given if isinstance(given, int) else 0
+
+
+def _model(kind: type[Any], value: Any) -> Any:
+    try:
+        return kind.model_validate(value) if isinstance(value, dict) else None
+    except ValidationError:
+        return None

@@ -1,0 +1,190 @@
+"""The lines of a batch's input file: read in pieces, each checked by itself.
+
+A line is `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`, as in the OpenAI
+Batch API.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
+from promptq.shared.queue.request_queue import new_request_id
+
+MAX_LINES = 50_000
+MAX_FILE_BYTES = 200 * 1024 * 1024
+MAX_LINE_BYTES = MAX_PAYLOAD_BYTES
+URLS = ("/v1/chat/completions", "/v1/completions")
+_BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+_MAX_CUSTOM_ID = 512
+_CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
+"""Without halves of characters, which could not be written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch. `number` counts from 1, blank lines included."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        return self.url == "/v1/chat/completions"
+
+
+def new_batch_id() -> str:
+    """Ids of later batches sort behind."""
+    return "batch_" + new_request_id().replace("-", "")
+
+
+def is_batch_id(text: str) -> bool:
+    """Whether it has the form of one."""
+    return _BATCH_ID.fullmatch(text) is not None
+
+
+def request_id_of(batch_id: str, line: BatchLine) -> str:
+    """The id that a line's request has in the queue, whoever enqueues it: a UUIDv7 of the batch's
+    time, whose random bits are a hash of the batch's id and the line's number."""
+    time_and_version = uuid.UUID(batch_id.removeprefix("batch_")).int >> 76
+    digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()
+    low = int.from_bytes(digest[:10]) & (2**76 - 1)
+    low = low & ~(0b11 << 62) | 0b10 << 62
+    prefix = "chatcmpl-" if line.is_chat else "cmpl-"
+    return prefix + str(uuid.UUID(int=time_and_version << 76 | low))
+
+
+class BatchFileError(PromptqError):
+    """A whole file cannot be run. `code` is a word for programs."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class BrokenLineError(PromptqError):
+    """A line that is no request. `custom_id` is what it was called, where that can be told."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+class RefusedLineError(PromptqError):
+    """A request that gets an HTTP error; `body` is what the gateway would have answered."""
+
+    def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
+        super().__init__(f"line {line.number} is refused with {status}")
+        self.line = line
+        self.request_id = request_id
+        self.status = status
+        self.body = body
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of all lines that are not blank.
+
+    Of a line longer than MAX_LINE_BYTES only the beginning is given, which is longer too.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if raw.strip():
+                yield number, raw
+            rest = raw
+            while _goes_on(rest):
+                rest = file.readline(MAX_LINE_BYTES + 1)
+
+
+def _goes_on(piece: bytes) -> bool:
+    return len(piece) > MAX_LINE_BYTES and not piece.endswith(b"\n")
+
+
+def count_lines(path: Path) -> int:
+    """How many requests a file has.
+
+    Raises BatchFileError if it is empty, has over 50,000 or is larger than 200 MB.
+    """
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise BatchFileError(
+            "file_too_large", f"the file has {size} bytes, more than the {MAX_FILE_BYTES} allowed"
+        )
+    count = 0
+    for _ in read_lines(path):
+        count += 1
+        if count > MAX_LINES:
+            raise BatchFileError(
+                "too_many_lines", f"the file has more than the {MAX_LINES} lines allowed"
+            )
+    if count == 0:
+        raise BatchFileError("empty_file", "the file has no lines")
+    return count
+
+
+class LineReader:
+    """Makes requests of lines; each custom id may come once.
+
+    With an `endpoint` only lines for this URL are taken.
+    """
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        self._endpoint = endpoint
+        self._custom_ids: set[str] = set()
+
+    def parse(self, number: int, raw: bytes) -> BatchLine:
+        """Raises BrokenLineError."""
+        if _goes_on(raw):
+            raise BrokenLineError(
+                "line_too_long", f"line {number} has more than the {MAX_LINE_BYTES} bytes allowed"
+            )
+        try:
+            line = json.loads(raw.decode("utf-8-sig").strip())
+        except UnicodeDecodeError as error:
+            reason = f"is not UTF-8 from byte {error.start} on"
+            raise BrokenLineError("invalid_json_line", f"line {number} {reason}") from None
+        except json.JSONDecodeError as error:
+            reason = f"is not JSON: {error.msg} at character {error.pos}"
+            raise BrokenLineError("invalid_json_line", f"line {number} {reason}") from None
+        except (ValueError, RecursionError):
+            reason = "is JSON that is nested too deeply, or has too large a number"
+            raise BrokenLineError("invalid_json_line", f"line {number} {reason}") from None
+        if not isinstance(line, dict):
+            raise BrokenLineError("invalid_json_line", f"line {number} is not a JSON object")
+        custom_id = self._custom_id(number, line.get("custom_id"))
+        method, url, body = line.get("method", "POST"), line.get("url"), line.get("body")
+        if method != "POST":
+            raise BrokenLineError("invalid_method", f"method: {method!r} is not 'POST'", custom_id)
+        if url not in URLS or self._endpoint not in (None, url):
+            wanted = self._endpoint or " or ".join(URLS)
+            raise BrokenLineError("invalid_url", f"url: {url!r} is not {wanted}", custom_id)
+        if not isinstance(body, dict):
+            raise BrokenLineError("invalid_body", "body: is not a JSON object", custom_id)
+        return BatchLine(number, custom_id, url, body)
+
+    def _custom_id(self, number: int, custom_id: object) -> str:
+        if not isinstance(custom_id, str) or not _CUSTOM_ID.fullmatch(custom_id):
+            raise BrokenLineError(
+                "missing_custom_id",
+                f"line {number} has no custom_id, a text of 1 to {_MAX_CUSTOM_ID} characters",
+            )
+        if custom_id in self._custom_ids:
+            raise BrokenLineError(
+                "duplicate_custom_id",
+                f"line {number} has the custom_id of an earlier line",
+                custom_id,
+            )
+        self._custom_ids.add(custom_id)
+        return custom_id

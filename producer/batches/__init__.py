@@ -1,0 +1,1 @@
+"""Runs batch files, line by line, through the queue."""

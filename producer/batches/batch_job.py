@@ -1,0 +1,225 @@
+"""The RQ job that runs one batch of the API, from its input file to its output files.
+
+It may be killed at any point: each step either was done or is done again, and `batch_run` runs no
+line twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+
+from promptq.producer.batch_store.batch_lines import BatchFileError, count_lines, read_lines
+from promptq.producer.batch_store.batch_records import (
+    Batches,
+    BatchMissingError,
+    BatchRecord,
+    Status,
+)
+from promptq.producer.batch_store.files import FileMissingError, FileStore
+from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
+from promptq.producer.batches.batch_run import BatchRun
+from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
+from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
+from promptq.producer.batches.stop_signals import stop_signals
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.settings import JobsSettings, read_jobs_settings
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.connection import open_async_redis
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5
+_STATUS_AFTER: dict[Ending, Status] = {
+    Ending.COMPLETED: "completed",
+    Ending.CANCELLED: "cancelled",
+    Ending.EXPIRED: "expired",
+}
+
+
+def run_batch_job(queue: str, batch_id: str) -> str:
+    """Run a batch up to its end, unless somebody else does; gives its status then."""
+    settings = read_jobs_settings(queue=queue)
+    return asyncio.run(_run(settings, batch_id))
+
+
+async def _run(settings: JobsSettings, batch_id: str) -> str:
+    keys = Keys(settings.queue)
+    async with await open_async_redis(server_url(settings.redis_url)) as connection:
+        lease = RunnerLease(connection, keys, batch_id)
+        if not await lease.acquire():
+            return "somebody else runs it"
+        # Where it raises, the lease runs out by itself: the next try should not come at once.
+        try:
+            ended = await _BatchJob(settings, connection, keys, batch_id, lease).run()
+        except BatchIsRunningError:
+            return "somebody else runs it"
+        with suppress(redis.RedisError):
+            await lease.release()
+        return ended
+
+
+class _BatchJob:
+    def __init__(
+        self,
+        settings: JobsSettings,
+        connection: redis.asyncio.Redis,
+        keys: Keys,
+        batch_id: str,
+        lease: RunnerLease,
+    ) -> None:
+        self._settings = settings
+        self._redis = connection
+        self._batches = Batches(connection, keys)
+        self._batch_id = batch_id
+        self._lease = lease
+        self._store = FileStore(settings.files_dir)
+        self._log = get_logger(batch_id=batch_id)
+        self._stopped = stop_signals()
+        self._looked = self._renewed = time.monotonic()
+        self._told: BatchProgress | None = None
+
+    async def run(self) -> str:
+        try:
+            record = await self._batches.get(self._batch_id)
+        except BatchMissingError as error:
+            self._log.warning("batch struck off", reason=str(error))
+            await self._batches.forget(self._batch_id)
+            return "unknown"
+        if record.is_final:
+            await self._batches.forget(self._batch_id)
+            return record.status
+        if record.status != "finalizing":
+            source = self._running("input")
+            try:
+                await self._aside(self._store.keep, record.input_file_id, record.tenant, source)
+                total = await self._aside(count_lines, source)
+            except FileMissingError:
+                return await self._fail("input_file_missing", "the input file was deleted")
+            except BatchFileError as error:
+                return await self._fail(error.code, str(error))
+            if not await self._run_lines(record, source, total):
+                return "stopped"
+            record = await self._batches.get(self._batch_id)
+        try:
+            return await self._finalize(record)
+        except FileNotFoundError:
+            return await self._fail("output_missing", "the answers were deleted while it ran")
+
+    async def _aside(self, call: Callable[..., T], *args: object) -> T:
+        """Call it in a thread, and keep the lease for as long as it takes."""
+        work = asyncio.create_task(asyncio.to_thread(call, *args))
+        while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
+            with suppress(redis.RedisError):  # whether it was lost is looked at between lines
+                await self._lease.renew()
+        return work.result()
+
+    async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
+        """Whether the batch is over; otherwise another process is to go on with it."""
+        self._log.info("batch begins", total=total)
+        await self._batches.update(
+            record.id,
+            status="in_progress",
+            in_progress_at=record.in_progress_at or int(time.time()),
+            total=total,
+        )
+        with Journal(record.id, self._running("output"), self._running("errors")) as journal:
+            settings, caller = self._settings, record.caller
+            options = RunOptions(
+                endpoint=record.endpoint,
+                max_in_flight=settings.batch_in_flight,
+                defaults={"priority": max(settings.batch_priority, caller.highest_priority)},
+                caller=caller,
+                expires_at=record.expires_at,
+                retry_seconds=settings.redis_retry_seconds,
+            )
+            run = BatchRun(
+                record.id,
+                self._redis,
+                settings.queue,
+                read_lines(source),
+                total,
+                journal,
+                options,
+                self._stopped,
+            )
+            ending = await run.run(lambda: self._look(record, run, journal))
+            progress, usage = run.progress(), journal.usage
+        self._log.info("batch ends", ending=ending.value, failed=progress.failed)
+        if ending is Ending.STOPPED:
+            return False
+        await self._batches.update(
+            record.id,
+            status="finalizing",
+            ending=_STATUS_AFTER[ending],
+            finalizing_at=int(time.time()),
+            completed=progress.completed,
+            failed=progress.failed,
+            usage=usage.model_dump(),
+        )
+        return True
+
+    async def _look(self, record: BatchRecord, run: BatchRun, journal: Journal) -> Ending | None:
+        now = time.monotonic()
+        if self._told is not None and now - self._looked < _LOOK_SECONDS:
+            return None
+        self._looked = now
+        if now - self._renewed > LEASE_MS / 4000:
+            if not await self._lease.renew():
+                return Ending.STOPPED
+            self._renewed = now
+        if (progress := run.progress()) != self._told:
+            await self._batches.update(
+                record.id,
+                completed=progress.completed,
+                failed=progress.failed,
+                usage=journal.usage.model_dump(),
+            )
+            self._told = progress
+        if await self._batches.is_cancelling(record.id):
+            return Ending.CANCELLED
+        return Ending.EXPIRED if time.time() >= record.expires_at else None
+
+    async def _finalize(self, record: BatchRecord) -> str:
+        """Make files of what was written; whatever a process before has done of it stays."""
+        changes: dict[str, Any] = {}
+        parts = (("output", record.completed, "0"), ("errors", record.failed, "1"))
+        for name, count, digit in parts:
+            running = self._running(name)
+            if count:
+                stored = self._store.add(
+                    running,
+                    filename=f"{record.id}_{name}.jsonl",
+                    purpose="batch_output",
+                    tenant=record.tenant,
+                    ttl_seconds=record.output_ttl_seconds,
+                    file_id=f"file-{record.id.removeprefix('batch_')}{digit}",
+                )
+                changes["output_file_id" if name == "output" else "error_file_id"] = stored.id
+            running.unlink(missing_ok=True)
+        status = record.ending or "completed"
+        await self._end(status, **changes)
+        return status
+
+    async def _fail(self, code: str, message: str) -> str:
+        self._log.warning("batch fails", code=code, reason=message)
+        error = {"code": code, "message": message, "param": "input_file_id", "line": None}
+        await self._end("failed", errors=[error])
+        return "failed"
+
+    async def _end(self, status: Status, **changes: Any) -> None:
+        source = self._running("input")
+        for path in source.parent.glob(f"{source.name}*"):  # and what killed processes half copied
+            path.unlink(missing_ok=True)
+        await self._batches.end(self._batch_id, status, **changes)
+
+    def _running(self, name: str) -> Path:
+        return self._settings.files_dir / "running" / f"{self._batch_id}.{name}.jsonl"

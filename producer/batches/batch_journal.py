@@ -1,0 +1,159 @@
+"""The output and the error file of a batch, which also say what of it is done.
+
+A line is written once its request has ended, with the number of the input line in its id. Whoever
+takes a batch up after a crash reads here what needs not run again, so there is no second record
+that could differ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from promptq.producer.batch_store.batch_lines import RefusedLineError
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.events import Usage
+
+_LINE_ID = re.compile(rb'\{"id":"batch_req_[^"]*?_(\d+)"')
+
+
+class BatchIsRunningError(PromptqError):
+    """Another process writes this batch's files."""
+
+
+class Journal:
+    """Appends answers and errors; a context manager, as it locks its files.
+
+    Raises BatchIsRunningError if another process has them. A line that was only half written when
+    a process was killed is cut off.
+    """
+
+    def __init__(self, batch_id: str, output: Path, errors: Path) -> None:
+        self._batch_id = batch_id
+        self._output = _open_locked(output)
+        try:
+            self._errors = _open_locked(errors)
+        except BaseException:
+            self._output.close()
+            raise
+        self.usage = Usage()
+        """The tokens of all answers."""
+        completed = _numbers_in(self._output, self._count_usage)
+        failed = _numbers_in(self._errors)
+        self.done = completed | failed
+        """Numbers of the input lines that are written."""
+        self.num_completed = len(completed)
+        self.num_failed = len(failed)
+
+    def add_answer(
+        self, number: int, custom_id: str, request_id: str, body: dict[str, Any]
+    ) -> None:
+        """A request that was served."""
+        response = {"status_code": 200, "request_id": request_id, "body": body}
+        self._write(self._output, number, custom_id, response, None)
+        self.num_completed += 1
+        self._count_usage(body)
+
+    def add_refusal(self, refused: RefusedLineError) -> None:
+        """A request that would have got an HTTP error."""
+        response = {
+            "status_code": refused.status,
+            "request_id": refused.request_id,
+            "body": refused.body,
+        }
+        line = refused.line
+        self._write(self._errors, line.number, line.custom_id, response, None)
+        self.num_failed += 1
+
+    def add_error(self, number: int, custom_id: str | None, code: str, message: str) -> None:
+        """A line that was not run, or not to its end."""
+        error = {"code": code, "message": message}
+        self._write(self._errors, number, custom_id, None, error)
+        self.num_failed += 1
+
+    def flush(self) -> None:
+        """From here on a killed process loses nothing of it."""
+        self._output.flush()
+        self._errors.flush()
+
+    def sync(self) -> None:
+        """From here on a machine that loses its power loses nothing of it."""
+        for file in (self._output, self._errors):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """On the disk, and free for others."""
+        self.sync()
+        self._output.close()
+        self._errors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _count_usage(self, body: dict[str, Any]) -> None:
+        own, total = body["usage"], self.usage
+        self.usage = Usage(
+            prompt_tokens=total.prompt_tokens + own["prompt_tokens"],
+            completion_tokens=total.completion_tokens + own["completion_tokens"],
+            cached_tokens=total.cached_tokens + own["prompt_tokens_details"]["cached_tokens"],
+        )
+
+    def _write(
+        self,
+        file: BinaryIO,
+        number: int,
+        custom_id: str | None,
+        response: dict[str, Any] | None,
+        error: dict[str, Any] | None,
+    ) -> None:
+        line = {
+            "id": f"batch_req_{self._batch_id.removeprefix('batch_')}_{number}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
+        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"))
+        file.write(text.encode("utf-8", "replace") + b"\n")
+        self.done.add(number)
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    file = path.open("r+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise BatchIsRunningError(f"another process is writing {path}") from None
+    return file
+
+
+def _numbers_in(
+    file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
+) -> set[int]:
+    """Numbers of the whole lines of a file; what is behind the last of them is cut off.
+
+    `on_body` is told the body of each answer.
+    """
+    numbers, whole = set(), 0
+    for line in file:
+        found = _LINE_ID.match(line)
+        if not line.endswith(b"\n") or found is None:
+            break
+        if on_body is not None:
+            on_body(json.loads(line)["response"]["body"])
+        numbers.add(int(found[1]))
+        whole += len(line)
+    file.seek(whole)
+    file.truncate()
+    return numbers

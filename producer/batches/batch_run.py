@@ -1,0 +1,327 @@
+"""Runs the lines of a batch: so many at a time, each once, whoever crashes in between.
+
+A line's request has an id made of the batch's id and the line's number. What an earlier process
+enqueued is therefore found again, waiting, running or finished, and not enqueued a second time;
+what it wrote down is not even asked for. Results are asked for in one call for all that is in
+flight, since nobody reads a batch's tokens one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import redis
+import redis.asyncio
+
+from promptq.producer.batch_store.batch_lines import BrokenLineError, LineReader, RefusedLineError
+from promptq.producer.batches.batch_journal import Journal
+from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
+from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError
+from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+
+if TYPE_CHECKING:
+    from promptq.producer.batches.line_requests import LineRequest
+
+T = TypeVar("T")
+
+_FIRST_WAIT_SECONDS = 0.01
+_LONGEST_WAIT_SECONDS = 0.5
+_LONGEST_FULL_SECONDS = 5.0
+_KEPT_MS = 120_000
+"""So long a request whose answer is written down is still there for whoever looks; all of a large
+batch would fill the server."""
+_LET_GO_SECONDS = 1.0
+"""So often at most the disk is waited for."""
+_END_SECONDS = 30.0
+"""How long what was cancelled may take to end: a worker that died holds it for a lease."""
+_UNFINISHED = {
+    Ending.CANCELLED: (
+        "batch_cancelled",
+        "the batch was cancelled before the request was finished",
+    ),
+    Ending.EXPIRED: (
+        "batch_expired",
+        "the request was not finished before the batch's window ended",
+    ),
+}
+"""What becomes of a line that was not done: OpenAI's code, and a sentence."""
+
+
+class _StoppedError(Exception):
+    """The process is to end, and the server is away."""
+
+
+class BatchRun:
+    """One process's run of a batch, up to its end or until it is told to stop."""
+
+    def __init__(
+        self,
+        batch_id: str,
+        connection: redis.asyncio.Redis,
+        queue: str,
+        lines: Iterable[tuple[int, bytes]],
+        total: int,
+        journal: Journal,
+        options: RunOptions,
+        stopped: asyncio.Event,
+        on_progress: Callable[[BatchProgress], object] = lambda _: None,
+    ) -> None:
+        # Here and not above, for it brings the whole of FastAPI along.
+        from promptq.producer.batches.line_requests import LineGateway
+
+        self._redis: Any = connection
+        self._queue = AsyncRequestQueue(connection, queue)
+        self._keys = Keys(queue)
+        self._gateway = LineGateway(batch_id, connection, self._queue, options)
+        self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
+        self._total = total
+        self._journal = journal
+        self._options = options
+        self._stopped = stopped
+        self._on_progress = on_progress
+        self._ending: Ending | None = None
+        self._in_flight: dict[int, LineRequest] = {}
+        self._held_back: dict[int, LineRequest] = {}
+        self._full_until = 0.0
+        self._wait_seconds = _FIRST_WAIT_SECONDS
+        self._written: list[NewRequest] = []
+        self._let_go_at = time.monotonic()
+
+    async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
+        """Run what is not done yet; `look` says, between two rounds, whether to end before.
+
+        Raises redis.RedisError or RedisSideError if the server stays away; a later run goes on
+        from there.
+        """
+        try:
+            while self._ending is None:
+                await self._round(look)
+            if self._ending in _UNFINISHED:
+                await self._give_up(*_UNFINISHED[self._ending])
+            await self._let_go()
+        except _StoppedError:
+            self._ending = Ending.STOPPED
+        self._in_flight.clear()
+        self._tell()
+        return self._ending
+
+    def progress(self) -> BatchProgress:
+        journal = self._journal
+        return BatchProgress(
+            self._total, journal.num_completed, journal.num_failed, len(self._in_flight)
+        )
+
+    async def _round(self, look: Callable[[], Awaitable[Ending | None]]) -> None:
+        self._ending = Ending.STOPPED if self._stopped.is_set() else await self._persist(look)
+        if self._ending is not None:
+            return
+        await self._fill()
+        if not self._in_flight and not self._held_back:
+            self._ending = Ending.COMPLETED
+            return
+        ended = await self._collect()
+        self._tell()
+        if time.monotonic() - self._let_go_at > _LET_GO_SECONDS:
+            await self._let_go()
+        longer = min(self._wait_seconds * 1.5, _LONGEST_WAIT_SECONDS)
+        self._wait_seconds = _FIRST_WAIT_SECONDS if ended else longer
+        await asyncio.sleep(self._wait_seconds)
+
+    def _tell(self) -> None:
+        self._journal.flush()
+        self._on_progress(self.progress())
+
+    def _lines_to_run(
+        self, lines: Iterable[tuple[int, bytes]], reader: LineReader
+    ) -> Iterator[LineRequest]:
+        """Lines that are not done; those that are no requests are written down as errors."""
+        for number, raw in lines:
+            is_done = number in self._journal.done
+            try:
+                line = reader.parse(number, raw)
+                if not is_done:
+                    yield self._gateway.of(line)
+            except BrokenLineError as error:
+                if not is_done:
+                    self._journal.add_error(number, error.custom_id, error.code, str(error))
+            except RefusedLineError as error:
+                self._journal.add_refusal(error)
+
+    async def _fill(self) -> None:
+        while len(self._in_flight) < self._options.max_in_flight:
+            if time.monotonic() < self._full_until:
+                return
+            if self._held_back:
+                item = self._held_back.pop(next(iter(self._held_back)))
+            elif (found := next(self._lines, None)) is not None:
+                item = found
+            else:
+                return
+            try:
+                seconds = await self._persist(partial(self._gateway.wait_for_rates, item))
+            except RefusedLineError as error:
+                self._journal.add_refusal(error)
+                continue
+            if seconds:
+                self._hold_back(item, seconds)
+            elif await self._enqueue(item, item.requests):
+                self._in_flight[item.line.number] = item
+            else:
+                await self._refuse_if_too_large(item)
+
+    async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
+        """Whether they are in the queue now, or were before; the item is held back otherwise."""
+        try:
+            await self._persist(partial(self._queue.enqueue, requests))
+        except RequestExistsError:
+            pass  # an earlier process enqueued it
+        except QueueFullError as error:
+            self._hold_back(item, error.retry_after_ms / 1000)
+            return False
+        return True
+
+    def _hold_back(self, item: LineRequest, seconds: float) -> None:
+        self._held_back[item.line.number] = item
+        self._full_until = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
+
+    async def _refuse_if_too_large(self, item: LineRequest) -> None:
+        """What a limit keeps out even while nothing waits would keep the rest waiting for ever."""
+        if await self._persist(self._num_waiting):
+            return
+        try:
+            await self._persist(partial(self._queue.enqueue, item.requests))
+        except RequestExistsError:
+            pass
+        except QueueFullError as error:
+            del self._held_back[item.line.number]
+            self._full_until = 0.0
+            self._journal.add_refusal(self._gateway.too_large(item, error.limit))
+
+    async def _num_waiting(self) -> int:
+        num_delayed: int = await self._redis.zcard(self._keys.delayed)
+        return num_delayed + await self._queue.count()
+
+    async def _collect(self) -> int:
+        """Write down what has ended; gives how many lines."""
+        asked = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
+        states = await self._ask("state", [new for _, new in asked])
+        final = []
+        for (item, new), state in zip(asked, states, strict=True):
+            if state is not None and RequestState(state.decode()).is_final:
+                final.append((item, new))
+            # The server lost it, or kept it no longer.
+            is_lost = state is None and self._ending is None
+            if is_lost and not await self._enqueue(item, [new]):
+                self._in_flight.pop(item.line.number, None)
+        results = await self._ask("result", [new for _, new in final])
+        for (item, new), result in zip(final, results, strict=True):
+            if result is not None:
+                item.results[new.request_id] = Result.model_validate_json(result)
+        ended = [item for item in self._in_flight.values() if not item.open_requests]
+        for item in ended:
+            await self._write(item)
+            del self._in_flight[item.line.number]
+            self._written += item.requests
+        return len(ended)
+
+    async def _ask(self, name: str, requests: list[NewRequest]) -> list[bytes | None]:
+        """One field of many requests' hashes."""
+
+        async def ask() -> list[bytes | None]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for new in requests:
+                pipeline.hget(self._keys.request(new.request_id), name)
+            answers: list[bytes | None] = await pipeline.execute()
+            return answers
+
+        return await self._persist(ask) if requests else []
+
+    async def _let_go(self) -> None:
+        """Shorten the life of what was written down, once that is safe on the disk.
+
+        A dead letter, which alone has no time to live, is kept for whoever looks why it died.
+        """
+        done, self._written = self._written, []
+        self._let_go_at = time.monotonic()
+
+        async def shorten() -> None:
+            pipeline = self._redis.pipeline(transaction=False)
+            for new in done:
+                if new.request.webhook_url is None:
+                    key = self._keys.request(new.request_id)
+                    pipeline.pexpire(key, _KEPT_MS, xx=True, lt=True)
+            await pipeline.execute()
+
+        if done:
+            self._journal.sync()
+            await self._persist(shorten)
+
+    async def _write(self, item: LineRequest) -> None:
+        line = item.line
+        reasons = [result.finish_reason for result in item.results.values()]
+        for reason in (FinishReason.CANCELLED, FinishReason.EXPIRED):
+            if reason in reasons and FinishReason.ERROR not in reasons:
+                code, message = self._cut_short(reason)
+                return self._journal.add_error(line.number, line.custom_id, code, message)
+        try:
+            answer = await self._persist(partial(self._gateway.answer, item))
+        except RefusedLineError as error:
+            return self._journal.add_refusal(error)
+        return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
+
+    def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
+        """Why a request was: for the batch's sake, or on its own."""
+        if self._ending in _UNFINISHED:
+            return _UNFINISHED[self._ending]
+        until = self._options.expires_at
+        if reason is FinishReason.EXPIRED and until is not None and time.time() >= until:
+            return _UNFINISHED[Ending.EXPIRED]
+        return f"request_{reason}", f"the request was {reason}"
+
+    async def _give_up(self, code: str, message: str) -> None:
+        """Cancel what is in flight, but keep what ends by itself before that takes effect."""
+        # An earlier process may have enqueued these, and told nobody.
+        for item in islice(self._lines, max(0, self._options.max_in_flight - len(self._in_flight))):
+            self._in_flight[item.line.number] = item
+        await self._collect()
+        await self._cancel([new for it in self._in_flight.values() for new in it.open_requests])
+        await self._collect()
+        for item in chain(self._in_flight.values(), self._held_back.values(), self._lines):
+            self._journal.add_error(item.line.number, item.line.custom_id, code, message)
+
+    async def _cancel(self, requests: list[NewRequest]) -> None:
+        """Cancel those that are in the queue, and see them end."""
+        left = await self._unfinished(requests)
+        for new in left:
+            await self._persist(partial(self._queue.cancel, new.request_id))
+        until = time.monotonic() + _END_SECONDS
+        while left and time.monotonic() < until:
+            left = await self._unfinished(left)
+            await asyncio.sleep(_FIRST_WAIT_SECONDS * 5)
+
+    async def _unfinished(self, requests: list[NewRequest]) -> list[NewRequest]:
+        states = await self._ask("state", requests)
+        pairs = zip(requests, states, strict=True)
+        return [new for new, it in pairs if it and not RequestState(it.decode()).is_final]
+
+    async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Try again while the server is away or refuses; all calls here may be repeated."""
+        until: float | None = None
+        while True:
+            try:
+                return await call()
+            except (redis.RedisError, RedisSideError) as error:
+                until = until or time.monotonic() + self._options.retry_seconds
+                if self._stopped.is_set():
+                    raise _StoppedError from error
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(_LONGEST_WAIT_SECONDS)

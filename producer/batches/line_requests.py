@@ -1,0 +1,138 @@
+"""From a batch's line to requests and back to an answer, as the gateway does it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+
+from promptq.producer.batch_store.batch_lines import BatchLine, RefusedLineError, request_id_of
+from promptq.producer.batches.run_options import RunOptions
+from promptq.producer.clients.connecting import address_of
+from promptq.producer.clients.request_builder import compose
+from promptq.producer.gateway.answering.respond import granted
+from promptq.producer.gateway.context.access import beyond_rates, rates_of
+from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.gateway.http.errors import ApiError, as_api_error
+from promptq.producer.gateway.openai.answers import answer
+from promptq.producer.gateway.openai.calls import CompletionCall, read_chat, read_completion
+from promptq.producer.gateway.openai.completion import completion_of
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.request import NewRequest
+from promptq.shared.queue.rate_limits import Rate, take_of_rates
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+
+
+@dataclass(slots=True)
+class LineRequest:
+    """A line on its way: what is enqueued for it, and what has come of that."""
+
+    line: BatchLine
+    request_id: str
+    requests: list[NewRequest]
+    rates: list[Rate]
+    """What it still has to take of its caller's rates."""
+    results: dict[str, Result] = field(default_factory=dict)
+
+    @property
+    def open_requests(self) -> list[NewRequest]:
+        return [new for new in self.requests if new.request_id not in self.results]
+
+
+class LineGateway:
+    """Reads lines and answers them, each as if it had been a call to the gateway."""
+
+    def __init__(
+        self,
+        batch_id: str,
+        connection: redis.asyncio.Redis,
+        queue: AsyncRequestQueue,
+        options: RunOptions,
+    ) -> None:
+        self._batch_id = batch_id
+        self._queue = queue
+        self._options = options
+        url = address_of(connection.connection_pool)
+        self._watch = QueueWatch(connection, queue.keys, url)
+
+    def of(self, line: BatchLine) -> LineRequest:
+        """Raises RefusedLineError for what the gateway would refuse."""
+        options, request_id = self._options, request_id_of(self._batch_id, line)
+        with _refusing(line, request_id):
+            call = _call_of(line)
+            call = call.with_fields(**{**options.defaults, **call.fields})
+            rates = []
+            if options.caller is not None:
+                call = granted(call, options.caller)
+                rates = rates_of(options.caller, call.requests(request_id))
+            # The id says already that it is the same again.
+            new = compose(call.with_fields(idempotency_key=None).requests(request_id))
+        return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates)
+
+    async def wait_for_rates(self, item: LineRequest) -> float:
+        """Take what it needs of its caller's rates; seconds after which to ask again, or 0.
+
+        Batches have the rates of a key once more, beside its other calls, as at OpenAI. Raises
+        RefusedLineError for what is more than a minute's.
+        """
+        caller = self._options.caller
+        if caller is None or not item.rates:
+            return 0.0
+        taken = await self._queue.run(take_of_rates(f"{caller.name}:batches", item.rates))
+        if taken.wait_ms is None:
+            with _refusing(item.line, item.request_id):
+                raise beyond_rates(caller, item.rates)
+        if taken.wait_ms == 0:
+            item.rates = []
+        return taken.wait_ms / 1000
+
+    async def answer(self, item: LineRequest) -> dict[str, Any]:
+        """The body of the answer. Raises RefusedLineError where the results are none."""
+        view = await self._watch.look()
+        completion = completion_of(_call_of(item.line), item.request_id, view.model)
+        style = view.tool_call_style if completion.with_tools else None
+        results = [item.results[new.request_id] for new in item.requests]
+        with _refusing(item.line, item.request_id):
+            return answer(completion, results, style)
+
+    def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
+        """The error of a line that a limit of the queue would never let in."""
+        message = f"this line alone is more than the queue's limit {limit} lets in"
+        refusal = ApiError(429, message, code="queue_full")
+        return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
+
+    def _in_the_window(self, new: NewRequest) -> NewRequest:
+        """The request, which ends with the batch's window at the latest."""
+        if self._options.expires_at is None:
+            return new
+        left = max(1, int((self._options.expires_at - time.time()) * 1000))
+        deadline_ms = min(new.request.deadline_ms or left, left)
+        request = new.request.model_copy(update={"deadline_ms": deadline_ms})
+        return NewRequest(new.request_id, request, new.delay_ms)
+
+
+def _call_of(line: BatchLine) -> CompletionCall:
+    body = json.dumps(line.body).encode()
+    call = read_chat(body, {}) if line.is_chat else read_completion(body, {})
+    if call.stream:
+        raise InvalidRequestError("stream: a batch does not stream", field="stream")
+    return call
+
+
+@contextmanager
+def _refusing(line: BatchLine, request_id: str) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequestError as error:
+        refusal = as_api_error(error)
+    except ApiError as error:
+        refusal = error
+    else:
+        return
+    raise RefusedLineError(line, request_id, refusal.status, refusal.body)

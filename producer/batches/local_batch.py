@@ -1,0 +1,156 @@
+"""A batch from one local file to another, without any service but the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from promptq.producer.batch_store.batch_lines import (
+    BatchFileError,
+    count_lines,
+    new_batch_id,
+    read_lines,
+)
+from promptq.producer.batches.batch_journal import Journal
+from promptq.producer.batches.batch_run import BatchRun
+from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
+from promptq.producer.batches.stop_signals import stop_signals
+from promptq.producer.clients.connecting import explained, server_url, without_server
+from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.runtime.settings import read_settings
+from promptq.shared.server.connection import open_async_redis
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutcome:
+    """How a local batch ended. `is_complete`: every line is in the output or the error file."""
+
+    is_complete: bool
+    progress: BatchProgress
+
+
+def errors_beside(output: Path) -> Path:
+    """Where the lines without an answer go, unless told otherwise: `out.errors.jsonl`."""
+    return output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
+def run_batch(
+    input_file: str | Path,
+    output_file: str | Path,
+    *,
+    error_file: str | Path | None = None,
+    server: str | None = None,
+    queue: str | None = None,
+    max_in_flight: int = 128,
+    fields: Mapping[str, Any] | None = None,
+    on_progress: Callable[[BatchProgress], object] = lambda _: None,
+) -> BatchOutcome:
+    """Run a file of requests in OpenAI's batch format, and write answers in that format.
+
+    `fields` are fields of each request that its line may override. Interrupted, by a signal or a
+    crash, the same call goes on where it was: beside the output lies `OUTPUT.batch`, which
+    names the run, until all is done. SIGINT and SIGTERM end it in order; what is in flight
+    then goes on in the queue and is picked up by the next call. Where an event loop runs
+    already, call it through `asyncio.to_thread`.
+
+    Raises BatchFileError for an input that cannot be run, ConfigurationError where the output
+    belongs to something else or a file cannot be read or written, BatchIsRunningError,
+    RedisUnavailableError.
+    """
+    source, output = Path(input_file), Path(output_file)
+    errors = errors_beside(output) if error_file is None else Path(error_file)
+    settings = read_settings()
+    options = RunOptions(
+        max_in_flight=max_in_flight,
+        defaults=dict(fields or {}),
+        retry_seconds=settings.redis_retry_seconds,
+    )
+    url = server_url(server)
+
+    async def run(total: int) -> BatchOutcome:
+        try:
+            connection = await open_async_redis(url)
+        except RedisUnavailableError as error:
+            raise without_server(error) from error
+        async with connection:
+            batch_id = _run_id(source, output, errors, mark)
+            with Journal(batch_id, output, errors) as journal:
+                run = BatchRun(
+                    batch_id,
+                    connection,
+                    queue or settings.queue,
+                    read_lines(source),
+                    total,
+                    journal,
+                    options,
+                    stop_signals(),
+                    on_progress,
+                )
+                with explained(url):
+                    ending = await run.run(_never)
+                return BatchOutcome(ending is Ending.COMPLETED, run.progress())
+
+    try:
+        if not source.is_file():
+            raise BatchFileError("no_file", f"there is no file {source}")
+        mark = output.with_name(output.name + ".batch")
+        _check_apart(source, output, errors, mark)
+        outcome = asyncio.run(run(count_lines(source)))
+        if outcome.is_complete:
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the batch's files cannot be used: {error}") from error
+    return outcome
+
+
+async def _never() -> Ending | None:
+    """Nobody but a signal ends a local batch."""
+
+
+def _check_apart(source: Path, *others: Path) -> None:
+    """Raises ConfigurationError where one file is to be two, or is none."""
+    seen = {source.resolve()}
+    for file in others:
+        if file.exists() and not file.is_file():
+            raise ConfigurationError(f"{file} is no plain file; name another one")
+        if file.resolve() in seen:
+            raise ConfigurationError(
+                f"{file} cannot be two of the batch's input, output, errors and mark at once"
+            )
+        seen.add(file.resolve())
+
+
+def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
+    """The id of the run that the files belong to, or of a new one."""
+    digest = _digest(source)
+    if mark.exists() and output.exists():  # the output is there before anything is enqueued
+        try:
+            begun = json.loads(mark.read_text())
+            begun_id, begun_digest = str(begun["id"]), begun["input_sha256"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigurationError(f"{mark} is no mark of a batch; delete it") from None
+        if begun_digest != digest:
+            raise ConfigurationError(
+                f"{source} is not the file that {output} was begun with; to begin anew, delete"
+                f" {output}, {errors} and {mark}"
+            )
+        return begun_id
+    for file in (output, errors):
+        if file.exists() and file.stat().st_size:
+            raise ConfigurationError(f"{file} exists already; delete it or name another file")
+    batch_id = new_batch_id()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    begun_mark = mark.with_name(mark.name + ".new")
+    begun_mark.write_text(json.dumps({"id": batch_id, "input_sha256": digest}) + "\n")
+    begun_mark.replace(mark)
+    return batch_id
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""The clients: requests in, token streams out."""

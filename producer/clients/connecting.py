@@ -1,0 +1,73 @@
+"""Which server a client talks to, and what a client library's errors mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis
+import redis.asyncio
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from promptq.shared.errors import (
+    ConfigurationError,
+    RedisAuthError,
+    RedisSideError,
+    RedisUnavailableError,
+)
+from promptq.shared.runtime.settings import read_settings
+from promptq.shared.server import embedded
+from promptq.shared.server.connection import explain, without_password
+
+HOW_TO_GET_A_SERVER = (
+    "start `promptq up` in another terminal, or give the URL of a server"
+    " (--redis or PROMPTQ_REDIS_URL)"
+)
+
+
+def server_url(url: str | None = None) -> str:
+    """The URL given, else that of the settings, else that of the `promptq up` of this user.
+
+    Raises RedisUnavailableError where there is none of them.
+    """
+    found = url or read_settings().redis_url or embedded.advertised()
+    if found is None:
+        raise RedisUnavailableError(f"there is no Redis server to talk to: {HOW_TO_GET_A_SERVER}")
+    return found
+
+
+def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
+    """`error` with what to do about it."""
+    return RedisUnavailableError(f"{error}; {HOW_TO_GET_A_SERVER}")
+
+
+def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str:
+    """Where a redis-py client connects to, to be named in errors."""
+    options = pool.connection_kwargs
+    if path := options.get("path"):
+        return f"unix://{path}"
+    return f"redis://{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+
+
+def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> None:
+    """Raise ConfigurationError for a client made with `decode_responses=True`."""
+    if pool.connection_kwargs.get("decode_responses"):
+        raise ConfigurationError("redis: give a client that was made without decode_responses=True")
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turn what redis-py raises about the server into an error of ours; `url` names the server."""
+    try:
+        yield
+    except (NoPermissionError, AuthenticationError) as error:
+        raise RedisAuthError(
+            f"the server at {without_password(url)} refused the credentials, or what they"
+            f" asked for: {error}"
+        ) from error
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise explain(error, url) from error
+    except redis.ResponseError as error:
+        raise RedisSideError(
+            f"the server at {without_password(url)} answered with an error: {error}"
+        ) from error

@@ -1,0 +1,88 @@
+"""Makes requests of what callers pass to a client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import MAX_MS, NewRequest, Request, check_size
+from promptq.shared.queue.request_queue import new_request_id
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+
+
+def compose(requests: Iterable[Mapping[str, Any]]) -> list[NewRequest]:
+    """Requests of their payloads' fields and, beside those, `request_id` and `delay_ms`.
+
+    Raises InvalidRequestError naming the first field that is wrong.
+    """
+    return [_compose_one(dict(fields)) for fields in requests]
+
+
+def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
+    """`n` requests of one prompt: ids `ID:0` ... `ID:n-1`, seeds `seed + i` where one is given.
+
+    Raises InvalidRequestError.
+    """
+    if n < 1:
+        raise InvalidRequestError(f"n: {n} is not a number of samples, 1 or more", field="n")
+    given_id = fields.get("request_id")
+    named = {**fields, "request_id": new_request_id() if given_id is None else given_id}
+    return [_compose_one(_sample(i, named)) for i in range(n)]
+
+
+def _compose_one(fields: dict[str, Any]) -> NewRequest:
+    request_id = fields.pop("request_id", None)
+    delay_ms = fields.pop("delay_ms", 0)
+    if not isinstance(delay_ms, int) or not 0 <= delay_ms <= MAX_MS:
+        raise InvalidRequestError(
+            f"delay_ms: is not a number of milliseconds from 0 to {MAX_MS}", field="delay_ms"
+        )
+    try:
+        request = Request.build(fields)
+        payload = request.to_payload().encode()
+        from_json(payload)  # as workers read it, which is less deep than it can be written
+        # In the names within an object halves of characters would be replaced in silence.
+        to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
+    except (ValueError, RecursionError):
+        raise _unfit_for_json(fields) from None
+    check_size(len(payload))
+    return NewRequest(new_request_id() if request_id is None else request_id, request, delay_ms)
+
+
+def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
+    """Python has values that JSON has not, such as half of a character, or no bottom."""
+    for name, value in fields.items():
+        try:
+            from_json(to_json({name: value}))
+        except (ValueError, RecursionError) as error:
+            why = str(error).removeprefix("Error serializing to JSON: ")
+            return InvalidRequestError(
+                f"{name}: cannot be sent as JSON that workers read: {why}", field=name
+            )
+    return InvalidRequestError("payload: is nested too deeply", field="payload")
+
+
+def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {"request_id": f"{fields['request_id']}:{i}"}
+    if isinstance(seed := fields.get("seed"), int):
+        own["seed"] = seed + i
+    if isinstance(key := fields.get("idempotency_key"), str):
+        own["idempotency_key"] = f"{key}:{i}"  # one key would make all of them one request
+    return {**fields, **own}
+
+
+def call_fields(
+    prompt: Prompt | None,
+    messages: Messages | None,
+    request_id: str | None,
+    delay_ms: int,
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    """What a client's method was given, as one mapping for `compose`."""
+    own = {"prompt": prompt, "messages": messages, "request_id": request_id, "delay_ms": delay_ms}
+    return {**fields, **own}

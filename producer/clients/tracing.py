@@ -1,0 +1,52 @@
+"""Spans of enqueueing, whose context each request carries to its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from promptq.shared.protocol.request import NewRequest
+from promptq.shared.runtime.tracing import Tracing
+
+
+@contextmanager
+def enqueueing(
+    tracing: Tracing | None, queue: str, new: list[NewRequest]
+) -> Iterator[list[NewRequest]]:
+    """The requests as they are to be enqueued within: each with a span of its own.
+
+    The parent is what a request brings as `trace_context`, otherwise the caller's current span.
+    """
+    if tracing is None:
+        yield new
+        return
+    from opentelemetry.trace import SpanKind, Status, StatusCode
+
+    spans, traced = [], []
+    for item in new:
+        span = tracing.tracer.start_span(
+            f"send {queue}",
+            context=tracing.parent(item.request.trace_context),
+            kind=SpanKind.PRODUCER,
+            attributes={
+                "messaging.system": "promptq",
+                "messaging.operation.type": "send",
+                "messaging.operation.name": "enqueue",
+                "messaging.destination.name": queue,
+                "messaging.message.id": item.request_id,
+            },
+        )
+        request = item.request.model_copy(update={"trace_context": tracing.context_of(span)})
+        spans.append(span)
+        traced.append(replace(item, request=request))
+    try:
+        yield traced
+    except Exception as error:
+        for span in spans:
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            span.set_attribute("error.type", type(error).__name__)
+        raise
+    finally:
+        for span in spans:
+            span.end()

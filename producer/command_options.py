@@ -1,0 +1,46 @@
+"""Options and arguments that several commands have, and the client they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from promptq.producer.clients.sync_client import Client
+from promptq.shared.runtime.settings import read_settings
+
+Redis = Annotated[
+    str | None,
+    typer.Option(
+        "--redis",
+        metavar="URL",
+        help="Server to talk to; default: PROMPTQ_REDIS_URL, or the running `promptq up`.",
+        show_default=False,
+    ),
+]
+Queue = Annotated[
+    str | None,
+    typer.Option(
+        "--queue",
+        metavar="NAME",
+        help="Queue; default: PROMPTQ_QUEUE, or `default`.",
+        show_default=False,
+    ),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        help="Keep the embedded server's data here; default: nothing is kept.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of the request.")]
+
+
+def open_client(redis: str | None, queue: str | None) -> Client:
+    """The client of a command's `--redis` and `--queue`. Raises PromptqError."""
+    return Client(redis, queue or read_settings().queue)

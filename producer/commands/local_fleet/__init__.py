@@ -1,0 +1,1 @@
+"""Server, workers, gateway and jobs started from one terminal."""

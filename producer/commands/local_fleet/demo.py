@@ -1,0 +1,234 @@
+"""`promptq demo`: a server, a worker and a dozen requests, from nothing to a table."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    contextmanager,
+    nullcontext,
+)
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio
+from rich.console import Console
+from rich.live import Live
+
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.producer.commands.local_fleet.fleet import WorkersFailedError
+from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.producer.commands.screens.demo_view import Board, Shown, finished_text, requests_table
+from promptq.producer.commands.screens.render import workers_table
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.settings import ENV_PREFIX
+from promptq.shared.runtime.tasks import end
+from promptq.shared.server.connection import open_async_redis
+from promptq.shared.server.embedded import EmbeddedServer
+
+SLOTS = 6
+"""Fewer than requests, so that they queue and their priorities show."""
+
+CANCEL_AFTER_TOKENS = 16
+_FRAMES_PER_SECOND = 12
+_HEARTBEAT_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request of the demo; `fields` are its payload's."""
+
+    title: str
+    fields: dict[str, Any]
+    is_cancelled: bool = False
+
+    @property
+    def prompt(self) -> str:
+        """What the text continues; a chat's answer stands alone."""
+        return str(self.fields.get("prompt", ""))
+
+
+def _story(title: str, prompt: str, max_tokens: int, priority: int = 0, **more: Any) -> Part:
+    fields = {"prompt": prompt, "max_tokens": max_tokens, "priority": priority}
+    return Part(title, {"temperature": 0.7, **fields, **more})
+
+
+def _chat(title: str, message: str, max_tokens: int, priority: int = 0) -> Part:
+    messages = [{"role": "user", "content": message}]
+    fields = {"messages": messages, "max_tokens": max_tokens, "priority": priority}
+    return Part(title, {"temperature": 0.7, **fields})
+
+
+def _cancelled(title: str, prompt: str, priority: int = 0) -> Part:
+    endless = {"prompt": prompt, "ignore_eos": True, "priority": priority}
+    return Part(title, endless, is_cancelled=True)
+
+
+PARTS: Sequence[Part] = [
+    _story("fox", "Once upon a time, there lived a fox named Ruby.", 160),
+    _story("owl", "Once upon a time, there lived an owl named Otto.", 60, priority=5),
+    _story("bear", "Once upon a time, there lived a bear named Bruno.", 120),
+    _chat("chat", "Tell me a story about a fox and a lantern.", 140),
+    _cancelled("endless", "Once upon a time, there lived a snail who", priority=-1),
+    _story("mouse", "One morning, a mouse named Mia", 40, priority=-10),
+    _story("frog", "Once upon a time, there lived a frog named Fred.", 200, priority=10),
+    _story("greedy cat", "Once upon a time, there lived a cat named Kit.", 80, temperature=0.0),
+    _chat("urgent chat", "Tell me a story about a bird.", 60, priority=-10),
+    _story("rabbit", "One day, a rabbit named Rosie", 30),
+    _story("goat", "Once upon a time, there lived a goat named Gus.", 100, priority=5),
+    _story("duck", "In a little house by the river, a duck", 24, priority=-5),
+]
+
+
+def run_demo(worker_args: Sequence[str] = ()) -> int:
+    """Run the demo; Ctrl-C ends all that it started. Gives the exit code."""
+    console = Console(highlight=False)
+    try:
+        with EmbeddedServer() as server:
+            console.print(f"[green]✓[/] server   {server.url}")
+            with _running_worker(server.url, worker_args) as worker:
+                asyncio.run(_interruptible(_play(console, server.url, worker)))
+    except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
+        console.print("\nstopped; nothing is left running")
+        return 130
+    return 0
+
+
+@contextmanager
+def _running_worker(url: str, args: Sequence[str]) -> Iterator[WorkerProcess]:
+    env = {f"{ENV_PREFIX}REDIS_URL": url}
+    slots = ["--max-num-seqs", str(SLOTS), "--queue", "default"]
+    worker = WorkerProcess([*slots, *args], env, lambda _: None)
+    try:
+        yield worker
+    finally:
+        worker.drain()
+        worker.wait(timeout=5.0)
+        worker.kill()
+
+
+async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
+    """Let SIGTERM do what Ctrl-C does."""
+    this, task = asyncio.current_task(), asyncio.create_task(playing)
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    try:
+        await asyncio.wait({task})
+    finally:
+        await end([task])
+    task.result()
+
+
+async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
+    await _wait_until_ready(console, worker)
+    async with AsyncExitStack() as stack:
+        connection = await open_async_redis(url)
+        stack.push_async_callback(connection.aclose)
+        client = await stack.enter_async_context(AsyncClient(connection))
+        # Opened ahead, so that the times shown are those of the requests: each stream takes two.
+        await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
+        shown = await _run_parts(console, client, connection, worker)
+        console.print(requests_table(shown, console.width))
+        console.print(workers_table(await _final_heartbeat(client, connection)))
+
+
+async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
+    started = time.monotonic()
+    with console.status("worker   loads the model; at first it also compiles native code ..."):
+        while not worker.is_ready:
+            _check_alive(worker)
+            await asyncio.sleep(_LOOK_SECONDS)
+    console.print(f"[green]✓[/] worker   ready after {time.monotonic() - started:.1f} s")
+
+
+def _check_alive(worker: WorkerProcess) -> None:
+    if (exit_code := worker.exit_code) is not None:
+        raise WorkersFailedError(
+            f"the worker ended with exit code {exit_code}; it said:\n{worker.output}"
+        )
+
+
+async def _run_parts(
+    console: Console, client: AsyncClient, connection: redis.asyncio.Redis, worker: WorkerProcess
+) -> list[Shown]:
+    """Push all requests in at once and show them until the last one ends."""
+    ids = await client.enqueue_many([part.fields for part in PARTS])
+    console.print(f"[green]✓[/] queue    {len(ids)} requests pushed in, {SLOTS} run at a time\n")
+    shown = [Shown(part.title, part.fields["priority"], part.prompt) for part in PARTS]
+    readers = asyncio.gather(
+        *(_read(console, client, *item) for item in zip(ids, PARTS, shown, strict=True))
+    )
+    failure = asyncio.create_task(_wait_for_failure(worker))
+    with _live(console, shown):
+        try:
+            either: set[asyncio.Future[Any]] = {readers, failure}
+            done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await end([readers, failure])
+    await _ask_for_missing_times(connection, ids, shown)
+    return shown
+
+
+async def _read(
+    console: Console, client: AsyncClient, request_id: str, part: Part, shown: Shown
+) -> None:
+    is_asked = False
+    async for event in client.stream(request_id):
+        shown.add(event)
+        if part.is_cancelled and not is_asked and shown.num_tokens >= CANCEL_AFTER_TOKENS:
+            is_asked = True
+            await client.cancel(request_id)
+    if not console.is_terminal:
+        console.print(finished_text(shown))
+
+
+async def _wait_for_failure(worker: WorkerProcess) -> None:
+    while True:
+        _check_alive(worker)
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[object]:
+    if not console.is_terminal:
+        return nullcontext()
+    return Live(
+        Board(shown, SLOTS),
+        console=console,
+        refresh_per_second=_FRAMES_PER_SECOND,
+        vertical_overflow="crop",
+    )
+
+
+async def _ask_for_missing_times(
+    connection: redis.asyncio.Redis, ids: Sequence[str], shown: Sequence[Shown]
+) -> None:
+    """A request that the server's scripts ended has no statistics; its record has the times."""
+    queue = AsyncRequestQueue(connection)
+    for request_id, one in zip(ids, shown, strict=True):
+        if one.queue_ms is None:
+            record = await queue.run(lookups.record(queue.keys, request_id))
+            if "claimed_at" in record:
+                one.queue_ms = float(record["claimed_at"]) - float(record["enqueued_at"])
+
+
+async def _final_heartbeat(
+    client: AsyncClient, connection: redis.asyncio.Redis
+) -> list[WorkerStats]:
+    """What the worker tells of itself after the last request."""
+    seconds, _ = await connection.time()
+    deadline = time.monotonic() + _HEARTBEAT_SECONDS
+    while time.monotonic() < deadline:
+        workers = (await client.stats()).workers
+        if workers and workers[0].heartbeat_at > (seconds + 1) * 1000:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    return workers

@@ -1,0 +1,107 @@
+"""Keeps worker processes running, and what else belongs to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from promptq.producer.commands.local_fleet.processes import ChildProcess
+from promptq.shared.errors import PromptqError
+
+DRAIN_SECONDS = 30.0
+"""They end by themselves before; then they are killed."""
+
+_MAX_FAILURES = 5
+_STEADY_SECONDS = 60.0
+_FIRST_BACKOFF_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
+
+
+class WorkersFailedError(PromptqError):
+    """Processes end as soon as they are started; the message shows what they said."""
+
+
+@dataclass
+class _Place:
+    """One of those that are to run, and the process that does; `kind` is shared by its likes."""
+
+    name: str
+    kind: str
+    command: Sequence[str]
+    process: ChildProcess
+    started: float
+    failures: int = 0
+    restart_at: float | None = None
+
+
+class Fleet:
+    """Starts processes, restarts those that die, ends them all.
+
+    `commands` are by name, such as `worker 2`; `show` gets the lines to be seen, those of the
+    processes included.
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        env: Mapping[str, str],
+        show: Callable[[str], None],
+    ) -> None:
+        self._env = env
+        self._show = show
+        self._kinds_once_ready: set[str] = set()
+        self._places = [
+            _Place(name, name.split()[0], command, self._start(name, command), time.monotonic())
+            for name, command in commands.items()
+        ]
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Keep them running until `is_over`. Raises WorkersFailedError when that is hopeless."""
+        while not is_over():
+            for place in self._places:
+                self._look_after(place)
+            time.sleep(_LOOK_SECONDS)
+
+    def drain(self, is_enough: Callable[[], bool]) -> None:
+        """End them, after what they run or when it `is_enough`; then nothing of them is left."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for place in self._places:
+            place.process.drain()
+        while any(place.process.exit_code is None for place in self._places):
+            if is_enough() or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
+        for place in self._places:
+            place.process.kill()
+
+    def _start(self, name: str, command: Sequence[str]) -> ChildProcess:
+        return ChildProcess(command, self._env, lambda line: self._show(f"{name} | {line}"))
+
+    def _look_after(self, place: _Place) -> None:
+        if place.process.is_ready:
+            self._kinds_once_ready.add(place.kind)
+        if place.restart_at is not None:
+            if time.monotonic() >= place.restart_at:
+                place.restart_at = None
+                place.started = time.monotonic()
+                place.process = self._start(place.name, place.command)
+        elif (exit_code := place.process.exit_code) is not None:
+            place.process.wait()
+            self._take_note(place, exit_code)
+
+    def _take_note(self, place: _Place, exit_code: int) -> None:
+        """Of one that ended although nobody told it to."""
+        was_steady = time.monotonic() - place.started > _STEADY_SECONDS
+        place.failures = 1 if was_steady else place.failures + 1
+        by_itself = 0 < exit_code < 128
+        never_ready = place.kind not in self._kinds_once_ready
+        if (by_itself and never_ready) or place.failures >= _MAX_FAILURES:
+            times = "" if place.failures == 1 else f" {place.failures} times in a row"
+            raise WorkersFailedError(
+                f"{place.name} ended{times} with exit code {exit_code}; it said:\n"
+                f"{place.process.output}"
+            )
+        seconds = _FIRST_BACKOFF_SECONDS * 2 ** (place.failures - 1)
+        place.restart_at = time.monotonic() + seconds
+        self._show(f"{place.name} ended with exit code {exit_code}; starts again in {seconds:g} s")

@@ -1,0 +1,127 @@
+"""Worker and gateway processes: how one is started, watched and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_LAST_LINES = 15
+
+# The shell ends the child when the pipe from the owner closes, however the owner died; otherwise
+# it gives the child's exit status. Descriptor 3 is that pipe, and the child does not get it.
+_WATCH_OWNER = """
+exec 3<&0 </dev/null
+"$@" 3<&- & child=$!
+{ read -r _ <&3; kill "$child"; } 2>/dev/null & watcher=$!
+exec 3<&-
+wait "$child"; status=$?
+kill "$watcher" 2>/dev/null
+exit "$status"
+"""
+
+
+def worker_command(args: Sequence[str]) -> list[str]:
+    """The command line of a worker process."""
+    return _command("promptq.worker", *args)
+
+
+def gateway_command(args: Sequence[str]) -> list[str]:
+    """The command line of a gateway process."""
+    return _command("promptq.producer.cli", "gateway", *args)
+
+
+def jobs_command(args: Sequence[str]) -> list[str]:
+    """The command line of a process for the background work."""
+    return _command("promptq.producer.cli", "jobs", *args)
+
+
+def _command(*args: str) -> list[str]:
+    root = Path(__file__).resolve().parents[2]
+    # Another folder the user stands in may hold a `worker` of its own.
+    isolated = [] if Path.cwd() == root else ["-P"]
+    return [sys.executable, *isolated, "-m", *args]
+
+
+class ChildProcess:
+    """A process with its output, which ends when its owner does.
+
+    It is ready once it says so at the beginning of a line. `show` is called with each line of
+    output, from a thread.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
+    ) -> None:
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.is_ready = False
+        self._show = show
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCH_OWNER, "sh", *command],
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the owner, which then ends this one
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + n if signal n ended it."""
+        return self._shell.poll()
+
+    @property
+    def output(self) -> str:
+        """Its last lines, once it has ended."""
+        self._reader.join(timeout=2.0)
+        return "\n".join(self.last_lines)
+
+    def drain(self) -> None:
+        """Ask it to finish what runs and to end."""
+        if self._shell.stdin is not None:
+            self._shell.stdin.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.drain()
+        with suppress(ProcessLookupError):
+            os.killpg(self._shell.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it ended within `timeout` seconds."""
+        try:
+            self._shell.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        self._reader.join(timeout=2.0)
+        if self._shell.stdout is not None and not self._reader.is_alive():
+            self._shell.stdout.close()
+        return True
+
+    def _read(self) -> None:
+        assert self._shell.stdout is not None
+        for line in self._shell.stdout:
+            text = line.rstrip("\n").rsplit("\r", 1)[-1]  # of a progress bar, where it got to
+            self.last_lines.append(text)
+            self.is_ready = self.is_ready or text.startswith("ready")
+            self._show(text)
+
+
+class WorkerProcess(ChildProcess):
+    """A worker process."""
+
+    def __init__(
+        self, args: Sequence[str], env: Mapping[str, str], show: Callable[[str], None]
+    ) -> None:
+        super().__init__(worker_command(args), env, show)

@@ -1,0 +1,181 @@
+"""`promptq up`: a server, workers, a gateway and its jobs in one terminal, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from promptq.producer.commands.local_fleet.fleet import Fleet
+from promptq.producer.commands.local_fleet.processes import (
+    gateway_command,
+    jobs_command,
+    worker_command,
+)
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime.settings import ENV_PREFIX
+from promptq.shared.server import embedded
+from promptq.shared.server.connection import open_redis, without_password
+from promptq.shared.server.embedded import PREFERRED_PORT, EmbeddedServer
+
+_LOOK_SECONDS = 0.1
+
+
+@dataclass
+class UpOptions:
+    """What to start; `redis_url` is that of a server that runs already."""
+
+    redis_url: str | None = None
+    redis_port: int | None = None
+    data_dir: Path | None = None
+    queue: str = "default"
+    num_workers: int = 1
+    http_port: int | None = None
+    worker_args: Sequence[str] = field(default_factory=list)
+
+
+class StopSignals:
+    """Counts Ctrl-C and SIGTERM: the first asks to drain, a second to stop at once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+
+    def asked_to_drain(self) -> bool:
+        return self._count > 0
+
+    def asked_to_stop(self) -> bool:
+        return self._count > 1
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+
+
+def run_up(options: UpOptions, console: Console) -> None:
+    """Run until told to stop. Raises PromptqError when something does not start."""
+    signals = StopSignals()
+    try:
+        with _server(options) as url:
+            _welcome(options, url, console)
+            fleet = Fleet(
+                _commands(options),
+                _environment(url),
+                lambda line: console.out(line, highlight=False),
+            )
+            try:
+                fleet.run(signals.asked_to_drain)
+                console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
+            finally:
+                fleet.drain(signals.asked_to_stop)
+    finally:
+        signals.restore()
+
+
+@contextmanager
+def _server(options: UpOptions) -> Iterator[str]:
+    if options.redis_url is not None:
+        open_redis(options.redis_url).close()
+        yield options.redis_url
+        return
+    with start_embedded(options.redis_port, options.data_dir) as server:
+        embedded.advertise(server.url)
+        try:
+            yield server.url
+        finally:
+            embedded.withdraw(server.url)
+
+
+def run_server(port: int | None, data_dir: Path | None, console: Console) -> None:
+    """Run the embedded server alone until told to stop. Raises ConfigurationError, as above."""
+    signals = StopSignals()
+    try:
+        with _server(UpOptions(redis_port=port, data_dir=data_dir)) as url:
+            console.out(f"server ready at {url}", highlight=False)
+            while not signals.asked_to_drain():
+                time.sleep(_LOOK_SECONDS)
+    finally:
+        signals.restore()
+
+
+def start_embedded(port: int | None = None, data_dir: Path | None = None) -> EmbeddedServer:
+    """A server on `port`, or else on the port that the docs name, or else on any free one."""
+    if port is not None:
+        return EmbeddedServer(port, data_dir)
+    try:
+        return EmbeddedServer(PREFERRED_PORT, data_dir)
+    except ConfigurationError:
+        return EmbeddedServer(None, data_dir)
+
+
+def _commands(options: UpOptions) -> dict[str, list[str]]:
+    """What is to run, by name."""
+    worker = worker_command([*options.worker_args, "--queue", options.queue])
+    commands = {f"worker {n + 1}": worker for n in range(options.num_workers)}
+    if options.http_port is not None:
+        port = str(options.http_port)
+        commands["gateway"] = gateway_command(["--port", port, "--queue", options.queue])
+        commands["jobs"] = jobs_command(["--queue", options.queue])
+    return commands
+
+
+def _environment(url: str) -> dict[str, str]:
+    # In the environment, as an address may hold a password and anybody may see command lines.
+    env = {f"{ENV_PREFIX}REDIS_URL": url}
+    if sys.stderr.isatty():
+        env[f"{ENV_PREFIX}LOG_FORMAT"] = os.environ.get(f"{ENV_PREFIX}LOG_FORMAT", "console")
+    return env
+
+
+def _welcome(options: UpOptions, url: str, console: Console) -> None:
+    own = options.redis_url is None
+    kept = f"kept in {options.data_dir}" if options.data_dir else "nothing is kept"
+    if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
+        kept += f"; port {PREFERRED_PORT} is taken"
+    kind = f"embedded, {kept}" if own else "yours"
+    workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
+    lines = [
+        "[bold]promptq is up[/]",
+        f"  server   {without_password(url)}  [dim]({kind})[/]",
+        f"  queue    {options.queue}, {workers} starting",
+    ]
+    if options.http_port is None:
+        lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
+    else:
+        where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
+        lines.append(f"  HTTP     {where} is the dashboard; /v1 the API of OpenAI")
+    where = "" if own else f" --redis {without_password(url)}"
+    where += "" if options.queue == "default" else f" --queue {options.queue}"
+    lines += [
+        "",
+        "In another terminal:",
+        f'  [bold]promptq submit{where} "Once upon a time"[/]',
+        f"  [bold]promptq stats{where}[/]",
+    ]
+    if own:
+        cli = f"redis-cli -p {urlsplit(url).port}"
+        prefix = f"promptq:{{{options.queue}}}:"
+        lines += [
+            "or with nothing but redis-cli:",
+            f"""  {cli} hset '{prefix}request:1' payload '{{"prompt":"Hi"}}'""",
+            f"  {cli} zadd '{prefix}pending' 0 1",
+            f"  {cli} xrange '{prefix}tokens:1' - +",
+        ]
+    lines += ["", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,146 @@
+"""A queue's overview, drawn for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from promptq.producer.admin.overview import Overview
+from promptq.producer.commands.screens.render import fitting, milliseconds, plain_table, width_of
+from promptq.shared.protocol.worker_stats import Sample, WorkerStats
+
+_HOUR_MS = 3_600_000
+_RECENT_MS = 60_000
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_LATE_SECONDS = 3
+_DROPPED_FIRST = ("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s")
+
+
+def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
+    """The whole of it; `samples` are those of the last hour, `width` is the terminal's columns."""
+    return Group(
+        _title(overview),
+        _figures(overview, samples, width),
+        _charts(samples, overview.now_ms, max(10, min(60, width - 32))),
+        _workers(overview, width),
+        _priorities(overview, width),
+    )
+
+
+def _title(overview: Overview) -> Text:
+    title = Text.assemble(("promptq", "bold"), f"  queue {overview.queue}")
+    if overview.model:
+        title.append(f", model {overview.model}")
+    if overview.paused:
+        title.append("  paused", style="bold yellow")
+    return title
+
+
+def _figures(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
+    slots = sum(worker.max_num_seqs for worker in overview.workers)
+    recent = [it for it in samples if overview.now_ms - it.at < _RECENT_MS]
+    figures = {
+        "waiting": f"{overview.waiting:,}",
+        "delayed": f"{overview.delayed:,}",
+        "running": f"{overview.running:,} of {slots:,}",
+        "tokens/s": f"{overview.tokens_per_second:,.0f}",
+        "first token": milliseconds(_last(recent, lambda it: it.ttft_p50_ms)),
+        "queue time": milliseconds(_last(recent, lambda it: it.queue_p50_ms)),
+        "dead": f"{overview.dead:,}",
+    }
+    if width_of({name: [value] for name, value in figures.items()}) <= width:
+        table = plain_table(*figures)
+        table.add_row(*figures.values())
+        return table
+    table = Table.grid(padding=(0, 2))
+    for name, value in figures.items():
+        table.add_row(name, value)
+    return Padding(table, (1, 0))
+
+
+def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    lines: list[tuple[str, Callable[[Sample], float | None], Callable[[float], str]]] = [
+        ("waiting", lambda it: it.waiting, lambda most: f"{most:,.0f}"),
+        ("running", lambda it: it.running, lambda most: f"{most:,.0f}"),
+        ("tokens/s", lambda it: it.tokens_per_second, lambda most: f"{most:,.0f}"),
+        ("first token", lambda it: it.ttft_p50_ms, milliseconds),
+        ("queue time", lambda it: it.queue_p50_ms, milliseconds),
+    ]
+    for name, value, written in lines:
+        peaks = _peaks(samples, value, now_ms, columns)
+        most = max((it for it in peaks if it is not None), default=None)
+        told = "–" if most is None else f"up to {written(most)}"
+        table.add_row(name, Text(_sparkline(peaks, most or 0.0), style="cyan"), told)
+    ago = "an hour ago" if columns > 20 else "-1 h"
+    table.add_row("", Text(ago.ljust(columns - 3) + "now", style="dim"), "")
+    return table
+
+
+def _peaks(
+    samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
+) -> list[float | None]:
+    """The most in equal parts of the last hour, the oldest first; None where nothing was told."""
+    parts: list[list[float]] = [[] for _ in range(columns)]
+    for sample in samples:
+        at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
+        if 0 <= at < columns and (told := value(sample)) is not None:
+            parts[at].append(told)
+    return [max(it, default=None) for it in parts]
+
+
+def _sparkline(values: Sequence[float | None], most: float) -> str:
+    steps = len(_BLOCKS) - 1
+    return "".join(
+        " " if it is None else _BLOCKS[round(it / most * steps) if most else 0] for it in values
+    )
+
+
+def _priorities(overview: Overview, width: int) -> RenderableType:
+    if not overview.priorities:
+        return Text()
+    most = max(overview.priorities.values())
+    table = plain_table("priority", "waiting", "", left=("",))
+    for priority, num in overview.priorities.items():
+        bar = Text("█" * max(1, round(num / most * min(20, width - 25))), style="cyan")
+        table.add_row(str(priority), f"{num:,}", bar)
+    return table
+
+
+def _workers(overview: Overview, width: int) -> RenderableType:
+    """A row a worker; what has no room in the terminal is left out, the least important first."""
+    if not overview.workers:
+        return Text("No worker is alive: start one with promptq worker.")
+    columns = {
+        "worker": [it.worker_id for it in overview.workers],
+        "state": [it.state for it in overview.workers],
+        "heartbeat": [_heartbeat(overview, it) for it in overview.workers],
+        "slots": [f"{it.num_running} of {it.max_num_seqs}" for it in overview.workers],
+        "KV blocks": [f"{it.kv_used_blocks:,} of {it.kv_blocks:,}" for it in overview.workers],
+        "tokens/s": [f"{it.recent_tokens_per_second:,.0f}" for it in overview.workers],
+        "step": [milliseconds(it.step_ms) for it in overview.workers],
+        "preempted": [f"{it.num_preemptions:,}" for it in overview.workers],
+    }
+    kept = fitting(columns, width, _DROPPED_FIRST)
+    table = plain_table(*kept, left=("worker", "state"))
+    for worker, *cells in zip(overview.workers, *kept.values(), strict=True):
+        is_well = worker.state == "running" and _silent_seconds(overview, worker) <= _LATE_SECONDS
+        table.add_row(*map(Text, cells), style="" if is_well else "yellow")
+    return table
+
+
+def _silent_seconds(overview: Overview, worker: WorkerStats) -> int:
+    return max(0, overview.now_ms - worker.heartbeat_at) // 1000
+
+
+def _heartbeat(overview: Overview, worker: WorkerStats) -> str:
+    seconds = _silent_seconds(overview, worker)
+    return f"{seconds} s ago" if seconds else "now"
+
+
+def _last(samples: Sequence[Sample], value: Callable[[Sample], float | None]) -> float | None:
+    return next((told for it in reversed(samples) if (told := value(it)) is not None), None)

@@ -1,0 +1,173 @@
+"""Follows a stream on standard output, for `promptq submit` and `promptq watch`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from rich.console import Console
+
+from promptq.producer.clients.sync_client import Client
+from promptq.producer.commands.screens.render import milliseconds
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+_CANCEL_SECONDS = 5.0
+_SILENT_SECONDS = 3.0
+
+
+class StreamPrinter:
+    """Prints one stream as it comes and tells on standard error how it ended."""
+
+    def __init__(self, client: Client, request_id: str, as_json: bool) -> None:
+        self._client = client
+        self._id = request_id
+        self._as_json = as_json
+        self._console = Console(stderr=True, highlight=False)
+        self._is_interrupted = False
+        self._enqueued_at: float | None = None  # unless that was before this process
+        self._first_token_ms: float | None = None
+        self._ends_in_newline = True
+
+    def submit(self) -> int:
+        """Print to the end; Ctrl-C, and a reader that goes away, cancel. Gives the exit code."""
+        self._enqueued_at = time.monotonic()
+        with self._cancelling_on_ctrl_c():
+            try:
+                last = self._follow()
+            except KeyboardInterrupt:
+                self._end_line()
+                self._say(f"asked to cancel {self._id}; no worker has answered yet")
+                return EXIT_INTERRUPTED
+            except BrokenPipeError:
+                self._client.cancel(self._id)
+                return _leave_pipe()
+        if self._is_interrupted:
+            self._say(f"{last.finish_reason} after {_tokens(last.end)}")
+            return EXIT_INTERRUPTED
+        return self._tell(last)
+
+    def watch(self) -> int:
+        """Print to the end; Ctrl-C only stops watching. Gives the exit code."""
+        try:
+            return self._tell(self._follow())
+        except KeyboardInterrupt:
+            self._end_line()
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            return _leave_pipe()
+
+    def _follow(self) -> TokenEvent:
+        last = None
+        with self._explaining_silence() as heard:
+            for event in self._client.stream(self._id):
+                heard()
+                self._print(event)
+                last = event
+        assert last is not None, "a stream ends with its last event"
+        self._end_line()
+        return last
+
+    def _print(self, event: TokenEvent) -> None:
+        if event.token_ids and self._first_token_ms is None and self._enqueued_at is not None:
+            self._first_token_ms = (time.monotonic() - self._enqueued_at) * 1000
+        if self._as_json:
+            print(event.to_json(), flush=True)
+        elif event.text:
+            self._ends_in_newline = event.text.endswith("\n")
+            print(event.text, end="", flush=True)
+
+    def _end_line(self) -> None:
+        if not self._ends_in_newline:
+            print(flush=True)
+            self._ends_in_newline = True
+
+    @contextmanager
+    def _explaining_silence(self) -> Iterator[Callable[[], None]]:
+        """At a terminal, say once why nothing comes, unless what this gives was called before."""
+        silence = threading.Timer(_SILENT_SECONDS, self._explain_silence)
+        silence.daemon = True
+        if self._console.is_terminal:
+            silence.start()
+        try:
+            yield silence.cancel
+        finally:
+            silence.cancel()
+
+    def _explain_silence(self) -> None:
+        with suppress(PromptqError):  # the stream itself says what is wrong with the server
+            stats = self._client.stats()
+            if stats.paused:
+                self._say("the request waits: the queue is paused; `promptq resume` ends that")
+            elif not stats.workers:
+                self._say("the request waits: no worker is alive; start one with `promptq worker`")
+
+    @contextmanager
+    def _cancelling_on_ctrl_c(self) -> Iterator[None]:
+        """The first Ctrl-C asks to cancel, beside the stream, which then gets its last event.
+
+        A second one, or a long wait for that event, raises KeyboardInterrupt.
+        """
+        main_thread = threading.get_ident()
+        give_up = threading.Timer(
+            _CANCEL_SECONDS, lambda: signal.pthread_kill(main_thread, signal.SIGINT)
+        )
+        give_up.daemon = True
+
+        def cancel() -> None:
+            with suppress(PromptqError):  # the stream itself says what is wrong with the server
+                self._client.cancel(self._id)
+
+        def on_interrupt(_number: int, _frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._is_interrupted = True
+            threading.Thread(target=cancel, daemon=True).start()
+            give_up.start()
+
+        before = signal.signal(signal.SIGINT, on_interrupt)
+        try:
+            yield
+        finally:
+            give_up.cancel()
+            signal.signal(signal.SIGINT, before)
+
+    def _tell(self, last: TokenEvent) -> int:
+        if last.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if self._console.is_terminal:
+                self._console.print(self._summary(last), style="dim")
+            return 0
+        if last.error is not None:
+            self._say(f"request {self._id} failed: {last.error.message} ({last.error.type})")
+        else:
+            self._say(f"request {self._id} was {last.finish_reason} after {_tokens(last.end)}")
+        return 1
+
+    def _summary(self, last: TokenEvent) -> str:
+        parts = [str(last.finish_reason), _tokens(last.end)]
+        if last.stats is not None and last.stats.tokens_per_second:
+            parts.append(f"{last.stats.tokens_per_second:,.0f} tokens/s")
+        if self._first_token_ms is not None:
+            parts.append(f"first token after {milliseconds(self._first_token_ms)}")
+        return " · ".join(parts)
+
+    def _say(self, message: str) -> None:
+        self._console.print(f"promptq: {message}", markup=False, soft_wrap=True)
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _leave_pipe() -> int:
+    """Keep the interpreter from complaining, at its end, that nobody reads any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE

@@ -1,0 +1,176 @@
+"""Tables and lists for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.admin.dead_letters import DeadLetter
+from promptq.producer.admin.queue_stats import QueueStats
+from promptq.shared.protocol.worker_stats import WorkerStats
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration in the unit that suits it."""
+    if value is None:
+        return "–"
+    if value < 10_000:
+        return f"{value:.0f} ms"
+    if value < 60_000:
+        return f"{value / 1000:.1f} s"
+    minutes, rest = divmod(round(value / 1000), 60)
+    return f"{minutes:,} min {rest} s"
+
+
+def byte_size(value: float) -> str:
+    """A size in the unit that suits it."""
+    if not value:
+        return "–"
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
+    """A table without frame, numbers to the right, the columns of `left` to the left."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    return table
+
+
+def width_of(columns: Mapping[str, Sequence[str]]) -> int:
+    """Of a `plain_table` whose cells are not broken: three columns of the terminal between two."""
+    return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items()) - 1
+
+
+def fitting(
+    columns: Mapping[str, Sequence[str]], width: int, dropped_first: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
+    """What of a `plain_table` has room in so many columns of the terminal: all but the least
+    important, which are named in the order in which they go.
+    """
+    kept = dict(columns)
+    for name in dropped_first:
+        if width_of(kept) > width:
+            del kept[name]
+    return kept
+
+
+def queue_table(stats: QueueStats) -> Table:
+    """Counts of requests by where they are."""
+    title = f"queue {stats.queue}"
+    title += f", model {escape(stats.model)}" if stats.model else ""
+    title += ", paused" if stats.paused else ""
+    table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
+    counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
+    table.add_row(*(f"{count:,}" for count in counts))
+    return table
+
+
+def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
+    """One row for each."""
+    table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
+    for letter in letters:
+        buried = f"{datetime.fromtimestamp(letter.buried_at / 1000):%Y-%m-%d %H:%M:%S}"
+        counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
+        payload = escape(letter.payload[:80])
+        table.add_row(escape(letter.request_id), buried, *counts, payload)
+    return table
+
+
+def api_keys_table(keys: Sequence[ApiKey], width: int) -> Table:
+    """One row for each, in so many columns of the terminal."""
+    columns = {
+        "name": [it.name for it in keys],
+        "key": [f"…{it.hint}" for it in keys],
+        "tenant": [it.tenant or "–" for it in keys],
+        "requests/min": [_limit(it.requests_per_minute) for it in keys],
+        "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
+        "priority from": [str(it.highest_priority) for it in keys],
+        "admin": ["yes" if it.is_admin else "–" for it in keys],
+        "made": [f"{datetime.fromtimestamp(it.created_at / 1000):%Y-%m-%d %H:%M}" for it in keys],
+    }
+    kept = fitting(columns, width, ("made", "key", "admin", "priority from", "tenant"))
+    table = plain_table(*kept, left=("name", "key", "tenant"))
+    for cells in zip(*kept.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _limit(a_minute: int) -> str:
+    return f"{a_minute:,}" if a_minute else "–"
+
+
+def workers_table(workers: Sequence[WorkerStats]) -> Table:
+    """One column for each worker, as there are more facts than workers."""
+    table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
+    table.add_column("")
+    for worker in workers:
+        table.add_column(escape(worker.worker_id), justify="right", overflow="fold")
+    for name, values in _facts(workers).items():
+        table.add_row(name, *map(escape, values))
+    return table
+
+
+def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
+    def each(fact: Any) -> list[str]:
+        return [fact(worker) for worker in workers]
+
+    return {
+        "state": each(lambda w: w.state),
+        "model": each(lambda w: w.model),
+        "device": each(lambda w: f"{w.device} {w.dtype}".strip()),
+        "slots in use": each(lambda w: f"{w.num_running} of {w.max_num_seqs}"),
+        "prepared, waiting": each(lambda w: f"{w.num_waiting + w.num_prefetched}"),
+        "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
+        "requests processed": each(lambda w: f"{w.num_processed:,}"),
+        "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
+        "  and from the cache": each(lambda w: f"{w.cached_tokens:,}"),
+        "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
+        "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
+        "drafted, accepted": each(lambda w: f"{w.drafted_tokens:,}, {w.accepted_tokens:,}"),
+        "recomputed tokens": each(lambda w: f"{w.recomputed_tokens:,}"),
+        "preemptions": each(lambda w: f"{w.num_preemptions:,}"),
+        "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),
+        "mean prompt time": each(lambda w: milliseconds(w.mean_prompt_ms)),
+        "mean generation time": each(lambda w: milliseconds(w.mean_generation_ms)),
+        "peak memory": each(lambda w: byte_size(w.peak_memory_bytes)),
+    }
+
+
+def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
+    """Of each setting its name and what it is now, and below them what that is."""
+    lines: list[RenderableType] = []
+    for process, group in groupby(rows, key=itemgetter("process")):
+        if process:
+            lines.append(Text(f"\nOnly of {process}:", style="bold"))
+        for row in group:
+            lines += [_setting(row), Padding(Text(row["description"]), (0, 0, 0, 4))]
+    return Group(*lines)
+
+
+def _setting(row: dict[str, Any]) -> Text:
+    value, default = ("–" if it is None else str(it) for it in (row["value"], row["default"]))
+    if value == default:
+        return Text(f"{row['variable']}  {value}")
+    return Text.assemble((f"{row['variable']}  {value}", "bold"), (f"  (default {default})", "dim"))

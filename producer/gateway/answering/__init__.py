@@ -1,0 +1,1 @@
+"""From a call to its answer, whole or as a stream."""

@@ -1,0 +1,262 @@
+"""An answer as server-sent events, from the first chunk or from where a client stopped reading.
+
+Nothing that is needed to go on lives in this process: all of it is in the queue's records, in the
+address of the stream and in the ids of its events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from promptq.producer.gateway.answering.presence import while_present
+from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
+from promptq.producer.gateway.http.protocol import PIECES, Unfinished
+from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
+from promptq.producer.gateway.openai.completion import Completion
+from promptq.producer.gateway.openai.endings import failure
+from promptq.producer.gateway.openai.positions import Position, event_id
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.runtime.tasks import end
+
+_COMMENT = b": waiting\n"
+"""No blank line behind it: OpenAI's client would take that for the end of an event."""
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Streams a completion. A client that leaves cancels it, unless it said that it comes back.
+
+    The status of a new one waits for the first token, a while at least, so that it can tell what
+    goes wrong before.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        completion: Completion,
+        have: Sequence[Position] = (),
+        *,
+        is_new: bool = False,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(
+            {
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                "X-Request-Id": completion.id,
+                "X-Stream-Url": completion.url,
+            }
+        )
+        self._gateway = gateway
+        self._completion = completion
+        self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
+        self._have = have or [Position()] * completion.num_choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_ids = self._completion.request_ids
+        write_piece = scope.get("extensions", {}).get(PIECES, {}).get("write")
+        out = _Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
+        try:
+            async with while_present(receive) as presence:
+                out.begin_after(self._header_seconds)
+                try:
+                    await self._stream(out, request_ids)
+                except (ApiError, PromptqError) as error:
+                    told = as_api_error(error) if isinstance(error, PromptqError) else error
+                    # One answer failed, so the others would go on for nobody. What fails here, such
+                    # as a server that stays away, is no answer's end: the client may come back.
+                    if told is error and len(request_ids) > 1:
+                        self._gateway.cancels.cancel(request_ids)
+                    if not out.has_begun:
+                        raise told from None
+                    await out.write_all(_error_frame(told))
+                presence.is_over = True
+                await out.end()
+        except ClientLeftError:
+            if not self._completion.detach:
+                self._gateway.cancels.cancel(request_ids)
+            if not out.has_begun:
+                raise  # so that it is counted as one that left
+        finally:
+            out.close()
+
+    async def _stream(self, out: _Out, request_ids: list[str]) -> None:
+        frames = _Frames(self._gateway, self._completion, self._have, out)
+        following = [
+            asyncio.create_task(self._gateway.client.follow(it, partial(frames.write, place)))
+            for place, it in enumerate(request_ids)
+        ]
+        try:
+            await asyncio.gather(*following)  # the first error ends all
+        finally:
+            await end(following)
+        await frames.finish()
+
+
+class _Frames:
+    """A completion as it goes out: the chunks of all its choices, then its usage and the end."""
+
+    def __init__(
+        self, gateway: Gateway, completion: Completion, have: Sequence[Position], out: _Out
+    ) -> None:
+        self._gateway = gateway
+        self._completion = completion
+        self._have = have
+        self._out = out
+        self._learning = asyncio.Lock()
+        self._writers: list[ChoiceWriter] = []
+        self._positions: list[str] = []
+        self._num_tokens = 0
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        """Write an event of the choice at `place`."""
+        if event.finish_reason is not None:
+            so_far = self._num_tokens + event.end
+            if (error := failure(event.finish_reason, event.error, so_far)) is not None:
+                raise error
+        self._num_tokens += len(event.token_ids)
+        if not self._writers:
+            return partial(self._learn_and_write, place, event)
+        return self._write_chunk(place, event)
+
+    async def finish(self) -> None:
+        if self._completion.include_usage:
+            usages = [writer.usage or Usage() for writer in self._writers]
+            chunk = usage_chunk(self._completion, usages)
+            await self._out.write_all(f"data: {chunk}\n\n".encode("ascii"))
+        await self._out.write_all(_DONE)
+
+    def _write_chunk(self, place: int, event: TokenEvent) -> Unfinished:
+        writer = self._writers[place]
+        chunk = writer.chunk(event)
+        if chunk is None:
+            return None
+        self._positions[place] = writer.position
+        last_id = event_id(self._completion.id, self._positions)
+        return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
+
+    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
+        async with self._learning:
+            if not self._writers:
+                self._completion, style = await learned(self._gateway, self._completion)
+                self._writers = [
+                    ChoiceWriter(self._completion, index, have, style)
+                    for index, have in enumerate(self._have)
+                ]
+                self._positions = [writer.position for writer in self._writers]
+                if roles := role_chunks(self._completion, self._have):
+                    # Without ids: whoever has read no more begins anew. All at once, as none may
+                    # come between them.
+                    frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
+                    await self._out.write_all(frames.encode("ascii"))
+        if (finish := self._write_chunk(place, event)) is not None:
+            await finish()
+
+
+async def learned(
+    gateway: Gateway, completion: Completion
+) -> tuple[Completion, ToolCallStyle | None]:
+    """With what is known once there is an event: the model's name, and how it calls tools.
+
+    The worker that sent it has told them before.
+    """
+    if completion.model and not completion.with_tools:
+        return completion, None
+    view = await gateway.watch.look()
+    if not view.model or view.tool_call_style is None:  # perhaps it was told just now
+        view = await gateway.watch.look(now=True)
+    if not completion.model:
+        completion = replace(completion, model=view.model)
+    return completion, view.tool_call_style
+
+
+class _Out:
+    """The way to the client: a status, frames, and comments when there were none for a while."""
+
+    def __init__(
+        self,
+        response: Response,
+        send: Send,
+        write_piece: Callable[[bytes], Unfinished] | None,
+        keepalive_seconds: float,
+    ) -> None:
+        self.has_begun = False
+        self._response = response
+        self._send = send
+        self._write_piece = write_piece
+        self._is_open = False  # to pieces, behind the head
+        self._unsent: deque[bytes] = deque()
+        self._sending = asyncio.Lock()
+        self._keepalive_seconds = keepalive_seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._commenting: asyncio.Task[None] | None = None
+        self._wrote_at = 0.0
+        self._is_over = False
+
+    def begin_after(self, seconds: float) -> None:
+        """Send the status after so long, if nothing has been written before."""
+        self._timer = self._loop.call_later(seconds, self._ring)
+
+    def write(self, frame: bytes) -> Unfinished:
+        """Write a frame behind all before it."""
+        self._wrote_at = self._loop.time()
+        if self._is_open and self._write_piece is not None:
+            return self._write_piece(frame)
+        self._unsent.append(frame)
+        return self._send_unsent
+
+    async def write_all(self, frame: bytes) -> None:
+        """As `write`, to the end."""
+        if (finish := self.write(frame)) is not None:
+            await finish()
+
+    async def end(self) -> None:
+        self._is_over = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _send_unsent(self) -> None:
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun = True
+                headers = self._response.raw_headers
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            while self._unsent:
+                piece = self._unsent.popleft()
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._is_open = True
+
+    def _ring(self) -> None:
+        """Looks now and then whether a comment is due: a timer for each token would cost more."""
+        left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
+        if left <= 0 or not self.has_begun:
+            self._commenting = asyncio.create_task(self._comment())
+            left = self._keepalive_seconds
+        self._timer = self._loop.call_later(left, self._ring)
+
+    async def _comment(self) -> None:
+        if not self._is_over:
+            await self.write_all(_COMMENT)
+
+
+def _error_frame(error: ApiError) -> bytes:
+    return b"data: " + cast(bytes, error.response().body) + b"\n\n"

@@ -1,0 +1,31 @@
+"""Requests that were enqueued before: what was asked, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from promptq.producer.clients.connecting import explained
+from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.context.context import Gateway
+from promptq.shared.errors import RequestNotFoundError
+
+
+async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[str]) -> list[bytes]:
+    """Raises RequestNotFoundError for what is unknown, or is not the caller's."""
+    pipeline: Any = gateway.redis.pipeline(transaction=False)
+    for request_id in request_ids:
+        pipeline.hmget(gateway.keys.request(request_id), "payload", "tenant")
+    with explained(gateway.client.url):
+        async with gateway.calling:
+            records = await pipeline.execute()
+    payloads = []
+    for request_id, (payload, tenant) in zip(request_ids, records, strict=True):
+        is_theirs = caller.is_admin or (tenant or b"").decode() == (caller.tenant or "")
+        if payload is None or not is_theirs:
+            raise RequestNotFoundError(
+                f"no completion {request_id[:80]!r} is known; it never was, or its record has"
+                " expired"
+            )
+        payloads.append(payload)
+    return payloads

@@ -1,0 +1,159 @@
+"""From a call to its answer, whichever endpoint took it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from promptq.producer.gateway.answering.event_stream import EventStream, learned
+from promptq.producer.gateway.answering.presence import while_present
+from promptq.producer.gateway.answering.records import payloads_of
+from promptq.producer.gateway.context.access import Caller, admit
+from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
+from promptq.producer.gateway.openai.answers import answer
+from promptq.producer.gateway.openai.calls import CompletionCall
+from promptq.producer.gateway.openai.completion import (
+    Completion,
+    check_completion_id,
+    completion_of,
+    new_completion_id,
+)
+from promptq.producer.gateway.openai.endings import failure
+from promptq.producer.gateway.openai.positions import Position, read_event_id
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.events import Result
+from promptq.shared.runtime.logs import bind
+
+
+async def respond(
+    request: Request, gateway: Gateway, caller: Caller, call: CompletionCall
+) -> Response:
+    """Enqueue what is asked for and answer, or go on with a stream that broke off."""
+    last_event_id = request.headers.get("last-event-id")
+    if last_event_id:
+        if not call.stream:
+            raise InvalidRequestError(
+                "Last-Event-ID: goes with stream: true", field="Last-Event-ID"
+            )
+        return await _resume(gateway, caller, call, last_event_id)
+    completion, rates = await _begin(gateway, caller, call)
+    if call.stream:
+        return _with(rates, EventStream(gateway, completion, is_new=True))
+    try:
+        async with while_present(request.receive):
+            return _with(rates, await _whole_answer(gateway, completion))
+    except ClientLeftError:
+        if not completion.detach:
+            gateway.cancels.cancel(completion.request_ids)
+        raise
+
+
+def _with(headers: Mapping[str, str], response: Response) -> Response:
+    response.headers.update(headers)
+    return response
+
+
+async def _begin(
+    gateway: Gateway, caller: Caller, call: CompletionCall
+) -> tuple[Completion, Mapping[str, str]]:
+    """What was enqueued, and the headers that tell of the caller's rates."""
+    view = await gateway.watch.look()
+    if call.model and view.model and call.model != view.model:
+        raise unknown_model(call.model, view.model)
+    if not (view.has_worker or call.wait_for_worker):
+        raise ApiError(
+            503,
+            "no worker is alive; without wait_for_worker: false the request would wait for one",
+            code="no_worker",
+            headers={"Retry-After": "5"},
+        )
+    enqueued, rates = await enqueue(gateway, caller, call, new_completion_id(call.is_chat))
+    # Where the idempotency key was known, these are those of the call that brought it first.
+    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    bind(request_id=completion_id)
+    return completion_of(call, completion_id, view.model), rates
+
+
+async def enqueue(
+    gateway: Gateway, caller: Caller, call: CompletionCall, completion_id: str
+) -> tuple[list[str], Mapping[str, str]]:
+    """Enqueue as the caller may: the requests' ids, and headers that tell of the caller's rates.
+
+    Raises ApiError 403 and 429, and what the client raises.
+    """
+    requests = granted(call, caller).with_key_of(caller.name).requests(completion_id)
+    rates = await admit(gateway, caller, requests)
+    async with gateway.calling:
+        return await gateway.client.enqueue_many(requests), rates
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    return ApiError(
+        404,
+        f"model: {asked[:200]!r} is not served here, {served!r} is",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
+    """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
+    tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
+    is_free = caller.tenant is None and caller.is_admin
+    if tenant is not None and tenant != caller.tenant and not is_free:
+        raise ApiError(
+            403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
+        )
+    if caller.tenant is not None:
+        call = call.with_fields(tenant=caller.tenant)
+    if priority is None:
+        if caller.highest_priority > 0:
+            call = call.with_fields(priority=caller.highest_priority)
+    elif isinstance(priority, int) and priority < caller.highest_priority:
+        raise ApiError(
+            403,
+            f"priority: {priority} is sooner than {caller.highest_priority}, which this API key"
+            " allows",
+            param="priority",
+            code="priority",
+        )
+    return call
+
+
+async def _resume(
+    gateway: Gateway, caller: Caller, call: CompletionCall, last_event_id: str
+) -> Response:
+    completion_id, have = read_event_id(last_event_id)
+    check_completion_id(completion_id)
+    bind(request_id=completion_id)
+    completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
+    check_positions(completion, have)
+    await payloads_of(gateway, caller, completion.request_ids[:1])  # raises if not the caller's
+    return EventStream(gateway, completion, have)
+
+
+def check_positions(completion: Completion, have: list[Position]) -> None:
+    """Raises InvalidRequestError where these are not positions of all its choices."""
+    if len(have) != completion.num_choices:
+        raise InvalidRequestError(
+            f"Last-Event-ID: tells of {len(have)} choices, and there are {completion.num_choices}",
+            field="Last-Event-ID",
+        )
+
+
+async def _whole_answer(gateway: Gateway, completion: Completion) -> Response:
+    results: list[Result] = []
+    for request_id in completion.request_ids:
+        result = await gateway.client.result(request_id, check=False)
+        if failure(result.finish_reason, result.error, num_tokens=1) is not None:
+            gateway.cancels.cancel(completion.request_ids[len(results) + 1 :])
+            results = [result] * completion.num_choices
+            break
+        results.append(result)
+    completion, style = await learned(gateway, completion)
+    headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
+    return JSONResponse(answer(completion, results, style), headers=headers)

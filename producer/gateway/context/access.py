@@ -1,0 +1,167 @@
+"""Who calls, and how much they may ask for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+
+from promptq.producer.admin import api_keys
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
+from promptq.shared.protocol.request import MAX_PRIORITY
+from promptq.shared.queue.rate_limits import Rate, take_of_rates
+
+Caller = ApiKey
+"""Somebody is what their key allows."""
+
+_NOBODY = Caller(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
+_FORWARDED = (
+    "forwarded",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+    "x-real-ip",
+    "via",
+    "cf-connecting-ip",
+)
+"""By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
+_DEFAULT_OUTPUT = 256
+"""What `enqueue` counts for an output without `max_tokens`, and below the most for any."""
+_MAX_OUTPUT = 2**31
+
+
+async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
+    """The key that a call comes with. Without any key made, this machine may do everything.
+
+    Raises ApiError 401.
+    """
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and secret:
+        async with gateway.calling:
+            key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret.strip()))
+        if key is not None:
+            return key
+    async with gateway.calling:
+        num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
+    if num_keys == 0:
+        if _is_from_this_machine(request):
+            return _NOBODY
+        raise _unauthorised(
+            "there is no API key yet, so only this machine is answered; make one with"
+            " `promptq keys create NAME`"
+        )
+    raise _unauthorised(
+        "the API key is unknown or was revoked"
+        if scheme.lower() == "bearer" and secret
+        else "an API key is needed: Authorization: Bearer KEY"
+    )
+
+
+async def admin_of(caller: ThisCaller) -> Caller:
+    """A caller that may see and steer the whole queue. Raises ApiError 403 for others."""
+    if not caller.is_admin:
+        raise ApiError(
+            403, f"the key {caller.name!r} may not do this: it needs one made with --admin"
+        )
+    return caller
+
+
+ThisCaller = Annotated[Caller, Depends(caller_of)]
+"""A route's parameter of this type is who calls it; a route without it is open to anybody."""
+
+ThisAdmin = Annotated[Caller, Depends(admin_of)]
+
+
+async def admit(
+    gateway: Gateway, caller: Caller, requests: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Take what the requests need from the caller's rates; gives the headers that tell of them.
+
+    `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
+    OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
+    """
+    rates = rates_of(caller, requests)
+    if not rates:
+        return {}
+    async with gateway.calling:
+        answer = await gateway.queue.run(take_of_rates(caller.name, rates))
+    headers = {}
+    for rate in rates:
+        headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{rate.name}"] = str(answer.remaining[rate.name])
+        headers[f"x-ratelimit-reset-{rate.name}"] = f"{answer.reset_ms[rate.name]}ms"
+    if answer.wait_ms == 0:
+        return headers
+    if answer.wait_ms is None:
+        raise beyond_rates(caller, rates, headers)
+    headers["retry-after"] = str(math.ceil(answer.wait_ms / 1000))
+    headers["retry-after-ms"] = str(answer.wait_ms)
+    message = (
+        f"the key {caller.name!r} has used its {_limits(rates)}; try again in {answer.wait_ms} ms"
+    )
+    raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
+    """What requests take of their caller's rates; as `admit`."""
+    rates = []
+    if caller.requests_per_minute:
+        rates.append(Rate("requests", len(requests), caller.requests_per_minute))
+    if caller.tokens_per_minute:
+        tokens = sum(_estimated_tokens(request) for request in requests)
+        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
+    return rates
+
+
+def beyond_rates(
+    caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
+) -> ApiError:
+    """The answer to what takes more than a minute's."""
+    needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
+    return ApiError(
+        429,
+        f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
+        code="rate_limit_exceeded",
+        headers={**(headers or {}), **NOT_AGAIN},
+    )
+
+
+def _limits(rates: Sequence[Rate]) -> str:
+    return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
+
+
+def _estimated_tokens(request: Mapping[str, Any]) -> int:
+    wanted = request.get("max_tokens")  # what is no number is refused by whoever enqueues
+    output = wanted if isinstance(wanted, int) and wanted > 0 else _DEFAULT_OUTPUT
+    output = min(output, _MAX_OUTPUT)  # hiredis dies of a number that has no text in Python
+    return len(json.dumps(request, default=str)) // 4 + output
+
+
+def _unauthorised(message: str) -> ApiError:
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, code="invalid_api_key", headers=headers)
+
+
+def _is_from_this_machine(request: Request) -> bool:
+    """Whether nothing tells of somebody else: of a proxy, or a browser's page of another site."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
+    if request.client is not None and not _is_loopback(request.client.host):
+        return False
+    origin = request.headers.get("origin")
+    hosts = [request.url.hostname, *([urlsplit(origin).hostname] if origin else [])]
+    return all(host == "localhost" or _is_loopback(host or "") for host in hosts)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

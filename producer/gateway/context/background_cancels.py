@@ -1,0 +1,51 @@
+"""BackgroundCancels requests whose client has left, behind its back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.shared.errors import RedisSideError
+from promptq.shared.runtime.logs import get_logger
+
+_TRY_SECONDS = 60.0
+_PAUSE_SECONDS = 0.5
+_LAST_SECONDS = 2.0
+
+
+class BackgroundCancels:
+    """Each call is a task of its own; what the server does not take is tried again for a minute."""
+
+    def __init__(self, client: AsyncClient, calling: asyncio.Semaphore) -> None:
+        self._client = client
+        self._calling = calling
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = get_logger()
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """End these requests soon."""
+        task = asyncio.create_task(self._cancel(list(request_ids)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """Give what is under way a little time."""
+        tasks: Iterable[asyncio.Task[None]] = self._tasks.copy()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
+        for task in tasks:
+            task.cancel()
+
+    async def _cancel(self, request_ids: list[str]) -> None:
+        deadline = asyncio.get_running_loop().time() + _TRY_SECONDS
+        while request_ids:
+            try:
+                async with self._calling:
+                    await self._client.cancel(request_ids[-1])
+                request_ids.pop()
+            except RedisSideError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    self._log.warning("not cancelled", request_ids=request_ids, error=str(error))
+                    return
+                await asyncio.sleep(_PAUSE_SECONDS)

@@ -1,0 +1,46 @@
+"""What all routes of one gateway share, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+import redis.asyncio
+from fastapi import Depends, Request
+
+from promptq.producer.clients.async_client import AsyncClient
+from promptq.producer.gateway.context.background_cancels import BackgroundCancels
+from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """One gateway process: its settings, its client of the queue, and a plain connection pool."""
+
+    settings: GatewaySettings
+    client: AsyncClient
+    redis: redis.asyncio.Redis
+    """For plain commands, such as those about files."""
+    queue: AsyncRequestQueue
+    """For calls that the client has no method for, such as those about API keys and rates."""
+    watch: QueueWatch
+    cancels: BackgroundCancels
+    calling: asyncio.Semaphore
+    """Held around a call: each has a connection to itself, and so many are enough."""
+
+    @property
+    def keys(self) -> Keys:
+        return self.queue.keys
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves an HTTP request."""
+    return cast(Gateway, request.app.state.gateway)
+
+
+ThisGateway = Annotated[Gateway, Depends(gateway_of)]
+"""A route's parameter of this type is its gateway."""

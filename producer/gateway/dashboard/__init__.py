@@ -1,0 +1,1 @@
+"""The dashboard: its pages, what feeds them, and what they may do."""

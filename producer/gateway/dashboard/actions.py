@@ -1,0 +1,169 @@
+"""What the dashboard does to a queue. Each action is logged with who did it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Request
+from pydantic import BaseModel, Field
+
+from promptq.producer.gateway.answering.respond import enqueue
+from promptq.producer.gateway.context.access import ThisAdmin
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.http.bodies import BoundedRoute
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.gateway.openai.calls import CompletionCall
+from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
+from promptq.shared.protocol.request import MAX_PRIORITY
+from promptq.shared.queue.request_queue import new_request_id
+from promptq.shared.runtime.logs import get_logger
+
+
+async def same_origin(request: Request) -> None:
+    """Keep other web sites from acting through the browser of somebody who may.
+
+    Without a key a gateway on this machine trusts everybody on it, and so every page that a browser
+    here shows. Browsers say where a request comes from; programs do not, and are no concern here.
+    Raises ApiError 403.
+    """
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise ApiError(403, "another web site may not do this", code="cross_site")
+
+
+router = APIRouter(
+    prefix="/dashboard/api",
+    include_in_schema=False,
+    dependencies=[Depends(same_origin)],
+    route_class=BoundedRoute,
+)
+
+MAX_DEAD = 1000
+"""So many dead letters one action takes."""
+
+OneId = Annotated[str, Body(embed=True, alias="id")]
+
+
+class DeadLetters(BaseModel):
+    """Some dead letters, or with `all` as many as one action takes."""
+
+    ids: list[str] = Field([], max_length=MAX_DEAD)
+    all: bool = False
+
+
+@router.post("/cancel")
+async def cancel(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: OneId
+) -> dict[str, str]:
+    """End a request: at once if it waits, at the next token if it runs."""
+    status = await gateway.client.cancel(request_id)
+    _log(request, admin, "cancel", request_id=request_id, status=status.value)
+    if status is CancelStatus.UNKNOWN:
+        raise RequestNotFoundError(f"no request {request_id!r} is known")
+    return {"status": status.value}
+
+
+@router.post("/reprioritise")
+async def reprioritise(
+    request: Request,
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    request_id: OneId,
+    priority: Annotated[int, Body(embed=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)],
+) -> dict[str, str]:
+    """Move a waiting request to another priority."""
+    status = await gateway.client.reprioritise(request_id, priority)
+    _log(
+        request,
+        admin,
+        "reprioritise",
+        request_id=request_id,
+        priority=priority,
+        status=status.value,
+    )
+    if status is PriorityStatus.UNKNOWN:
+        raise RequestNotFoundError(f"no request {request_id!r} waits")
+    return {"status": status.value}
+
+
+@router.post("/pause")
+async def pause(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> dict[str, bool]:
+    """Hand out no more requests; what runs goes on."""
+    await gateway.client.pause()
+    _log(request, admin, "pause")
+    return {"paused": True}
+
+
+@router.post("/resume")
+async def resume(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> dict[str, bool]:
+    """Hand out requests again."""
+    await gateway.client.resume()
+    _log(request, admin, "resume")
+    return {"paused": False}
+
+
+@router.post("/drain")
+async def drain(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: OneId
+) -> dict[str, list[str]]:
+    """Tell one worker to finish what it runs and to exit."""
+    told = await gateway.client.drain(worker_id)
+    _log(request, admin, "drain", worker_id=worker_id, told=len(told))
+    if not told:
+        raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
+    return {"told": told}
+
+
+@router.post("/dead/requeue")
+async def requeue(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: DeadLetters
+) -> dict[str, dict[str, str]]:
+    """Run dead letters again; gives the new ids by the old ones. Others' haste is no error."""
+    new_ids = {}
+    for dead_id in await _chosen(gateway, letters):
+        try:
+            new_ids[dead_id] = await gateway.client.requeue(dead_id)
+        except RequestNotFoundError:
+            continue
+        _log(request, admin, "requeue", request_id=dead_id, new_id=new_ids[dead_id])
+    return {"requeued": new_ids}
+
+
+@router.post("/dead/purge")
+async def purge(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: DeadLetters
+) -> dict[str, int]:
+    """Delete dead letters; gives how many there were."""
+    chosen = await _chosen(gateway, letters)
+    count = await gateway.client.purge(chosen)
+    _log(request, admin, "purge", request_ids=chosen, purged=count)
+    return {"purged": count}
+
+
+@router.post("/play")
+async def play(
+    request: Request,
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    fields: Annotated[dict[str, Any], Body()],
+) -> dict[str, str]:
+    """Enqueue a request of the playground; its fields are those of a payload."""
+    call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
+    (request_id,), _ = await enqueue(gateway, admin, call, new_request_id())
+    _log(request, admin, "play", request_id=request_id)
+    return {"id": request_id}
+
+
+async def _chosen(gateway: ThisGateway, letters: DeadLetters) -> list[str]:
+    return await gateway.client.dead_ids(MAX_DEAD) if letters.all else letters.ids
+
+
+def _log(request: Request, admin: ThisAdmin, action: str, **what: Any) -> None:
+    address = request.client.host if request.client else ""
+    get_logger().info(
+        "done from the dashboard",
+        action=action,
+        by=admin.name,
+        address=address,
+        **what,
+    )

@@ -1,0 +1,85 @@
+"""Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from redis.exceptions import RedisError
+
+from promptq.producer.gateway.context.access import admin_of, caller_of
+from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.shared.errors import PromptqError
+from promptq.shared.runtime.tasks import end
+
+SILENCE_SECONDS = 15.0
+"""After so long a comment goes out, so that proxies and pages know that the stream lives."""
+
+CHECK_SECONDS = 3.0
+"""How often it is looked whether who reads may still do so."""
+
+
+def message(event: str, data: str) -> str:
+    """One event; `data` is JSON, so it has no line breaks."""
+    return f"event: {event}\ndata: {data}\n\n"
+
+
+def event_response(
+    request: Request, gateway: Gateway, messages: AsyncGenerator[str, None]
+) -> StreamingResponse:
+    """Sends messages as they come, until they end, the page goes away or the gateway stops.
+
+    Also until whoever asked may not any more: the page then asks again, and is told why.
+    """
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(
+        _until_over(request, gateway, messages), media_type="text/event-stream", headers=headers
+    )
+
+
+async def _until_over(
+    request: Request, gateway: Gateway, messages: AsyncGenerator[str, None]
+) -> AsyncIterator[str]:
+    stopping: asyncio.Event = request.app.state.stopping
+    async with aclosing(messages):
+        over: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(stopping.wait()),
+            asyncio.ensure_future(_refused(request, gateway)),
+        }
+        coming: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(messages))
+                await asyncio.wait(
+                    {coming, *over}, timeout=SILENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                if any(it.done() for it in over):
+                    return
+                if not coming.done():
+                    yield ": still here\n\n"
+                    continue
+                try:
+                    text = coming.result()
+                except StopAsyncIteration:
+                    return
+                coming = None
+                yield text
+        finally:
+            await end([*over, *([coming] if coming is not None else [])])
+
+
+async def _refused(request: Request, gateway: Gateway) -> None:
+    """Returns once who asked is let in no more, such as when its key was revoked."""
+    while True:
+        await asyncio.sleep(CHECK_SECONDS)
+        try:
+            await admin_of(await caller_of(gateway, request))
+        except ApiError:
+            return
+        except (PromptqError, RedisError):
+            continue  # nobody can tell at the moment, and the stream itself says so

@@ -1,0 +1,298 @@
+"""The dashboard: its page, and what the page shows. What it does is in `dashboard_actions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from functools import cache
+from importlib import resources
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
+
+from promptq.producer.admin.timeline import Timeline
+from promptq.producer.clients.connecting import explained
+from promptq.producer.gateway.context.access import ThisAdmin
+from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.dashboard import request_search
+from promptq.producer.gateway.dashboard.page_stream import event_response, message
+from promptq.producer.gateway.dashboard.poller import Poller
+from promptq.producer.gateway.dashboard.request_search import FoundRequests
+from promptq.producer.gateway.http.errors import ApiError, as_api_error
+from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
+from promptq.shared.protocol.keys import check_request_id
+from promptq.shared.protocol.worker_stats import SAMPLE_MS
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import end
+
+router = APIRouter(include_in_schema=False)
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    # Nothing but what this gateway serves, no script or style inside the page, and no text ever
+    # taken for HTML: browsers that know trusted types refuse it.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+TIMELINE_SECONDS = 1.0
+"""How often a request's page looks whether something but its tokens has changed."""
+
+MAX_SHOWN_PAYLOAD = 65_536
+"""Characters; a longer payload is cut, as people do not read it."""
+
+MAX_SHOWN_DEAD = 100
+"""Dead letters; the page is sent one more, to tell that there are more."""
+
+RequestId = Annotated[str, Query(alias="id")]
+
+
+class _Dead(BaseModel):
+    ids: list[str]
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    folder = resources.files("promptq.producer.gateway.dashboard") / "static"
+    names = [it.name for it in folder.iterdir() if it.name.rpartition(".")[2] in _TYPES]
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@router.get("/")
+async def page() -> Response:
+    """The dashboard's one page. It holds no data, so it is open to anybody."""
+    return await file("index.html")
+
+
+@router.get("/dashboard/files/{name}")
+async def file(name: str) -> Response:
+    """A script or style of the page."""
+    content = _files().get(name)
+    if content is None:
+        raise ApiError(404, f"there is no file {name!r}")
+    kind = _TYPES[name.rpartition(".")[2]]
+    return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+
+
+@router.get("/dashboard/api/caller")
+async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, str]:
+    """Who is asking, and which queue this is."""
+    return {"name": admin.name, "queue": gateway.keys.queue}
+
+
+@router.get("/dashboard/api/live/overview")
+async def live_overview(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway
+) -> StreamingResponse:
+    """The last hour, then the overview once a second."""
+    return event_response(request, gateway, _overview(gateway, _poller_of(request, gateway)))
+
+
+@router.get("/dashboard/api/live/worker")
+async def live_worker(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
+) -> StreamingResponse:
+    """A worker and its batch, once a second."""
+    return _live(request, gateway, f"worker {worker_id}")
+
+
+@router.get("/dashboard/api/live/request")
+async def live_request(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
+) -> StreamingResponse:
+    """A request's life as it changes, and its events from the first on."""
+    async with gateway.calling:
+        timeline = await gateway.client.timeline(check_request_id(request_id))
+    return event_response(request, gateway, _request(gateway, request_id, timeline))
+
+
+@router.get("/dashboard/api/live/requests")
+async def live_requests(
+    request: Request,
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    state: str,
+    tenant: str = "",
+) -> StreamingResponse:
+    """The first page of a state that has a sorted set, once a second."""
+    if state not in request_search.SETS:
+        names = ", ".join(request_search.SETS)
+        raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
+    gateway.keys.pending_of(tenant)  # raises if that is no name
+    return _live(request, gateway, f"requests {state} {tenant}")
+
+
+@router.get("/dashboard/api/live/dead")
+async def live_dead(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> StreamingResponse:
+    """The ids of the latest dead letters, once a second; what is in them never changes."""
+    return _live(request, gateway, "dead")
+
+
+@router.get("/dashboard/api/requests")
+async def requests(
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    state: str = "",
+    tenant: str = "",
+    prefix: str = "",
+    cursor: str = "",
+) -> FoundRequests:
+    """A page of requests, and what was searched for it."""
+    with explained(gateway.client.url):
+        async with gateway.calling:
+            return await request_search.search(
+                gateway.redis,
+                gateway.keys,
+                state=state,
+                tenant=tenant,
+                prefix=prefix,
+                cursor=cursor,
+            )
+
+
+@router.get("/dashboard/api/dead")
+async def dead_letters(
+    admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+) -> list[dict[str, object]]:
+    """Dead letters, the latest first; of long payloads the beginning."""
+    async with gateway.calling:
+        letters = await gateway.client.dead_letters(limit)
+    return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
+
+
+def _poller_of(request: Request, gateway: Gateway) -> Poller:
+    """The one of this gateway; it starts with the first page and ends with the last."""
+    state = request.app.state
+    if not hasattr(state, "poller"):
+
+        async def read(topic: str) -> str:
+            return await _as_of_now(gateway, await _topic(gateway, topic))
+
+        state.poller = Poller(read)
+    poller: Poller = state.poller
+    return poller
+
+
+async def _topic(gateway: Gateway, topic: str) -> BaseModel | None:
+    """What pages show of `overview`, `dead`, `requests STATE TENANT` or `worker ID`."""
+    kind, _, rest = topic.partition(" ")
+    if kind == "overview":
+        return await gateway.client.overview()
+    if kind == "dead":
+        return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
+    if kind == "requests":
+        state, _, tenant = rest.partition(" ")
+        with explained(gateway.client.url):
+            return await request_search.search(
+                gateway.redis, gateway.keys, state=state, tenant=tenant
+            )
+    try:
+        return await gateway.client.worker(rest)
+    except RequestNotFoundError:
+        return None
+
+
+async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
+    """With the server's time, by which pages reckon how long ago something was."""
+    with explained(gateway.client.url):
+        seconds, microseconds = await gateway.redis.time()
+    text = "null" if value is None else value.model_dump_json()
+    return f'{{"now":{seconds * 1000 + microseconds // 1000},"value":{text}}}'
+
+
+def _live(request: Request, gateway: Gateway, topic: str) -> StreamingResponse:
+    return event_response(request, gateway, _polled(_poller_of(request, gateway), topic))
+
+
+async def _polled(poller: Poller, topic: str) -> AsyncGenerator[str, None]:
+    """A topic as events of its kind, which is its first word."""
+    event = topic.partition(" ")[0]
+    async with aclosing(poller.watch(topic)) as samples:
+        async for sample in samples:
+            yield message("unreachable", "null") if sample is None else message(event, sample)
+
+
+async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, None]:
+    with suppress(PromptqError):  # what follows says that the queue cannot be reached
+        samples = await gateway.client.statistics()
+        dumped = [it.model_dump(mode="json") for it in samples]
+        yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
+    async with aclosing(_polled(poller, "overview")) as messages:
+        async for text in messages:
+            yield text
+
+
+async def _request(
+    gateway: Gateway, request_id: str, timeline: Timeline
+) -> AsyncGenerator[str, None]:
+    """Both sources write into one bounded mailbox; a page that is slow holds up only itself."""
+    mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
+    is_over = asyncio.Event()
+
+    async def follow_tokens() -> None:
+        async with aclosing(gateway.client.stream(request_id)) as events:
+            async for event in events:
+                await mailbox.put(message("tokens", event.to_json()))
+        is_over.set()
+
+    async def follow_timeline(shown: Timeline) -> None:
+        await mailbox.put(await _request_message(gateway, shown))
+        while True:
+            was_over = is_over.is_set()
+            async with gateway.calling:
+                current = await gateway.client.timeline(request_id)
+            if current != shown:
+                shown = current
+                await mailbox.put(await _request_message(gateway, shown))
+            if was_over:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TIMELINE_SECONDS):
+                    await is_over.wait()
+
+    async def follow_both() -> None:
+        tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
+        try:
+            await asyncio.gather(*tasks)
+        except Exception as error:  # a page would wait without an end for what failed in silence
+            if not isinstance(error, PromptqError):
+                get_logger().exception("not shown", request_id=request_id)
+            body = as_api_error(error).body
+            await mailbox.put(message("problem", json.dumps(body["error"])))
+        finally:
+            await end(tasks)
+        await mailbox.put(None)
+
+    following = asyncio.create_task(follow_both())
+    try:
+        while (text := await mailbox.get()) is not None:
+            yield text + _at_hand(mailbox)
+    finally:
+        await end([following])
+
+
+def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
+    """What has come meanwhile goes out with it: a long text is not thousands of packets."""
+    texts: list[str] = []
+    while not mailbox.empty():
+        text = mailbox.get_nowait()
+        if text is None:
+            mailbox.put_nowait(None)
+            break
+        texts.append(text)
+    return "".join(texts)
+
+
+async def _request_message(gateway: Gateway, timeline: Timeline) -> str:
+    payload = timeline.payload
+    if len(payload) > MAX_SHOWN_PAYLOAD:
+        payload = payload[:MAX_SHOWN_PAYLOAD] + "…"
+    shown = timeline.model_copy(update={"payload": payload})
+    return message("request", await _as_of_now(gateway, shown))

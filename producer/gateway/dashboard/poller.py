@@ -1,0 +1,84 @@
+"""Reads what pages show once a second, once for all pages that show it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from promptq.shared.errors import RedisSideError
+from promptq.shared.runtime.logs import get_logger
+
+INTERVAL_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Topic:
+    """What some pages look at. Whoever is slow misses what is old, and nothing piles up."""
+
+    num_watchers: int = 0
+    latest: str | None = None
+    version: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+
+class Poller:
+    """`read` gives the JSON of a topic.
+
+    It runs while somebody watches, so that a gateway whose dashboard nobody has open asks the
+    server for nothing.
+    """
+
+    def __init__(
+        self, read: Callable[[str], Awaitable[str]], interval: float = INTERVAL_SECONDS
+    ) -> None:
+        self._read = read
+        self._interval = interval
+        self._topics: dict[str, _Topic] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def watch(self, topic: str) -> AsyncGenerator[str | None, None]:
+        """The topic's JSON, at first at once and then as it is read; None: it cannot be reached."""
+        watched = self._topics.setdefault(topic, _Topic())
+        watched.num_watchers += 1
+        try:
+            seen = 0
+            if watched.version == 0:
+                await self._refresh(topic, watched)
+            if self._task is None:
+                self._task = asyncio.create_task(self._run())
+            while True:
+                async with watched.changed:
+                    while watched.version == seen:
+                        await watched.changed.wait()
+                    seen, latest = watched.version, watched.latest
+                yield latest
+        finally:
+            watched.num_watchers -= 1
+            self._stop_if_unwatched(topic, watched)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            for topic, watched in list(self._topics.items()):
+                await self._refresh(topic, watched)
+
+    async def _refresh(self, topic: str, watched: _Topic) -> None:
+        latest = None
+        try:
+            latest = await self._read(topic)
+        except RedisSideError:
+            pass  # pages say so
+        except Exception:  # whatever a stranger wrote there, it must not stop all pages for good
+            get_logger().exception("not read", topic=topic)
+        async with watched.changed:
+            watched.latest = latest
+            watched.version += 1
+            watched.changed.notify_all()
+
+    def _stop_if_unwatched(self, topic: str, watched: _Topic) -> None:
+        if watched.num_watchers == 0:
+            self._topics.pop(topic, None)
+        if not self._topics and self._task is not None:
+            self._task.cancel()
+            self._task = None

@@ -1,0 +1,220 @@
+"""Finds requests by state, tenant and the beginning of their id.
+
+What waits, runs or is a dead letter lies in the queue's sorted sets, which are paged. No set holds
+what is over; it is looked for among the server's keys, with SCAN, so many keys a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import redis.asyncio
+from pydantic import BaseModel
+from redis.exceptions import NoPermissionError
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.keys import NAME, Keys
+from promptq.shared.protocol.request import RequestState
+
+PAGE = 50
+SCAN_COUNT = 500
+MAX_SCANS = 20
+"""So many calls of SCAN at most for one page, some 10,000 keys in all."""
+
+SETS = ("waiting", "delayed", "active", "dead")
+STATES = ("", *SETS, *(it.value for it in RequestState if it.value not in SETS))
+
+_FIELDS = (
+    "state", "tenant", "priority", "attempt", "worker", "enqueued_at", "claimed_at",
+    "first_token_at", "finished_at", "finish_reason", "prompt_tokens",
+)  # fmt: skip
+
+
+class FoundRequest(BaseModel):
+    """One row. Times are Unix milliseconds of the server, None for what has not happened."""
+
+    request_id: str
+    state: str
+    """As requests have it; `delayed` of one that waits and is not due."""
+    tenant: str = ""
+    priority: int = 0
+    attempt: int = 0
+    worker: str = ""
+    enqueued_at: int | None = None
+    claimed_at: int | None = None
+    first_token_at: int | None = None
+    finished_at: int | None = None
+    finish_reason: str = ""
+    prompt_tokens: int | None = None
+
+
+class FoundRequests(BaseModel):
+    """A page; the next one is asked for with `cursor`, None after the last."""
+
+    requests: list[FoundRequest]
+    searched: str
+    """What was looked through, in words."""
+    cursor: str | None
+
+
+async def search(
+    client: redis.asyncio.Redis,
+    keys: Keys,
+    *,
+    state: str = "",
+    tenant: str = "",
+    prefix: str = "",
+    cursor: str = "",
+) -> FoundRequests:
+    """Requests whose id begins with `prefix`. Raises InvalidRequestError, redis errors."""
+    if state not in STATES:
+        raise InvalidRequestError(f"state: {state!r} is none of {', '.join(STATES)}", field="state")
+    if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
+        raise InvalidRequestError(f"cursor: {cursor!r} is not one", field="cursor")
+    wanted = _Wanted(client, keys, state, tenant, prefix)
+    if state in SETS and not prefix:
+        return await wanted.of_sets(int(cursor or 0))
+    try:
+        return await wanted.of_keys(int(cursor or 0))
+    except NoPermissionError:
+        return FoundRequests(
+            requests=await wanted.exactly(),
+            searched="only the id as it is written, since this gateway's user may not SCAN",
+            cursor=None,
+        )
+
+
+class _Wanted:
+    def __init__(
+        self, client: redis.asyncio.Redis, keys: Keys, state: str, tenant: str, prefix: str
+    ) -> None:
+        self._redis: Any = client  # its command methods are untyped
+        self._keys, self._state, self._tenant, self._prefix = keys, state, tenant, prefix
+
+    async def of_sets(self, start: int) -> FoundRequests:
+        """A page of one sorted set, or of each tenant's waiting ids one after the other."""
+        names = await self._set_names()
+        pipeline = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipeline.zcard(name)
+        sizes: list[int] = await pipeline.execute()
+        total, at, left = sum(sizes), start, PAGE
+        pipeline = self._redis.pipeline(transaction=False)
+        for name, size in zip(names, sizes, strict=True):
+            if at < size and left > 0:
+                latest_first = ["REV"] if self._state == "dead" else []
+                pipeline.execute_command("ZRANGE", name, at, at + left - 1, *latest_first)
+                left -= min(left, size - at)
+            at = max(0, at - size)
+        ids = [it for page in await pipeline.execute() for it in page]
+        rows = await self._rows(ids)
+        upto = start + len(ids)
+        # Only those that wait have a queue for each tenant; of the others a page is filtered.
+        is_own = self._tenant and self._state == "waiting"
+        whose = f" of tenant {self._tenant}" if is_own else ""
+        words = {"waiting": "that wait", "active": "that workers hold", "dead": "dead letters"}
+        return FoundRequests(
+            requests=rows if self._state == "waiting" else self._of_tenant(rows),
+            searched=f"{start + 1 if ids else 0:,} to {upto:,} of {total:,}"
+            f" {words.get(self._state, 'that are delayed')}{whose}",
+            cursor=str(upto) if ids and upto < total else None,
+        )
+
+    async def of_keys(self, position: int) -> FoundRequests:
+        """What matches among the keys of the server from `position` of its SCAN on."""
+        is_first = position == 0
+        rows = await self.exactly() if self._prefix and is_first else []
+        seen = {self._keys.request(it.request_id).encode() for it in rows}
+        looked_at, pattern = 0, self._pattern()
+        start = len(self._keys.request(""))
+        for _ in range(MAX_SCANS):
+            position, found = await self._redis.scan(
+                position, match=pattern, count=SCAN_COUNT, _type="hash"
+            )
+            looked_at += SCAN_COUNT
+            fresh = set(found) - seen  # SCAN may tell of a key twice
+            seen |= fresh
+            rows += self._matching(await self._rows([name[start:] for name in fresh]))
+            if position == 0 or len(rows) >= PAGE:
+                break
+        size = await self._redis.dbsize()
+        rows.sort(key=lambda it: it.enqueued_at or 0, reverse=True)
+        part = "all" if is_first else "the rest of"
+        if position:
+            part = f"about {looked_at:,}{'' if is_first else ' more'} of"
+        return FoundRequests(
+            requests=rows,
+            searched=f"{part} {size:,} keys of the server, in no order",
+            cursor=str(position) if position else None,
+        )
+
+    async def exactly(self) -> list[FoundRequest]:
+        """The one with this id, if it matches."""
+        return self._matching(await self._rows([self._prefix.encode()]))
+
+    async def _set_names(self) -> list[str]:
+        if self._state != "waiting":
+            by_state = {"delayed": self._keys.delayed, "active": self._keys.leases}
+            return [by_state.get(self._state, self._keys.dead)]
+        if self._tenant:
+            return [self._keys.pending_of(self._tenant)]
+        tenants = await self._redis.smembers(self._keys.tenants_waiting)
+        names = sorted(it.decode() for it in tenants if _is_name(it))
+        return [self._keys.pending, *map(self._keys.pending_of, names)]
+
+    def _pattern(self) -> str:
+        """Of SCAN; what it takes for a wildcard stands for itself."""
+        return re.sub(r"([*?\[\]\\^])", r"\\\1", self._keys.request(self._prefix)) + "*"
+
+    def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:
+        return [it for it in rows if not self._tenant or it.tenant == self._tenant]
+
+    def _matching(self, rows: list[FoundRequest]) -> list[FoundRequest]:
+        return [it for it in self._of_tenant(rows) if self._state in ("", it.state)]
+
+    async def _rows(self, ids: Sequence[bytes]) -> list[FoundRequest]:
+        pipeline = self._redis.pipeline(transaction=False)
+        names = [it.decode("utf-8", "replace") for it in ids]
+        for name in names:
+            pipeline.hmget(self._keys.request(name), *_FIELDS)
+            pipeline.hexists(self._keys.request(name), "payload")
+            pipeline.zscore(self._keys.delayed, name)
+        replies = await pipeline.execute(raise_on_error=False)
+        rows = []
+        parts = zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
+        for name, values, has_payload, due in parts:
+            if has_payload == 1 and isinstance(values, list):
+                rows.append(_row(name, values, is_delayed=isinstance(due, float)))
+        return rows
+
+
+def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:
+    told = {
+        name: value.decode("utf-8", "replace")
+        for name, value in zip(_FIELDS, values, strict=True)
+        if value is not None
+    }
+    whole = {
+        name: int(text)
+        for name, text in told.items()
+        if FoundRequest.model_fields[name].annotation is not str and _is_whole(text)
+    }
+    texts = {
+        name: text
+        for name, text in told.items()
+        if FoundRequest.model_fields[name].annotation is str
+    }
+    row = FoundRequest(request_id=request_id, **{"state": "waiting", **texts, **whole})
+    if is_delayed and row.state == "waiting":
+        row.state = "delayed"
+    return row
+
+
+def _is_whole(text: str) -> bool:
+    return re.fullmatch(r"-?\d{1,15}", text) is not None
+
+
+def _is_name(name: bytes) -> bool:
+    return re.fullmatch(NAME.encode(), name) is not None

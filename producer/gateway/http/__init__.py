@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, errors, bounds, measurements."""

@@ -1,0 +1,178 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from promptq.shared.errors import (
+    InvalidRequestError,
+    PromptqError,
+    QueueFullError,
+    RedisSideError,
+    RequestExistsError,
+    RequestNotFoundError,
+)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_MEANINGS = {
+    400: "something is wrong with what was asked; `param` names the field",
+    401: "there is no API key (`Authorization: Bearer KEY`), or it is not known",
+    403: "more than the API key allows",
+    404: "no model, stream, file or batch of this id, or it is another tenant's",
+    408: "`deadline_ms` passed before the answer began",
+    409: "it was cancelled, or is over",
+    413: "the body is too large",
+    429: "a limit of the queue or of the API key is reached; `Retry-After` says how long to wait",
+    500: "the worker failed with the request",
+    503: "the queue cannot be reached, or no worker takes requests and gets on",
+}
+
+
+NOT_AGAIN = {"x-should-retry": "false"}
+"""Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that it would end the same way."""
+_FINAL = (408, 409)
+
+_CLIENT_LEFT = 499
+"""What nginx logs for a client that closed its connection; nobody is there to read it."""
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before it had the answer."""
+
+
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="the field that is wrong")
+    code: str | None = Field(description="a word for programs")
+
+
+class ErrorAnswer(BaseModel):
+    """What each error is answered with, for the API's description."""
+
+    error: ErrorObject
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. `param` is the field that is wrong, `code` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The error object."""
+        kind = _TYPES.get(self.status, "api_error" if self.status < 500 else "server_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer that an error becomes; of one that is not ours only the log tells more."""
+    match error:
+        case InvalidRequestError():
+            return ApiError(400, str(error), param=error.field or None, code=error.error_type)
+        case RequestNotFoundError():
+            return ApiError(404, str(error), code="not_found")
+        case RequestExistsError():
+            return ApiError(409, str(error), code="exists")
+        case QueueFullError():
+            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+            return ApiError(
+                429, str(error), code="queue_full", headers={"Retry-After": str(seconds)}
+            )
+        case RedisSideError():
+            # What is wrong with the server is for the log, not for whoever calls.
+            return ApiError(
+                503,
+                "the queue cannot be reached at the moment; try again soon",
+                code="queue_unavailable",
+                headers={"Retry-After": "1"},
+            )
+        case PromptqError():
+            return ApiError(500, str(error))
+    return ApiError(500, "the gateway failed; its log says why", code="gateway")
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint, or of a router, for the API's description."""
+    found: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in statuses
+    }
+    # Without it FastAPI describes its own error 422, which none of our clients gets.
+    return {**found, "default": {"model": ErrorAnswer, "description": "any other error"}}
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Give every error of every route this form."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(ClientDisconnect)  # while its body was read
+    @app.exception_handler(ClientLeftError)
+    async def _client_left(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
+    @app.exception_handler(PromptqError)
+    @app.exception_handler(Exception)
+    async def _any_other(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    @app.exception_handler(RedisError)
+    async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
+        return as_api_error(RedisSideError(str(error))).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = [str(part) for part in first["loc"] if part not in ("body", "query", "header")]
+        field = ".".join(where)
+        if first["type"] == "json_invalid":
+            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}").response()
+        if not field and "json" not in request.headers.get("content-type", ""):
+            return ApiError(
+                400, "the body is read as JSON only with Content-Type: application/json"
+            ).response()
+        return ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None).response()

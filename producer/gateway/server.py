@@ -1,0 +1,151 @@
+"""`promptq gateway`: the HTTP side in a process of its own, until told to stop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import signal
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from promptq.producer.command_options import Queue, Redis
+from promptq.shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from promptq.producer.settings import GatewaySettings
+
+_BACKLOG = 4096
+_OBJECTS_BEFORE_COLLECTION = 50_000
+
+
+def gateway(
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; default: 127.0.0.1.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port; default: 8000; 0: any free one.", show_default=False
+        ),
+    ] = None,
+    share_port: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-port",
+            help="Share the port with other gateways of this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Serve the queue over HTTP, with the API of OpenAI; docs/gateway.md describes it.
+
+    It needs neither a worker nor the server to start: what cannot be served is
+    answered with 503 until it can.
+
+    Examples:
+
+    promptq gateway
+    promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
+    """
+    from promptq.producer.settings import read_gateway_settings
+
+    given = {
+        "http_host": host,
+        "http_port": port,
+        "http_share_port": share_port,
+        "redis_url": redis,
+        "queue": queue,
+    }
+    settings = read_gateway_settings(**{name: it for name, it in given.items() if it is not None})
+    run_gateway(settings)
+
+
+def run_gateway(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
+    import uvicorn
+
+    from promptq.producer.clients.connecting import server_url
+    from promptq.producer.gateway.app import create_app
+    from promptq.producer.gateway.http.protocol import BoundedProtocol
+    from promptq.shared.runtime.logs import configure_logs
+    from promptq.shared.server.connection import without_password
+
+    configure_logs(settings.log_level, settings.log_format)
+    # That it starts is told by the ready line.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    allow_many_connections()
+    app = create_app(settings)
+    listener = _listen(settings)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=BoundedProtocol,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=int(settings.http_drain_seconds),
+    )
+    redis_url = without_password(server_url(settings.redis_url))
+
+    class _Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            _spare_the_collector()
+            print(f"ready at {_url(listener)}, queue {settings.queue} at {redis_url}", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # It would report each stream that it breaks off as an error of the application.
+            logging.getLogger("uvicorn.error").disabled = True
+            app.state.stopping.set()  # pages would stay open for as long as they may
+            await super().shutdown(sockets)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn raises them once more when it has ended
+    _Server(config).run([listener])
+
+
+def _listen(settings: GatewaySettings) -> socket.socket:
+    host, port = settings.http_host, settings.http_port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if settings.http_share_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror}; see --host and --port (0: any)"
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _spare_the_collector() -> None:
+    """Keep the garbage collector from looking through all that stays, as workers do.
+
+    A full collection stops every stream, and each stream is a few hundred objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
+
+
+def allow_many_connections() -> None:
+    """Each stream is an open file, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,98 @@
+"""What only gateways and jobs are told, by the environment, as shared/runtime/settings.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, SecretStr
+
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
+from promptq.shared.runtime.settings import Settings, read_settings_of
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "promptq" / "files"
+
+
+class FilesSettings(Settings):
+    """The settings of all, and where files are kept."""
+
+    files_dir: Path = Field(
+        default_factory=_default_folder,
+        description="folder for uploaded files and the answers of batches; gateway and jobs need"
+        " the same one; default: ~/.local/share/promptq/files",
+    )
+
+
+class GatewaySettings(FilesSettings):
+    """The settings of all, and those of the HTTP side."""
+
+    http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
+    http_port: int = Field(8000, ge=0, le=65535, description="its port; 0: any free one")
+    http_share_port: bool = Field(
+        False, description="let gateways on one machine share a port that all of them name"
+    )
+    http_max_body_bytes: int = Field(
+        MAX_PAYLOAD_BYTES, ge=1, description="largest body of a request for a completion"
+    )
+    http_header_seconds: float = Field(
+        10.0,
+        ge=0,
+        description="how long a stream's status waits for its first token, so that an error can"
+        " still be told by it",
+    )
+    http_keepalive_seconds: float = Field(
+        15.0, gt=0, description="after so long without a token a stream gets a comment"
+    )
+    http_ready_seconds: float = Field(
+        30.0, gt=0, description="/readyz counts on no worker whose step takes longer"
+    )
+    http_drain_seconds: float = Field(
+        20.0, ge=0, description="how long a stopping gateway goes on with its answers"
+    )
+
+
+class JobsSettings(FilesSettings):
+    """The settings of `promptq jobs`."""
+
+    jobs_redis_url: str | None = Field(
+        None,
+        description="a standalone Redis for RQ, no Cluster and no Sentinel; default: the queue's",
+    )
+    batch_workers: int = Field(2, ge=0, description="batch files that run at once")
+    batch_in_flight: int = Field(
+        128, ge=1, description="most lines of a batch in the queue or running at once"
+    )
+    batch_priority: int = Field(
+        100, ge=-1000, le=1000, description="of lines that bring none; lower runs sooner"
+    )
+    webhook_workers: int = Field(2, ge=1, description="webhooks that are called at once")
+    webhook_secret: SecretStr | None = Field(
+        None,
+        description="signs webhooks: `whsec_` and 24 to 64 bytes in base64; default: one is made"
+        " and kept in `webhook-secret` in the folder for files",
+    )
+    webhook_allow_private: bool = Field(
+        False, description="call webhooks in private networks and on this machine too"
+    )
+    webhook_timeout_seconds: float = Field(
+        10.0, gt=0, description="what a webhook's receiver may take to answer"
+    )
+
+
+def read_gateway_settings(**overrides: Any) -> GatewaySettings:
+    """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
+    return read_settings_of(GatewaySettings, overrides)
+
+
+def read_jobs_settings(**overrides: Any) -> JobsSettings:
+    """As `read_gateway_settings`."""
+    return read_settings_of(JobsSettings, overrides)
+
+
+def read_files_settings(**overrides: Any) -> FilesSettings:
+    """As `read_gateway_settings`, where only the folder is of interest."""
+    return read_settings_of(FilesSettings, overrides)

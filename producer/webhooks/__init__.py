@@ -1,0 +1,1 @@
+"""Calls webhooks when requests end."""

@@ -1,0 +1,97 @@
+"""One HTTP POST to an address that a stranger named, from inside a network he must not see.
+
+The host is resolved once, every address it has is checked, and the connection goes to one that was:
+a name that means something else a moment later gains nothing. No redirect is followed, no proxy
+is asked, and nothing of the answer is read but its status.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+from collections.abc import Mapping
+from functools import cache
+from urllib.parse import urlsplit
+
+from promptq.shared.errors import PromptqError
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All IPv6 addresses that the internet routes; https://www.iana.org/assignments/ipv6-address-space"""
+_SPECIAL = [ipaddress.ip_network(it) for it in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")]
+"""Of special use too, which some releases of Python 3.11 take for global."""
+_PORTS = {"http": 80, "https": 443}
+
+
+class AddressRefusedError(PromptqError):
+    """The URL leads nowhere that may be called, and will not at another time either."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet's, also where IPv6 only wraps an IPv4 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip not in _GLOBAL_UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast and not any(ip in it for it in _SPECIAL)
+
+
+def post(
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    timeout: float,
+    allow_private: bool = False,
+) -> int:
+    """The status of the answer. `timeout` in seconds is for each of connecting, sending, answering.
+
+    Raises AddressRefusedError, and OSError or http.client.HTTPException for what may pass.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+        if not host or parts.scheme not in _PORTS:
+            raise ValueError("it has no http or https host")
+        port = parts.port or _PORTS[parts.scheme]
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        connection.default_port = _PORTS[parts.scheme]  # which the Host header leaves out
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.sock = _connect(host, port, timeout, allow_private)
+        try:
+            if parts.scheme == "https":
+                connection.sock = _tls().wrap_socket(connection.sock, server_hostname=host)
+            connection.request("POST", target, body, dict(headers))
+            return connection.getresponse().status
+        finally:
+            connection.close()
+    except OSError:  # a certificate that does not hold is a ValueError too
+        raise
+    except (ValueError, http.client.InvalidURL) as error:
+        raise AddressRefusedError(f"it is no URL to call: {error}") from None
+
+
+def _connect(host: str, port: int, timeout: float, allow_private: bool) -> socket.socket:
+    addresses = [it[4] for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for address in addresses:
+        if not (allow_private or is_public(str(address[0]))):
+            raise AddressRefusedError(f"{host!r} is in a private network, at {address[0]}")
+    last: OSError = OSError(f"{host!r} has no address")
+    for address in addresses:
+        try:
+            return socket.create_connection((str(address[0]), port), timeout)
+        except OSError as error:
+            last = error
+    raise last
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -1,0 +1,1 @@
+"""The protocol in Redis as types: keys, requests, events, claims and rows."""

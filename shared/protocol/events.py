@@ -1,0 +1,212 @@
+"""What crosses the queue outwards: a request's events, and the result they fold into.
+
+The JSON form of each is public. Field names follow the OpenAI API and vLLM.
+"""
+
+from __future__ import annotations
+
+import json.encoder
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from promptq.shared.protocol.request import FinishReason
+
+_quoted = json.encoder.encode_basestring
+"""A text as JSON, in C where there is C; characters beyond ASCII stay as they are."""
+
+
+_TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _numbers(values: list[int]) -> str:
+    return f"[{','.join(map(str, values))}]"
+
+
+def _array(items: Sequence[BaseModel] | None) -> str:
+    return "null" if items is None else f"[{','.join(it.model_dump_json() for it in items)}]"
+
+
+class _Wire(BaseModel):
+    """Base of what workers send: unknown fields are kept out of the way, not refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TopLogprob(_Wire):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float
+    token: str | None = None
+
+
+class TokenLogprob(_Wire):
+    """Natural log-probability of the token that was chosen, before any sampling parameter.
+
+    `rank` is 1 for the likeliest token; `top` holds the likeliest ones, null if none were asked.
+    `token` is its text alone; bytes that are no whole character in it are U+FFFD.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[TopLogprob] | None = None
+    token: str | None = None
+
+
+class Usage(_Wire):
+    """Token counts; `completion_tokens` are those that were emitted, over all attempts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @classmethod
+    def of_samples(cls, usages: list[Usage]) -> Usage:
+        """The usage of several samples of one prompt: the prompt counts once."""
+        if not usages:
+            return cls()
+        return cls(
+            prompt_tokens=max(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=usages[0].cached_tokens,
+        )
+
+
+class Stats(_Wire):
+    """How a request fared; all times in milliseconds, those of the last attempt but `queue_ms`."""
+
+    queue_ms: float = 0.0
+    prompt_ms: float = 0.0
+    generation_ms: float = 0.0
+    tokens_per_second: float = 0.0
+    attempts: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    preempted_at: list[int] | None = None
+    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a
+    script that folds the log could not tell from an empty object."""
+    resumed_at: list[int] | None = None
+
+
+class ErrorInfo(_Wire):
+    """What went wrong: a stable `type` for programs, a sentence for people."""
+
+    type: str
+    message: str
+    code: str | None = None
+    """Which error of its type it is, where programs tell several apart."""
+
+    def to_json(self) -> str:
+        """The JSON form; `code` only where there is one."""
+        return self.model_dump_json(exclude_none=True)
+
+
+class TokenEvent(_Wire):
+    """One message of a request's stream. `index` counts the tokens that came before it."""
+
+    index: int
+    token_ids: list[_TokenId]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    attempt: int = 0
+    usage: Usage | None = None
+    stats: Stats | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the request there are after this event."""
+        return self.index + len(self.token_ids)
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None
+
+    def to_json(self) -> str:
+        """The public JSON form; `usage`, `stats` and `error` only where they are set."""
+        parts = [
+            token_event_json(
+                self.index,
+                self.token_ids,
+                self.text,
+                self.logprobs,
+                self.attempt,
+                "null" if self.finish_reason is None else f'"{self.finish_reason.value}"',
+            )[:-1]
+        ]
+        for name, value in (("usage", self.usage), ("stats", self.stats)):
+            if value is not None:
+                parts.append(f',"{name}":{value.model_dump_json()}')
+        if self.error is not None:
+            parts.append(f',"error":{self.error.to_json()}')
+        return "".join(parts) + "}"
+
+
+class Result(_Wire):
+    """A finished request: its events, folded."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason
+    usage: Usage
+    stats: Stats | None = None
+    error: ErrorInfo | None = None
+
+    def to_json(self) -> str:
+        """The JSON form, as it lies in the request's hash."""
+        return "".join(
+            (
+                f'{{"text":{_quoted(self.text)},"token_ids":{_numbers(self.token_ids)}',
+                f',"logprobs":{_array(self.logprobs)},"finish_reason":"{self.finish_reason.value}"',
+                f',"usage":{self.usage.model_dump_json()}',
+                f',"stats":{"null" if self.stats is None else self.stats.model_dump_json()}',
+                f',"error":{"null" if self.error is None else self.error.to_json()}}}',
+            )
+        )
+
+    @classmethod
+    def fold(cls, events: list[TokenEvent]) -> Result:
+        """Fold a whole stream, its last event included, into one result."""
+        last = events[-1]
+        if last.finish_reason is None:
+            raise ValueError("the stream has no last event yet")
+        logprobs = [item for event in events for item in event.logprobs or ()]
+        return cls(
+            text="".join(event.text for event in events),
+            token_ids=[token_id for event in events for token_id in event.token_ids],
+            logprobs=logprobs or None,
+            finish_reason=last.finish_reason,
+            usage=last.usage or Usage(),
+            stats=last.stats,
+            error=last.error,
+        )
+
+
+def token_event_json(
+    index: int,
+    token_ids: list[int],
+    text: str,
+    logprobs: Sequence[TokenLogprob] | None,
+    attempt: int,
+    finish_reason: str = "null",
+) -> str:
+    """A `TokenEvent` as JSON, without making one; `finish_reason` is JSON already.
+
+    Written by hand, for there is one a token: json.dumps takes three times as long, and a model's
+    own construction more than this.
+    """
+    numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
+    return (
+        f'{{"index":{index},"token_ids":[{numbers}],"text":{_quoted(text)}'
+        f',"logprobs":{_array(logprobs)}'
+        f',"finish_reason":{finish_reason},"attempt":{attempt}}}'
+    )

@@ -1,0 +1,172 @@
+"""Every key and channel name of the protocol, and nowhere else.
+
+The queue name stands in braces, as a Redis Cluster hash tag, so that one queue lives on one shard.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from promptq.shared.errors import ConfigurationError, InvalidRequestError
+
+NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
+"""What queues, tenants and API keys may be called ..."""
+NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
+"""... as people are told."""
+
+_QUEUE_NAME = re.compile(NAME)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether it is 1 to 200 printable ASCII characters without spaces."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def check_request_id(request_id: str) -> str:
+    """Return `request_id` if it is 1 to 200 printable ASCII characters without spaces.
+
+    Raises InvalidRequestError otherwise.
+    """
+    if not is_request_id(request_id):
+        raise InvalidRequestError(
+            f"id: {request_id[:80]!r} is not 1 to 200 printable ASCII characters without spaces",
+            field="id",
+        )
+    return request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one queue.
+
+    Raises ConfigurationError for a queue name other than 1 to 64 letters, digits and `_.-`.
+    """
+
+    queue: str = "default"
+
+    def __post_init__(self) -> None:
+        if not _QUEUE_NAME.fullmatch(self.queue):
+            raise ConfigurationError(f"queue: {self.queue[:80]!r} is not {NAME_IN_WORDS}")
+
+    @property
+    def prefix(self) -> str:
+        """What every key of the queue begins with; the scripts build the other names on it."""
+        return f"promptq:{{{self.queue}}}:"
+
+    @property
+    def pending(self) -> str:
+        return self.prefix + "pending"
+
+    @property
+    def control(self) -> str:
+        return self.prefix + "control"
+
+    @property
+    def leases(self) -> str:
+        return self.prefix + "leases"
+
+    @property
+    def deadlines(self) -> str:
+        return self.prefix + "deadlines"
+
+    @property
+    def delayed(self) -> str:
+        return self.prefix + "delayed"
+
+    @property
+    def dead(self) -> str:
+        return self.prefix + "dead"
+
+    @property
+    def config(self) -> str:
+        return self.prefix + "config"
+
+    @property
+    def workers(self) -> str:
+        return self.prefix + "workers"
+
+    @property
+    def tenants_waiting(self) -> str:
+        return self.prefix + "tenants:waiting"
+
+    @property
+    def backlog(self) -> str:
+        return self.prefix + "backlog"
+
+    @property
+    def api_keys(self) -> str:
+        return self.prefix + "api_keys"
+
+    def pending_of(self, tenant: str) -> str:
+        """Where a tenant's ids wait; '' is the tenant without a name.
+
+        Raises InvalidRequestError for another name than 1 to 64 letters, digits and `_.-`.
+        """
+        if tenant and not _QUEUE_NAME.fullmatch(tenant):
+            raise InvalidRequestError(
+                f"tenant: {tenant[:80]!r} is not 1 to 64 letters, digits, '_', '.' or '-'",
+                field="tenant",
+            )
+        return f"{self.pending}:{tenant}" if tenant else self.pending
+
+    def tenants(self, priority: int = 0) -> str:
+        """The counters of what tenants received at a priority."""
+        return self.prefix + (f"tenants:{priority}" if priority else "tenants")
+
+    @property
+    def webhooks(self) -> str:
+        """Requests whose end somebody is to be told of, by the time (ms) of the end."""
+        return self.prefix + "webhooks"
+
+    @property
+    def jobs_leader(self) -> str:
+        """Which of several `promptq jobs` hands out the queue's background work."""
+        return self.prefix + "jobs:leader"
+
+    @property
+    def upkeep(self) -> str:
+        """Since when, and when last, the upkeep looked after the queue."""
+        return self.prefix + "upkeep"
+
+    @property
+    def statistics_minutes(self) -> str:
+        """A sample for each minute, made of those in the stream `statistics`."""
+        return self.prefix + "statistics:minutes"
+
+    @property
+    def unfinished_batches(self) -> str:
+        return self.prefix + "batches:unfinished"
+
+    def batches_of(self, tenant: str) -> str:
+        """A tenant's batches by the time (ms) they were made; '' is the tenant without a name."""
+        return f"{self.prefix}batches:of:{tenant}"
+
+    def batch(self, batch_id: str) -> str:
+        return f"{self.prefix}batch:{batch_id}"
+
+    def batch_runner(self, batch_id: str) -> str:
+        """Which process runs a batch, for as long as it says so."""
+        return f"{self.prefix}batch:{batch_id}:runner"
+
+    def request(self, request_id: str) -> str:
+        return f"{self.prefix}request:{request_id}"
+
+    def tokens(self, request_id: str) -> str:
+        return f"{self.prefix}tokens:{request_id}"
+
+    def events(self, request_id: str) -> str:
+        return f"{self.prefix}events:{request_id}"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.prefix}worker:{worker_id}"
+
+    def slots(self, worker_id: str) -> str:
+        """What a worker last told of its batch."""
+        return f"{self.prefix}slots:{worker_id}"
+
+    @property
+    def statistics(self) -> str:
+        """What the queue was like, a sample for each 5 s of the last hour."""
+        return self.prefix + "statistics"

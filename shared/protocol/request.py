@@ -1,0 +1,276 @@
+"""What crosses the queue inwards: a request, and how it may end. Its JSON form is public.
+
+Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from itertools import islice
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.keys import NAME, NAME_IN_WORDS
+from promptq.shared.protocol.output_format import Output, wanted_output
+
+PROTOCOL_VERSION = 1
+MAX_PRIORITY = 1000
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+MAX_MS = 2**52
+"""Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
+
+_HTTP_URL = "^https?://"
+_PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
+
+_LONGEST_NAME = 64
+"""What no field's name exceeds, and no more of an unknown one is told."""
+
+_MOST_COMPARED = 100
+"""Of unknown fields, with one that is missing."""
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; only its last event has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+    @property
+    def state(self) -> RequestState:
+        """The state that a request with this finish reason ends in."""
+        return _STATE_AFTER[self]
+
+
+class RequestState(StrEnum):
+    """Where a request is in its life. A queue is left only for a state that `is_final`."""
+
+    WAITING = "waiting"
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    DEAD = "dead"
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (RequestState.WAITING, RequestState.ACTIVE)
+
+
+_STATE_AFTER = {
+    FinishReason.STOP: RequestState.COMPLETED,
+    FinishReason.LENGTH: RequestState.COMPLETED,
+    FinishReason.CANCELLED: RequestState.CANCELLED,
+    FinishReason.EXPIRED: RequestState.EXPIRED,
+    FinishReason.ERROR: RequestState.FAILED,
+}
+
+
+class SamplingParams(BaseModel):
+    """How tokens are chosen and when to stop."""
+
+    # Else the parser keeps up to 16,384 short texts, prompts among them, in case they come again.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, cache_strings="keys"
+    )
+
+    max_tokens: int | None = Field(None, ge=1, description="left out: up to the model's length")
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1, description="0 or -1: all tokens")
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=10.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
+        None, description="token id (as text, as in JSON) to bias"
+    )
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=256)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
+    ignore_eos: bool = False
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="report the chosen token and this many of the likeliest"
+    )
+    response_format: dict[str, Any] | None = None
+    speculative_tokens: int | None = Field(
+        None, ge=0, le=64, description="most tokens drafted a step; left out: the worker's setting"
+    )
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if any(not text for text in strings):
+            raise ValueError("an empty stop string would stop at once")
+        if len(strings) > 64:
+            raise ValueError(f"{len(strings)} stop strings are more than the 64 allowed")
+        return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token_id in bias or ():
+            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
+                raise ValueError(f"key {token_id[:80]!r} is not a token id")
+        return bias
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}"
+            )
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class TraceContext(BaseModel):
+    """Which span a request belongs to, as in the headers of W3C Trace Context.
+
+    What is no such header's value is not refused: the request just begins a trace of its own.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    traceparent: str = Field("", max_length=256)
+    tracestate: str | None = Field(None, max_length=1024)
+
+    @property
+    def carrier(self) -> dict[str, str]:
+        """As headers."""
+        found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
+        return {name: value for name, value in found.items() if value}
+
+
+class Request(SamplingParams):
+    """A request's payload.
+
+    Exactly one of `prompt` (text or token ids) and `messages` is set. `deadline_ms` counts from
+    enqueueing. Within a protocol version unknown fields are refused by name.
+    """
+
+    version: int = Field(PROTOCOL_VERSION, ge=1)
+    model: str | None = None
+    prompt: str | list[TokenId] | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_MS)
+    tenant: str | None = Field(None, pattern=NAME)
+    idempotency_key: str | None = Field(None, min_length=1, max_length=200)
+    cache_salt: str | None = Field(None, max_length=200)
+    metadata: dict[str, Any] | None = None
+    webhook_url: str | None = Field(None, pattern=_HTTP_URL, max_length=2048)
+    trace_context: TraceContext | None = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: exactly one of prompt and messages is needed")
+        if self.prompt is not None and len(self.prompt) == 0:
+            raise ValueError("prompt: is empty, and there is nothing to continue")
+        if self.messages is None and (self.tools or self.chat_template_kwargs):
+            field = "tools" if self.tools else "chat_template_kwargs"
+            raise ValueError(f"{field}: goes with messages, not with prompt")
+        _ = self.wanted_output  # raises if it is not well-formed
+        return self
+
+    @property
+    def wanted_output(self) -> Output | None:
+        """What the output must be; None for any text."""
+        return wanted_output(self.response_format, self.tools, self.tool_choice)
+
+    @classmethod
+    def parse(cls, payload: str | bytes) -> Self:
+        """Read a payload as it came from the queue.
+
+        Raises InvalidRequestError naming the first field that is wrong.
+        """
+        check_size(len(payload))
+        try:
+            return cls.model_validate_json(payload)
+        except ValidationError as error:
+            raise invalid_request(error) from None
+
+    @classmethod
+    def build(cls, fields: dict[str, Any]) -> Self:
+        """Make a request of Python values. Raises InvalidRequestError like `parse`."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise invalid_request(error) from None
+
+    def to_payload(self) -> str:
+        """The JSON form, without fields that were left at their default."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+def check_size(num_bytes: int) -> None:
+    """Raise InvalidRequestError for a payload that is larger than workers take."""
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidRequestError(
+            f"payload: {num_bytes} bytes are more than the {MAX_PAYLOAD_BYTES} allowed",
+            field="payload",
+        )
+
+
+def invalid_request(error: ValidationError) -> InvalidRequestError:
+    """Turn pydantic's report into one sentence about the first wrong field."""
+    first, *others = error.errors(include_url=False)
+    for other in others:  # of a union's members, the one that got furthest is the one meant
+        if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
+            first = other
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"payload: is not JSON: {message}", field="payload")
+    if not first["loc"]:
+        field = message.split(":", 1)[0] if ": " in message else "payload"
+        named = message if ": " in message else f"payload: {message}"
+        return InvalidRequestError(named, field=field)
+    # A union reports its members as further locations ("prompt", "str"); the field comes first.
+    field = str(first["loc"][0])
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        unknown = (name for name in first["input"] if name not in Request.model_fields)
+        misspelt = get_close_matches(field, islice(unknown, _MOST_COMPARED), n=1)
+        if misspelt:
+            return _unknown_field(misspelt[0])
+        return InvalidRequestError(f"{field}: is missing", field=field)
+    if first["type"] == "extra_forbidden":
+        return _unknown_field(field)
+    if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
+        message = f"is not {_PATTERNS_IN_WORDS[pattern]}"
+    value = json.dumps(first.get("input"), default=str)
+    shown = value if len(value) <= 80 else value[:77] + "..."
+    return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)
+
+
+def _unknown_field(name: str) -> InvalidRequestError:
+    field = name[:_LONGEST_NAME]
+    meant = get_close_matches(field, Request.model_fields, n=1)
+    hint = f"; do you mean {meant[0]}?" if meant else ""
+    return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    request_id: str
+    request: Request
+    delay_ms: int = 0

@@ -1,0 +1,1 @@
+"""The queue: its Lua scripts as calls, and what sends them."""

@@ -1,0 +1,61 @@
+"""Which claims of a queue were answered, so that the server learns of a reply that got lost.
+
+A worker names with each claim the last one that gave it something. If the server gave more since,
+the worker never heard of it, and it goes back to waiting at once, without counting as a crash. That
+is right only for calls one after the other, so those that are made beside another one tell nothing.
+It also numbers them, so that the server knows one that is late, when the worker has gone on.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from promptq.shared.protocol.claims import ClaimContext, Claims
+
+
+class ClaimHistory:
+    """What one queue object knows of its claims. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.is_unanswered = False
+        """Whether the last call failed, so that the server may have given what nobody knows of."""
+        self._session = secrets.token_hex(8)
+        self._answered = ""
+        self._skip = 0
+        self._number = 0
+        self._is_under_way = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def call(self) -> Iterator[ClaimTurn]:
+        """Around one claim; hand its reply to the turn."""
+        with self._lock:
+            is_alone, self._is_under_way = not self._is_under_way, True
+            self._number += is_alone
+        self.is_unanswered = True
+        turn = ClaimTurn(
+            ClaimContext(self._session, self._answered, self._skip, self._number)
+            if is_alone
+            else ClaimContext()
+        )
+        try:
+            yield turn
+            self.is_unanswered = False
+            self._skip = turn.claims.next_skip
+            if turn.claims and is_alone:
+                self._answered = turn.nonce
+        finally:
+            if is_alone:
+                self._is_under_way = False
+
+
+class ClaimTurn:
+    """One claim: what it says of those before, and what it gave."""
+
+    def __init__(self, context: ClaimContext) -> None:
+        self.context = context
+        self.nonce = secrets.token_hex(8)
+        self.claims = Claims()

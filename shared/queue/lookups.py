@@ -1,0 +1,89 @@
+"""Plain reads: what the keys of a queue hold. They change nothing."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue.call import Call, ids_of, text_map, text_of, texts_of
+
+
+def server_time_ms() -> Call[int]:
+    """The server's clock, in Unix milliseconds."""
+    return Call("", ["TIME"], lambda reply: int(reply[0]) * 1000 + int(reply[1]) // 1000)
+
+
+def record(keys: Keys, request_id: str) -> Call[dict[str, str]]:
+    """A request's hash as it is, all fields as text; empty if there is none."""
+    return Call("", ["HGETALL", keys.request(request_id)], text_map)
+
+
+def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
+    """A request's payload as it was enqueued; None if it is unknown."""
+    return Call("", ["HGET", keys.request(request_id), "payload"], lambda reply: reply)
+
+
+def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
+    """The state of a request; None if it is unknown. Plain clients leave it out: waiting."""
+
+    def parse(reply: list[Any]) -> RequestState | None:
+        current, payload = reply
+        if current is not None:
+            with suppress(ValueError):  # a stranger's word means nothing to the scripts either
+                return RequestState(text_of(current))
+        return RequestState.WAITING if payload is not None else None
+
+    return Call("", ["HMGET", keys.request(request_id), "state", "payload"], parse)
+
+
+def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
+    """Events of the replay log that end behind `position` tokens, and the last event."""
+
+    def parse(reply: list[Any]) -> list[bytes]:
+        return [fields[b"event"] if isinstance(fields, dict) else fields[1] for _, fields in reply]
+
+    # The entry `position-0` was seen; `position-1` would be the last event, which may add nothing.
+    return Call("", ["XRANGE", keys.tokens(request_id), f"({position}-0", "+"], parse)
+
+
+def contains(keys: Keys, request_id: str) -> Call[bool]:
+    """Whether the request waits in the queue."""
+    return Call("waiting", [0, request_id], lambda reply: bool(reply[1]))
+
+
+def count(keys: Keys) -> Call[int]:
+    """How many requests of all tenants wait, not counting delayed ones."""
+    return Call("waiting", [0, ""], lambda reply: int(reply[0]))
+
+
+def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
+    """Ids at the front of the queue, those of all tenants by their score."""
+    return Call("waiting", [limit, ""], lambda reply: ids_of(reply[2:]))
+
+
+def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
+    """Ids that wait for their time, soonest first."""
+    return Call("", ["ZRANGE", keys.delayed, 0, limit - 1], ids_of)
+
+
+def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
+    """Ids of dead letters, the latest first."""
+    return Call("", ["ZRANGE", keys.dead, 0, limit - 1, "REV"], ids_of)
+
+
+def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
+    """Workers whose heartbeat is not overdue."""
+    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], texts_of)
+
+
+def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
+    """What a worker last told of itself; None if it is gone."""
+
+    def parse(reply: Any) -> WorkerStats | None:
+        fields = text_map(reply)
+        return WorkerStats.model_validate(fields) if fields else None
+
+    return Call("", ["HGETALL", keys.worker(worker_id)], parse)

@@ -1,0 +1,367 @@
+"""The queue: what producers and workers do with it, on the Lua scripts.
+
+`RequestQueue` and `AsyncRequestQueue` have the same methods. Every state change is one script (see
+`promptq.shared.queue.scripts`), so any number of producers and workers may use a queue at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis.exceptions import NoScriptError
+
+from promptq.shared.errors import QueueClosedError, RequestExistsError, RequestNotFoundError
+from promptq.shared.protocol.claims import Claim, Claims, Held, ModelIdentity, Room
+from promptq.shared.protocol.keys import Keys, check_request_id
+from promptq.shared.protocol.replies import CancelStatus, Reaped, Swept
+from promptq.shared.protocol.request import NewRequest, RequestState
+from promptq.shared.protocol.rows import Published, Row
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
+from promptq.shared.queue.claim_history import ClaimHistory, ClaimTurn
+
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0
+"""A wake-up that was missed costs at most this long."""
+
+_SCRIPT_TRIES = 4
+_ABORT_CHECK_SECONDS = 0.05
+_MAX_CALLS_AT_ONCE = 32
+_CLEAR_PAGE = 500
+
+
+def new_request_id() -> str:
+    """A UUIDv7: ids of later requests sort behind, so that equal scores stay first-in first-out.
+
+    Layout after RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the time's fraction,
+    variant, 62 random bits.
+    """
+    nanoseconds = time.time_ns()
+    milliseconds, rest = divmod(nanoseconds, 1_000_000)
+    fraction = rest * 4096 // 1_000_000
+    value = (milliseconds & (2**48 - 1)) << 80 | 0x7 << 76 | fraction << 64
+    value |= 0b10 << 62 | secrets.randbits(62)
+    return str(uuid.UUID(int=value))
+
+
+class _Queue:
+    """What both queues share: names, identity and the building of calls."""
+
+    def __init__(
+        self,
+        queue: str = "default",
+        *,
+        worker_id: str = "",
+        lease_ms: int = 10_000,
+        idempotency_ms: int = 3_600_000,
+        max_crashes: int = 3,
+        model: ModelIdentity | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.keys = Keys(queue)
+        self.worker_id = worker_id or f"anonymous-{secrets.token_hex(4)}"
+        self.lease_ms = lease_ms
+        self.model = model or ModelIdentity()
+        self._idempotency_ms = idempotency_ms
+        self._max_crashes = max_crashes
+        self._seed = seed
+        self._closed = False
+        self._claim_history = ClaimHistory()
+
+    def _enqueue(self, new: Sequence[NewRequest]) -> Call[list[str]]:
+        for item in new:
+            check_request_id(item.request_id)
+        return scripts.enqueue(new, self._idempotency_ms, nonce=secrets.token_hex(8))
+
+    def _claim(self, room: Room, turn: ClaimTurn) -> Call[Claims]:
+        seed_base = "" if self._seed is None else f"seed {self._seed} "
+        return scripts.claim(
+            self.worker_id, self.lease_ms, room, turn.nonce, seed_base, self.model, turn.context
+        )
+
+    def _release(self, held: Sequence[Held], crashed: bool) -> Call[list[str]]:
+        return scripts.release(held, self._max_crashes if crashed else None)
+
+    @property
+    def has_unanswered_claim(self) -> bool:
+        """Whether the last claim failed: the next one gives back what it may have been given."""
+        return self._claim_history.is_unanswered
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosedError(f"the queue {self.keys.queue!r} was closed")
+
+
+def _requeued(reply: str, dead_id: str, new_id: str) -> str:
+    if reply == "unknown":
+        raise RequestNotFoundError(f"{dead_id!r} is not a dead letter")
+    if reply == "exists":
+        raise RequestExistsError(f"id: {new_id!r} is taken by an earlier request")
+    return new_id
+
+
+class RequestQueue(_Queue):
+    """The synchronous queue. Thread-safe; `close` ends every wait."""
+
+    def __init__(self, client: redis.Redis, queue: str = "default", **options: Any) -> None:
+        super().__init__(queue, **options)
+        self._redis: Any = client  # its command methods are untyped
+        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
+
+    def run(self, call: Call[T]) -> T:
+        """Send one call."""
+        self._check_open()
+        if not call.script:
+            return call.parse(self._redis.execute_command(*call.args))
+        script, failures = self._scripts[call.script], 0
+        while True:
+            try:
+                return call.parse(script(keys=[self.keys.pending], args=call.args))
+            except NoScriptError:  # the server has started again since redis-py loaded it
+                failures += 1
+                if failures == _SCRIPT_TRIES:
+                    raise
+
+    def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
+        """Put requests in, all or none, and give their ids.
+
+        Raises InvalidRequestError, RequestExistsError, QueueFullError.
+        """
+        return self.run(self._enqueue(new))
+
+    def take_batch(self, room: Room) -> Claims:
+        """Claim what there is room for, in queue order, without waiting.
+
+        `room.num_held` counts all that the process holds; with a suspect among it, ask for none.
+        """
+        with self._claim_history.call() as turn:
+            turn.claims = self.run(self._claim(room, turn))
+        return turn.claims
+
+    def take(
+        self, timeout: float | None = None, abort: threading.Event | None = None
+    ) -> Claim | None:
+        """Claim one request, waiting up to `timeout` seconds (None: without end).
+
+        None when the time is over or `abort` is set. Raises QueueClosedError when closed meanwhile.
+        For a process that takes one after the other: it says that nothing else is held, and may get
+        a suspect (docs/protocol.md, Crashes). Who holds several uses `take_batch`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        one = Room(max_count=1, token_budget=2**53)
+        with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
+            wake_ups.subscribe(self.keys.control)
+            while True:
+                if claims := self.take_batch(one):
+                    return claims[0]
+                if claims.next_skip:
+                    continue
+                poll = time.monotonic() + POLL_SECONDS
+                while time.monotonic() < poll:
+                    if abort is not None and abort.is_set():
+                        return None
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return None
+                    self._check_open()
+                    message = wake_ups.get_message(timeout=_ABORT_CHECK_SECONDS)
+                    if message is not None and message["data"] == b"pending":
+                        break
+
+    def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
+        """Send events and renew leases, in one round trip."""
+        return self.run(scripts.publish(self.lease_ms, rows, held))
+
+    def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+        """Give requests back, at their old place and with their progress.
+
+        `crashed` says that the engine failed with them, which counts as a crash of each.
+        """
+        return self.run(self._release(held, crashed)) if held else []
+
+    def cancel(self, request_id: str) -> CancelStatus:
+        """Mark as cancelled: a waiting request ends now, a running one at its next step."""
+        return self.run(scripts.cancel([request_id]))[0]
+
+    def remove(self, request_id: str) -> bool:
+        """Take a waiting request out of the queue, ending it as cancelled.
+
+        False if it does not wait (any more).
+        """
+        statuses = self.run(scripts.cancel([request_id], "waiting"))
+        return statuses[0] is CancelStatus.CANCELLED
+
+    def clear(self) -> int:
+        """Remove all that wait, delayed ones too; gives how many. Running requests stay."""
+        removed = 0
+        for find in (lookups.waiting_ids, lookups.delayed_ids):
+            while ids := self.run(find(self.keys, _CLEAR_PAGE)):
+                statuses = self.run(scripts.cancel(ids, "waiting"))
+                removed += statuses.count(CancelStatus.CANCELLED)
+        return removed
+
+    def contains(self, request_id: str) -> bool:
+        """Whether the request waits in the queue."""
+        return self.run(lookups.contains(self.keys, request_id))
+
+    def count(self) -> int:
+        """How many requests wait."""
+        return self.run(lookups.count(self.keys))
+
+    def is_empty(self) -> bool:
+        """Whether no request waits."""
+        return self.count() == 0
+
+    def state(self, request_id: str) -> RequestState | None:
+        """Where a request is in its life; None if it is unknown."""
+        return self.run(lookups.state(self.keys, request_id))
+
+    def reap(self) -> Reaped:
+        """Bring back what dead workers held, end what is past its deadline."""
+        return self.run(scripts.reap(self._max_crashes))
+
+    def sweep(self, cursor: str = "0") -> Swept:
+        """Let go of what nothing refers to, a page of keys at a time; go on at the cursor."""
+        return self.run(scripts.sweep(cursor))
+
+    def requeue(self, dead_id: str) -> str:
+        """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
+        new_id = new_request_id()
+        return _requeued(self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+
+    def purge(self, dead_ids: Sequence[str]) -> int:
+        """Delete dead letters; gives how many there were."""
+        return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
+
+    def close(self) -> None:
+        """End every wait and refuse further use; the client stays its owner's."""
+        self._closed = True
+
+
+class AsyncRequestQueue(_Queue):
+    """The queue for asyncio: `RequestQueue`'s methods, awaited.
+
+    At most 32 calls are on their way at once, each with a connection of its own, and of those that
+    the client may have no more than half: the others are for subscriptions, of which each keeps
+    one. More calls wait for their turn.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
+        super().__init__(queue, **options)
+        self._redis: Any = client
+        half = max(1, client.connection_pool.max_connections // 2)
+        self._turns = asyncio.Semaphore(min(_MAX_CALLS_AT_ONCE, half))
+        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
+
+    async def run(self, call: Call[T]) -> T:
+        """Send one call, when it is its turn."""
+        async with self._turns:
+            self._check_open()
+            if not call.script:
+                return call.parse(await self._redis.execute_command(*call.args))
+            script, failures = self._scripts[call.script], 0
+            while True:
+                try:
+                    return call.parse(await script(keys=[self.keys.pending], args=call.args))
+                except NoScriptError:  # as above
+                    failures += 1
+                    if failures == _SCRIPT_TRIES:
+                        raise
+
+    async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
+        return await self.run(self._enqueue(new))
+
+    async def take_batch(self, room: Room) -> Claims:
+        """As RequestQueue.take_batch. A cancelled call gives back what it had claimed."""
+        claiming = asyncio.ensure_future(self._take_batch(room))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            claims = await claiming
+            await self.release([Held(claim.request_id, claim.fence) for claim in claims])
+            raise
+
+    async def _take_batch(self, room: Room) -> Claims:
+        with self._claim_history.call() as turn:
+            turn.claims = await self.run(self._claim(room, turn))
+        return turn.claims
+
+    async def take(
+        self, timeout: float | None = None, abort: asyncio.Event | None = None
+    ) -> Claim | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        one = Room(max_count=1, token_budget=2**53)
+        async with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
+            await wake_ups.subscribe(self.keys.control)
+            while True:
+                if claims := await self.take_batch(one):
+                    return claims[0]
+                if claims.next_skip:
+                    continue
+                poll = time.monotonic() + POLL_SECONDS
+                while time.monotonic() < poll:
+                    if abort is not None and abort.is_set():
+                        return None
+                    if deadline is not None and time.monotonic() >= deadline:
+                        return None
+                    self._check_open()
+                    message = await wake_ups.get_message(timeout=_ABORT_CHECK_SECONDS)
+                    if message is not None and message["data"] == b"pending":
+                        break
+
+    async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
+        return await self.run(scripts.publish(self.lease_ms, rows, held))
+
+    async def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+        return await self.run(self._release(held, crashed)) if held else []
+
+    async def cancel(self, request_id: str) -> CancelStatus:
+        return (await self.run(scripts.cancel([request_id])))[0]
+
+    async def remove(self, request_id: str) -> bool:
+        statuses = await self.run(scripts.cancel([request_id], "waiting"))
+        return statuses[0] is CancelStatus.CANCELLED
+
+    async def clear(self) -> int:
+        removed = 0
+        for find in (lookups.waiting_ids, lookups.delayed_ids):
+            while ids := await self.run(find(self.keys, _CLEAR_PAGE)):
+                statuses = await self.run(scripts.cancel(ids, "waiting"))
+                removed += statuses.count(CancelStatus.CANCELLED)
+        return removed
+
+    async def contains(self, request_id: str) -> bool:
+        return await self.run(lookups.contains(self.keys, request_id))
+
+    async def count(self) -> int:
+        return await self.run(lookups.count(self.keys))
+
+    async def is_empty(self) -> bool:
+        return await self.count() == 0
+
+    async def state(self, request_id: str) -> RequestState | None:
+        return await self.run(lookups.state(self.keys, request_id))
+
+    async def reap(self) -> Reaped:
+        return await self.run(scripts.reap(self._max_crashes))
+
+    async def sweep(self, cursor: str = "0") -> Swept:
+        return await self.run(scripts.sweep(cursor))
+
+    async def requeue(self, dead_id: str) -> str:
+        new_id = new_request_id()
+        return _requeued(await self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+
+    async def purge(self, dead_ids: Sequence[str]) -> int:
+        return (await self.run(scripts.purge(dead_ids))).count("purged") if dead_ids else 0
+
+    async def close(self) -> None:
+        self._closed = True

@@ -1,0 +1,252 @@
+"""Builds the calls of the Lua scripts and reads their replies; does no I/O itself.
+
+The synchronous and the asynchronous queue differ only in how they send a call, so that every rule
+about arguments and replies stands here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import ValidationError
+
+from promptq.shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
+from promptq.shared.protocol.claims import (
+    NO_CONTEXT,
+    Claim,
+    ClaimContext,
+    Claims,
+    Held,
+    ModelIdentity,
+    Room,
+)
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.replies import CancelMode, CancelStatus, PriorityStatus, Reaped, Swept
+from promptq.shared.protocol.request import PROTOCOL_VERSION, NewRequest
+from promptq.shared.protocol.rows import Published, Row, RowStatus
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.worker_stats import SLOTS, SlotStats, WorkerStats
+from promptq.shared.queue.call import Call, text_of, texts_of
+
+_ROW_STATUSES = {status.value.encode(): status for status in RowStatus}
+
+
+def _row_status(reply: bytes) -> RowStatus:
+    return _ROW_STATUSES.get(reply) or RowStatus(text_of(reply).split(" ", 1)[0])
+
+
+def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
+    """All requests or none. Gives the ids, an older one where the idempotency key is known.
+
+    With a `nonce`, new for each call, the call may be sent again when its reply was lost.
+    Raises RequestExistsError, QueueFullError.
+    """
+    args: list[str | bytes | int] = [f"{idempotency_ms} 7"]
+    for item in new:
+        request = item.request
+        args += [item.request_id, request.to_payload(), request.priority]
+        args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
+        args.append(request.tenant or "")
+    if nonce:
+        args.append(nonce)
+
+    def parse(reply: list[Any]) -> list[str]:
+        kind, *rest = texts_of(reply)
+        if kind == "exists":
+            raise RequestExistsError(f"id: {rest[0]!r} is taken by an earlier request")
+        if kind == "full":
+            retry_after_ms, setting, limit = int(rest[0]), rest[1], rest[2]
+            raise QueueFullError(
+                f"the queue is full: its limit {setting} is {limit}; there should be room in"
+                f" {retry_after_ms} ms",
+                retry_after_ms,
+                setting,
+            )
+        return rest
+
+    return Call("enqueue", args, parse)
+
+
+def claim(
+    worker_id: str,
+    lease_ms: int,
+    room: Room,
+    nonce: str,
+    seed_base: str,
+    model: ModelIdentity,
+    context: ClaimContext = NO_CONTEXT,
+) -> Call[Claims]:
+    """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError.
+
+    A request without a seed gets one made of `seed_base` and its id; where that is empty, of the
+    nonce of the call that enqueued it and its id.
+    """
+    preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
+    args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
+    args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
+    args += [seed_base, room.num_held, context.session, context.answered, context.skip]
+    args.append(context.number)
+
+    def parse(reply: list[Any]) -> Claims:
+        kind = text_of(reply[0])
+        if kind == "model":
+            raise ModelMismatchError(
+                f"the queue is served by workers of the model {text_of(reply[1])!r} (fingerprint"
+                f" {text_of(reply[2])}), this worker has {model.name!r} ({model.fingerprint})"
+            )
+        if kind == "paused":
+            return Claims()
+        now_ms, num_pending, next_skip, *items = reply[1:]
+        claims = Claims(_parse_claim(item, int(now_ms), nth) for nth, item in enumerate(items))
+        claims.num_pending, claims.next_skip = int(num_pending), int(next_skip)
+        return claims
+
+    return Call("claim", args, parse)
+
+
+def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
+    events: list[TokenEvent] = []
+    with suppress(ValidationError):
+        events.extend(TokenEvent.model_validate_json(event) for event in item[9])
+    return Claim(
+        request_id=text_of(item[0]),
+        payload=item[1],
+        fence=text_of(item[2]),
+        attempt=int(item[3]),
+        score=float(item[4]),
+        seed=int(item[5]),
+        enqueued_at_ms=int(item[6]),
+        claimed_at_ms=claimed_at_ms,
+        prompt_tokens=int(item[7]) if item[7] else None,
+        cost=int(item[8]),
+        events=events,
+        is_spoilt=len(events) < len(item[9]),
+        is_suspect=item[10] == b"1",
+        num_logged=int(item[11]),
+        turn=(float(item[12]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 12 else None,
+    )
+
+
+def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
+    """Send a step's events and renew the leases of `held`."""
+    args: list[str | bytes | int] = [lease_ms, len(rows)]
+    for row in rows:
+        args += row
+    args += _held_args(held)
+
+    def parse(reply: list[Any]) -> Published:
+        row_statuses, held_statuses = reply
+        return Published(
+            rows=[_row_status(status) for status in row_statuses],
+            held=[_row_status(status) for status in held_statuses],
+        )
+
+    return Call("publish", args, parse)
+
+
+def release(held: Sequence[Held], max_crashes: int | None = None) -> Call[list[str]]:
+    """Give requests back to the queue, at their old place and with their progress.
+
+    With `max_crashes` (see `reap`) because the engine failed: a crash of each.
+    """
+    args = _held_args(held)
+    if max_crashes is not None:
+        args.append(max_crashes)
+    return Call("release", args, texts_of)
+
+
+def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
+    """End what waits, and in the mode `any` flag what runs.
+
+    `flagged` ends only what a plain client has flagged.
+    """
+
+    def parse(reply: list[Any]) -> list[CancelStatus]:
+        return [CancelStatus(text) for text in texts_of(reply)]
+
+    encoded = [request_id.encode("utf-8", "surrogateescape") for request_id in request_ids]
+    return Call("cancel", [mode, *encoded], parse)
+
+
+def reprioritise(
+    request_id: str, priority: int, payload: bytes, new_payload: str
+) -> Call[PriorityStatus]:
+    """Move what waits to another priority, if `payload` is still what it was enqueued with."""
+    args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
+    return Call("reprioritise", args, lambda reply: PriorityStatus(text_of(reply)))
+
+
+def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
+    """Tidy up behind workers and requests whose time is over.
+
+    A request that was aboard at `max_crashes` lost leases, at the last of them alone, is buried; a
+    dead letter that was kept for its time is deleted.
+    """
+
+    def parse(reply: list[int]) -> Reaped:
+        returned, ended, dead, purged = (int(count) for count in reply)
+        has_more = max(returned, ended, dead, purged) >= limit
+        return Reaped(returned, ended, dead, purged, has_more)
+
+    return Call("reap", [max_crashes, limit], parse)
+
+
+def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
+    """Look at a page of the server's keys, and let go of what nothing has referred to for long."""
+
+    def parse(reply: list[Any]) -> Swept:
+        return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
+
+    return Call("sweep", [cursor, limit], parse)
+
+
+def requeue(dead_id: str, new_id: str) -> Call[str]:
+    """Run a dead letter again as `new_id`; replies ok, unknown or exists."""
+
+    def parse(reply: list[Any]) -> str:
+        return text_of(reply[0])
+
+    return Call("requeue", [dead_id, new_id], parse)
+
+
+def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
+    """Delete dead letters and all that is kept of them; replies purged or unknown for each."""
+    return Call("purge", list(dead_ids), texts_of)
+
+
+def set_paused(keys: Keys, paused: bool) -> Call[int]:
+    """Whether the queue hands out requests."""
+    return Call("", ["HSET", keys.config, "paused", int(paused)], int)
+
+
+def tell_tool_call_style(keys: Keys, style: ToolCallStyle) -> Call[int]:
+    """Say how the queue's model writes the call of a tool."""
+    return Call("", ["HSET", keys.config, "tool_call_style", style.to_json()], int)
+
+
+def tell_workers(keys: Keys, message: str) -> Call[int]:
+    """Send a message on the control channel."""
+    return Call("", ["PUBLISH", keys.control, message], int)
+
+
+def heartbeat(
+    stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
+) -> Call[int]:
+    """Tell how a worker fares, for `ttl_ms`; 0: that it leaves. Gives how many workers live."""
+    args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
+    for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
+        args += [name, str(value)]
+    if slots is not None:
+        args += ["slots", SLOTS.dump_json([*slots])]
+    return Call("heartbeat", args, int)
+
+
+def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:
+    args: list[str | bytes | int] = []
+    for item in held:
+        prompt_tokens = "" if item.prompt_tokens is None else item.prompt_tokens
+        args += [item.request_id, item.fence, prompt_tokens]
+    return args

@@ -1,0 +1,110 @@
+"""Structured logs: colour for people at a terminal, JSON lines for programs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO, cast
+
+import structlog
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_ACCESS_LOG = "uvicorn.access"
+
+
+def configure_logs(level: str, form: str) -> None:
+    """Send log lines of at least `level` to standard error, in the form auto, console or json.
+
+    Lines of what uses the standard `logging` take the same form: those of the engine and of uvicorn
+    (run it with `log_config=None`) from `level` on, those of other libraries from warnings on.
+    """
+    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)
+    common: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        stamp,
+    ]
+    rendering: list[Any] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
+    if console:
+        rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=[*common, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        # Whichever it is then, and each line in one write, as others write there too.
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    handler = _StandardError()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*common, _name_fields],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+            pass_foreign_args=True,
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(_LEVELS[level], logging.WARNING))
+    for name in ("uvicorn", "promptq.worker.engine"):
+        logging.getLogger(name).setLevel(_LEVELS[level])
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def take_over_logs(*libraries: str) -> None:
+    """Have these libraries, once imported, log as all others do, and not on their own too."""
+    for name in libraries:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to standard error as it is at each line: it may be replaced, and the old one closed.
+
+    A line that went to a closed stream would raise in whatever logged it.
+    """
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        """The parent sets it once; it is looked up instead."""
+
+
+def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
+    """A logger with `bound` in every line."""
+    return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(**bound))
+
+
+def bind(**fields: Any) -> None:
+    """Have `fields` in every line that this task logs from now on, whoever logs it.
+
+    What serves an HTTP request says so which `request_id` it is about; uvicorn's line about the
+    request has it then too.
+    """
+    structlog.contextvars.bind_contextvars(**fields)
+
+
+def unbind(*names: str) -> None:
+    """Undo a `bind`, where a task goes on with something else or has begun another task."""
+    structlog.contextvars.unbind_contextvars(*names)
+
+
+def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Give a line of the standard library its logger's name, and uvicorn's access lines fields."""
+    values = line.pop("positional_args", ())
+    line["logger"] = line["_record"].name
+    if line["logger"] == _ACCESS_LOG and len(values) == 5:
+        client, method, path, _version, status = values
+        line["event"] = "answered"
+        # A query may hold a secret.
+        path = path.split("?")[0]
+        line.update(client=client, method=method, path=path, status=status)
+    return line

@@ -1,0 +1,54 @@
+"""asyncio tasks: ended for certain, and cancellations that redis-py would lose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Collection
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_CANCEL_AGAIN_SECONDS = 1.0
+
+
+async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait for their end; what they raise is dropped.
+
+    One cancellation is not enough: `asyncio.wait_for` swallows it before Python 3.12 if what it
+    waits for is just done (redis-py sends through it), and an error in the way out may replace it.
+
+    Who waits may be cancelled too, as anyio does at every turn until a scope is left. That is
+    raised only when all have ended, as what they use is often given away next.
+    """
+    loop = asyncio.get_running_loop()
+    cancelled: asyncio.CancelledError | None = None
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        again_at = loop.time() + _CANCEL_AGAIN_SECONDS
+        while pending and (left := again_at - loop.time()) > 0:
+            try:
+                await asyncio.wait(pending, timeout=left)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            pending = {task for task in pending if not task.done()}
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # it counts as seen
+    if cancelled is not None:
+        raise cancelled
+
+
+async def heeding_cancels(awaitable: Awaitable[T]) -> T:
+    """Await, and raise CancelledError if the task was cancelled meanwhile.
+
+    redis-py sends through `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
+    that arrives when the sending is just done; the task would then wait on.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    value = await awaitable
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return value

@@ -1,0 +1,82 @@
+"""OpenTelemetry traces, an optional extra: `pip install 'promptq[tracing]'`.
+
+Nothing of the library is imported unless traces are sent somewhere. A request carries the context
+of the span that enqueued it: one trace leads from whoever asked to the worker that answered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import TraceContext
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, TracerProvider
+
+_STANDARD_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TRACES_PATH = "/v1/traces"
+_FLUSH_MS = 5000
+
+
+class Tracing:
+    """Makes spans with an application's own tracer provider, or with that of `start_tracing`."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self.tracer = provider.get_tracer("promptq")
+        self._provider = provider
+        self._propagator = TraceContextTextMapPropagator()
+
+    def parent(self, given: TraceContext | Mapping[str, str] | None) -> Context | None:
+        """The context that came with a request or as HTTP headers; None if none did."""
+        if given is None:
+            return None
+        carrier = given.carrier if isinstance(given, TraceContext) else given
+        return self._propagator.extract(carrier) if carrier else None
+
+    def context_of(self, span: Span) -> TraceContext:
+        """What a request carries to make its later spans children of this one."""
+        from opentelemetry.trace import set_span_in_context
+
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, set_span_in_context(span))
+        return TraceContext(**carrier)
+
+    def close(self) -> None:
+        """Send what is left; waits for some seconds at most."""
+        flush = getattr(self._provider, "force_flush", None)
+        shut_down = getattr(self._provider, "shutdown", None)
+        if flush is not None and shut_down is not None:
+            flush(_FLUSH_MS)
+            shut_down()
+
+
+def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:
+    """Send spans to an OTLP collector over HTTP; None, at no cost, if there is nowhere to.
+
+    `endpoint` is its base URL, such as http://localhost:4318; without it the variables count that
+    OpenTelemetry defines (OTEL_EXPORTER_OTLP_ENDPOINT and the like), as all else about exporting.
+    OTEL_SERVICE_NAME replaces `service`. Raises ConfigurationError if the extra is missing.
+    """
+    if not (endpoint or any(map(os.environ.get, _STANDARD_VARIABLES))):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigurationError(
+            "otlp_endpoint: traces need the extra: pip install 'promptq[tracing]'"
+        ) from error
+    if endpoint and not endpoint.endswith(_TRACES_PATH):
+        endpoint = endpoint.rstrip("/") + _TRACES_PATH
+    name = os.environ.get("OTEL_SERVICE_NAME", service)
+    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint or None)))
+    return Tracing(provider)

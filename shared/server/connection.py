@@ -1,0 +1,311 @@
+"""Opens connections to a server and says in one sentence why that does not work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import hiredis
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.retry
+import redis.sentinel
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    MaxConnectionsError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.maint_notifications import MaintNotificationsConfig
+
+from promptq.shared.errors import (
+    ConfigurationError,
+    PromptqError,
+    RedisAuthError,
+    RedisSideError,
+    RedisTooOldError,
+    RedisUnavailableError,
+)
+
+T = TypeVar("T")
+
+MIN_REDIS = 7
+MIN_VALKEY = 8
+_CONNECT_TIMEOUT_SECONDS = 5.0
+_ANSWER_TIMEOUT_SECONDS = 5.0
+_RETRIES = 10
+_NO_LIMIT = 2**31  # to redis-py none means 100
+_SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+_SENTINEL_PORT = 26379
+_CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
+_PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
+_WRONG_URL = (ValueError, TypeError, RedisError)
+
+
+def without_password(url: str) -> str:
+    """The address as it may be shown, be it a URL that can be read or not: passwords are masked."""
+    found = _CREDENTIALS.match(url)
+    if found is None:
+        return _PASSWORD_OPTION.sub("***", url)
+    scheme, user = found.groups("")
+    if "password=" in found[0]:  # an @ in an option, or an option in a password: who can tell
+        return f"{scheme}***"
+    return f"{scheme}{user}***@{_PASSWORD_OPTION.sub('***', url[found.end() :])}"
+
+
+def open_redis(url: str) -> redis.Redis:
+    """A client of the server at `url`, which was reached and is new enough.
+
+    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError.
+    """
+    client: redis.Redis = _make(redis.Redis, url)
+    try:
+        check_version(client.info("server"), url)
+    except NoPermissionError:
+        pass  # the role may not ask for the version; whatever it may do will tell
+    except PromptqError:
+        client.close()
+        raise
+    except (RedisError, OSError) as error:
+        client.close()
+        raise explain(error, url) from error
+    client.set_retry(_retry(redis.retry.Retry))
+    return client
+
+
+async def open_async_redis(url: str) -> redis.asyncio.Redis:
+    """Like `open_redis`, for asyncio."""
+    client = make_async_redis(url)
+    try:
+        check_version(await client.info("server"), url)
+    except NoPermissionError:
+        pass  # as above
+    except PromptqError:
+        await client.aclose()
+        raise
+    except (RedisError, OSError) as error:
+        await client.aclose()
+        raise explain(error, url) from error
+    client.set_retry(_retry(redis.asyncio.retry.Retry))
+    return client
+
+
+def make_async_redis(url: str) -> redis.asyncio.Redis:
+    """A client of the server at `url`, be it there or not, which fails at once where it is not.
+
+    Raises ConfigurationError.
+    """
+    client: redis.asyncio.Redis = _make(redis.asyncio.Redis, url)
+    pool: Any = client.connection_pool
+    pool.connection_class = _packing_in_c(pool.connection_class)
+    return client
+
+
+@cache
+def _packing_in_c(kind: Any) -> Any:
+    """Connections of this kind that write a command in C, as those of the sync client do.
+
+    A publish has seven arguments a token, which cost more than the rest of a call.
+    """
+
+    def pack_command(connection: Any, *args: Any) -> list[bytes]:
+        if args[0] == "EVALSHA":
+            return [hiredis.pack_command(args)]
+        packed: list[bytes] = kind.pack_command(connection, *args)
+        return packed
+
+    return type("PackingConnection", (kind,), {"pack_command": pack_command})
+
+
+def _make(kind: Any, url: str) -> Any:
+    try:
+        return _try_to_make(kind, url)
+    except _WRONG_URL:
+        raise ConfigurationError(
+            f"redis: {without_password(url)!r} is not a Redis URL ({_what_is_wrong(kind, url)});"
+            " it looks like redis://localhost:6379/0, rediss://..., unix:///path or"
+            " redis+sentinel://host:port,host:port/service"
+        ) from None  # what it raised may show a password
+
+
+def _what_is_wrong(kind: Any, url: str) -> str:
+    """Said of the URL without its password, of which no piece is repeated."""
+    try:
+        _try_to_make(kind, without_password(url))
+    except _WRONG_URL as error:
+        return str(error)
+    return (
+        "in a password, special characters must be percent-encoded,"
+        " as a/b# is in redis://:a%2Fb%23@localhost"
+    )
+
+
+def _try_to_make(kind: Any, url: str) -> Any:
+    parts = urlsplit(url)
+    if parts.scheme in _SENTINEL_SCHEMES:
+        client = _make_of_sentinels(kind, url)
+    else:
+        client = kind.from_url(url, **_options_of(url))
+    pool = client.connection_pool
+    pool.connection_class(**pool.connection_kwargs)  # raises of options that it does not know
+    # An @ behind the host ends a password of which a piece was taken for the host.
+    options = [option.partition("=")[0] for option in parts.query.split("&")]
+    is_socket = parts.scheme == "unix" and (not parts.netloc or parts.netloc.endswith("@"))
+    path = "" if is_socket else parts.path
+    if any("@" in piece for piece in (path, parts.fragment, *options)):
+        raise ValueError("there is an @ behind the host")
+    return client
+
+
+def _options_of(url: str) -> dict[str, Any]:
+    """A server that says nothing for so long counts as gone; the URL may say otherwise.
+
+    Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
+    trip, and redis-py would hand out one on which an answer to somebody else waits.
+
+    redis-py refuses who finds all connections of a pool in use, as if the server was gone, and who
+    has one may need another to give it back. So there is no limit but the URL's: how many there are
+    is up to how many threads call, and `AsyncRequestQueue` limits calls.
+    """
+    options: dict[str, Any] = {
+        "max_connections": _NO_LIMIT,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_SECONDS,
+        "socket_timeout": _ANSWER_TIMEOUT_SECONDS,
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+    }
+    if not url.startswith("unix:"):
+        options["socket_keepalive"] = True  # who only listens would else never learn of it
+    return options
+
+
+def _make_of_sentinels(kind: Any, url: str) -> Any:
+    """A client of whichever server the sentinels call the master of a service, now and later.
+
+    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
+    the options of any other. The sentinels' own credentials, if they have any, are the options
+    `sentinel_username` and `sentinel_password`.
+    """
+    parts = urlsplit(url)
+    scheme = _SENTINEL_SCHEMES[parts.scheme]
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service or not hosts:
+        raise ValueError("it names no service or no sentinel")
+    # redis-py reads what is left, with any one host in the place of all.
+    plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
+    is_async = kind is redis.asyncio.Redis
+    pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
+    given = _options_of(plain)  # of which a pool keeps to itself what is no connection's
+    pool = pool_kind.from_url(plain, **given)
+    options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
+    own = {
+        name: options.pop(f"sentinel_{name}")
+        for name in ("username", "password")
+        if f"sentinel_{name}" in options
+    }
+    del options["host"]
+    secured = {name: value for name, value in options.items() if name.startswith("ssl")}
+    kept = ("socket_", "maint_", "max_connections")
+    own |= {name: options[name] for name in options if name.startswith(kept)} | secured
+    options["ssl"] = own["ssl"] = scheme == "rediss"
+    retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
+    own["retry"] = retry_kind(NoBackoff(), 0)  # one that is gone is not tried again: others are
+    sentinel_kind = _AsyncSentinel if is_async else _Sentinel
+    if is_async:
+        options["connection_pool_class"] = _PoolWithSentinels
+    addresses = [_host_and_port(host) for host in hosts.split(",")]
+    return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+
+
+class _Sentinel(redis.sentinel.Sentinel):
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]  # as in redis-py
+        except redis.sentinel.MasterNotFoundError as error:
+            raise _in_short(error) from None
+
+
+class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
+    async def discover_master(self, service_name: str) -> Any:
+        try:
+            return await super().discover_master(service_name)
+        except redis.asyncio.sentinel.MasterNotFoundError as error:
+            raise _in_short(error) from None
+
+
+def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
+    """redis-py shows all options of each sentinel it did not reach, in some versions passwords."""
+    said, _, unreached = str(error).partition(" : ")
+    if unreached:
+        said += "; not every sentinel answers, or takes the connection and its credentials"
+    return type(error)(said)
+
+
+class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
+    """Closes the connections to the sentinels too, which nobody else has."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        for sentinel in self.sentinel_manager.sentinels:
+            await sentinel.connection_pool.disconnect()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    if not parts.hostname:
+        raise ValueError(f"{address!r} is no address of a sentinel")
+    return parts.hostname, parts.port or _SENTINEL_PORT
+
+
+def _retry(kind: Callable[..., T]) -> T:
+    """What a dropped connection is worth: some seconds of trying. `from_url` would try nothing.
+
+    Repeating is safe: the scripts say `duplicate` or `finished` of what they have done already. A
+    server that takes the connection and then says nothing is not asked again. One that has become a
+    replica is left: each try connects anew, to wherever its name or load balancer leads by then.
+    """
+    backoff = ExponentialWithJitterBackoff(cap=1, base=0.01)
+    worth_trying = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
+    return kind(backoff, _RETRIES, supported_errors=worth_trying)
+
+
+def check_version(info: Mapping[str, Any], url: str) -> None:
+    """Raise RedisTooOldError unless `info` is that of Redis 7+ or Valkey 8+."""
+    if "valkey_version" in info:
+        name, version, needed = "Valkey", str(info["valkey_version"]), MIN_VALKEY
+    else:
+        name, version, needed = "Redis", str(info.get("redis_version", "0")), MIN_REDIS
+    if int(version.split(".", 1)[0]) < needed:
+        raise RedisTooOldError(
+            f"the server at {without_password(url)} is {name} {version}; promptq needs"
+            f" Redis {MIN_REDIS} or Valkey {MIN_VALKEY}, or later"
+        )
+
+
+def explain(error: Exception, url: str) -> PromptqError:
+    """The error of ours that says what a client library's error means."""
+    shown = without_password(url)
+    refused = isinstance(error, ResponseError) and str(error).startswith(("NOAUTH", "WRONGPASS"))
+    if isinstance(error, AuthenticationError) or refused:
+        return RedisAuthError(f"the server at {shown} refused the credentials: {error}")
+    if isinstance(error, ResponseError) and "unknown command" in str(error):
+        return RedisTooOldError(  # it does not even know the greeting, which came with Redis 6
+            f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
+            f" Valkey {MIN_VALKEY} is needed"
+        )
+    if isinstance(error, ResponseError):
+        return RedisSideError(f"the server at {shown} refuses a command: {error}")
+    if isinstance(error, MaxConnectionsError):
+        return RedisUnavailableError(
+            f"all connections that the redis-py client may have to {shown} are in use:"
+            " let it have more (max_connections)"
+        )
+    said = str(error).rstrip(".")  # some of redis-py's are sentences, and more may follow ours
+    return RedisUnavailableError(f"no Redis server answers at {shown}: {said}")

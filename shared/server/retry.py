@@ -1,0 +1,46 @@
+"""Trying again what the server did not take, for as long as a worker may."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+
+from promptq.shared.runtime.logs import get_logger
+
+T = TypeVar("T")
+
+_FIRST_BACKOFF_SECONDS = 0.05
+_MAX_BACKOFF_SECONDS = 2.0
+
+
+async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """What `call` gives, once the server takes it. Raises its last error after `seconds` of trying.
+
+    What the scripts refuse they refuse as a whole, and what they did they do not do twice, so a
+    call may be repeated whatever went wrong: a connection or a reply lost, a server that loads, is
+    a replica, or is out of memory or disk. Refused credentials are raised at once.
+    """
+    give_up_at = time.monotonic() + seconds
+    failures = 0
+    while True:
+        try:
+            value = await call()
+        except (AuthenticationError, NoPermissionError):
+            raise
+        except (RedisError, OSError) as error:
+            failures += 1
+            if time.monotonic() >= give_up_at:
+                raise
+            if failures == 1:
+                get_logger().warning("Redis does not take it, trying again", error=str(error))
+        else:
+            if failures:
+                get_logger().info("Redis takes it again", failures=failures)
+            return value
+        longest = min(_FIRST_BACKOFF_SECONDS * 2.0**failures, _MAX_BACKOFF_SECONDS)
+        await asyncio.sleep(random.uniform(longest / 2, longest))

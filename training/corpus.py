@@ -1,0 +1,96 @@
+"""What the shipped model is trained on: documents of the grammar, cut into batches of tokens."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from training.texts.chats import Message, chat, short_exchange, statements
+from training.texts.sketches import repetition, sketch, tiny_story
+from training.texts.stories import story
+from training.tokenizer import END_OF_TEXT, TURN_END, TURN_START
+
+CHAT_SHARE = 0.5
+STATEMENTS_SHARE = 0.04
+STREAM_SHARE = 0.06
+STREAM_DOCUMENTS = 6
+POOL_ROWS = 256
+
+EXERCISES = (repetition, tiny_story, short_exchange)
+
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of token ids of about the same length, not yet padded."""
+
+    rows: list[list[int]]
+
+
+def document(rng: random.Random) -> str:
+    """One document with its special tokens; it ends with the end-of-text token."""
+    draw = rng.random()
+    if draw < CHAT_SHARE:
+        text = conversation(chat(rng))
+    elif draw < CHAT_SHARE + STATEMENTS_SHARE:
+        text = statements(rng)
+    else:
+        text = story(rng)
+    return text + END_OF_TEXT
+
+
+def conversation(messages: list[Message]) -> str:
+    """The messages in ChatML, as the tokenizer's chat template writes them."""
+    return "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
+
+
+def exercise(rng: random.Random) -> str:
+    """Something short in which most words depend on the words before."""
+    draw = rng.randrange(len(EXERCISES) + 2)
+    if draw >= len(EXERCISES):
+        return sketch(rng) + END_OF_TEXT
+    question, answer = EXERCISES[draw](rng)
+    messages: list[Message] = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    return conversation(messages) + END_OF_TEXT
+
+
+def row(rng: random.Random) -> str:
+    """One training row: a document alone, and seldom several in a row.
+
+    A document alone needs no mask against its neighbors; the long rows teach what comes after an
+    end token and what far positions look like.
+    """
+    if rng.random() >= STREAM_SHARE:
+        return document(rng)
+    return "".join(document(rng) for _ in range(rng.randrange(2, STREAM_DOCUMENTS + 1)))
+
+
+def batches(
+    rng: random.Random,
+    encode: Encode,
+    batch_tokens: int,
+    max_tokens: int,
+    exercise_share: Callable[[int], float] = lambda _: 0.0,
+) -> Iterator[Batch]:
+    """Batches without end, each of at most ``batch_tokens`` tokens when padded.
+
+    Rows longer than ``max_tokens`` tokens, which has to be at most ``batch_tokens``, are cut.
+    ``exercise_share`` says how many of the rows are exercises, after so many batches.
+    """
+    done = 0
+    while True:
+        share = exercise_share(done)
+        texts = [exercise(rng) if rng.random() < share else row(rng) for _ in range(POOL_ROWS)]
+        pool = [ids[:max_tokens] for ids in encode(texts)]
+        pool.sort(key=len, reverse=True)
+        cut: list[Batch] = []
+        while pool:
+            count = max(1, batch_tokens // len(pool[0]))
+            cut.append(Batch(pool[:count]))
+            del pool[:count]
+        rng.shuffle(cut)
+        done += len(cut)
+        yield from cut

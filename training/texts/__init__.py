@@ -1,0 +1,1 @@
+"""The texts that the shipped model learns from."""

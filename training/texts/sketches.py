@@ -1,0 +1,79 @@
+"""Exercises in keeping to what was said: a few plain sentences about the same people and things.
+
+A model this small finds out late, or never, that a name has to be copied from earlier in the
+text. Where every line repeats one it finds out within a hundred steps, so training begins here.
+"""
+
+import random
+
+from training.texts.phrases import choose, one_of, render
+from training.texts.plots import OPENINGS, SPOTS
+from training.texts.words import KINDS, PLACES, THINGS, character, item, scene
+
+LINES = (
+    "{hero.name} was {hero.an_old}.",
+    "{hero.the} was called {hero.name}.",
+    "{hero.name} lived {place.in_a}.",
+    "{hero.name} had {thing.a_red}.",
+    "{hero.name} was {hero.trait}.",
+    "{friend.name} was {friend.trait}.",
+    "{friend.name} was {friend.an_old}.",
+    "{friend.name} met {hero.name} {spot}.",
+    "{hero.name} and {friend.name} sat {spot}.",
+    "{hero.name} looked at {friend.name}.",
+    "{hero.name} gave {thing.the} to {friend.name}.",
+    "{friend.name} thanked {hero.name}.",
+    "{thing.the} belonged to {hero.name}.",
+    "{thing.the} was {thing.look}.",
+    "{thing.the} lay {spot}.",
+    '"Hello," said {hero.name}.',
+    '"Hello," said {friend.name}.',
+    '"Look!" cried {friend.name}.',
+    '"Where is my {thing.name}?" asked {hero.name}.',
+    '"Is this your {thing.name}?" asked {friend.name}.',
+)
+
+
+WISHES = (
+    "[Tell me|Write|Write me|Please tell me] a [|short|little] story about {hero.a} and {thing.a}.",
+    "[Tell me|Write|Write me|Please tell me] a [|short|little] story about {hero.an_old}.",
+    "[Tell me|Write|Write me|Please tell me] a [|short|little] story about {hero.name} the "
+    "{hero.kind}.",
+    "[Can you|Could you|Please] tell me about {hero.a} with {thing.a}?",
+)
+
+
+def sketch(rng: random.Random, least: int = 3, most: int = 8) -> str:
+    """From ``least`` to ``most`` sentences in any order."""
+    fields = _fields(rng)
+    return " ".join(render(rng, line, fields) for line in _lines(rng, least, most))
+
+
+def repetition(rng: random.Random) -> tuple[str, str]:
+    """Something to repeat, and the same thing repeated."""
+    said = sketch(rng, 1, 3)
+    return choose(rng, "[Repeat after me:|Please repeat:|Say this:]") + " " + said, said
+
+
+def tiny_story(rng: random.Random) -> tuple[str, str]:
+    """The wish for a story, and no more than its beginning."""
+    fields = _fields(rng)
+    lines = (one_of(rng, OPENINGS), "{hero.name} had {thing.a_red}.", *_lines(rng, 1, 2))
+    wish = render(rng, one_of(rng, WISHES), fields)
+    return wish, " ".join(render(rng, line, fields) for line in lines)
+
+
+def _lines(rng: random.Random, least: int, most: int) -> list[str]:
+    return rng.sample(LINES, rng.randint(least, most))
+
+
+def _fields(rng: random.Random) -> dict[str, object]:
+    hero_kind, friend_kind = rng.sample(KINDS, 2)
+    hero = character(rng, hero_kind)
+    return {
+        "hero": hero,
+        "friend": character(rng, friend_kind, taken=(hero.name,)),
+        "thing": item(rng, THINGS[rng.randrange(len(THINGS))]),
+        "place": scene(rng, PLACES[rng.randrange(len(PLACES))]),
+        "spot": one_of(rng, SPOTS),
+    }

@@ -1,0 +1,241 @@
+"""What a worker asks of any engine, and the plain messages that cross between them.
+
+An engine lives in one thread and is driven by that thread alone: `add` and `abort` are called
+between steps, `step` does one step and returns what came of it. Nothing here knows of Redis,
+asyncio or torch, so that an engine can just as well live in a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.grammar import Grammar
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One attempt at a request, tokenised and checked against the engine's limits."""
+
+    sequence_id: int
+    """Chosen by the worker, never used twice: a second attempt at a request has another one."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """Randomness is a function of (seed, position) alone."""
+
+    max_tokens: int
+    """Resolved: output tokens over all attempts, so that prompt + output fit the model length."""
+
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
+
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not appear in the output (the tokenised `bad_words`)."""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    """What earlier attempts emitted; generation goes on behind it."""
+
+    priority: int = 0
+    """Decides alone who may preempt whom; lower is more urgent."""
+
+    order: tuple[float, str] = (0.0, "")
+    """Queue score and request id: who comes first among those that wait."""
+
+    cache_salt: str = ""
+    """Only sequences with the same salt share cached prefixes."""
+
+    grammar: Grammar | None = None
+    """What the output must match, standing behind `output_token_ids`; the engine's alone from now
+    on, so that this field is the one thing here that is no plain message."""
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether what may come next depends on which tokens have come, besides the logits."""
+        params = self.params
+        return bool(
+            params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or self.bad_token_sequences
+            or self.grammar is not None
+        )
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What one step gave one sequence.
+
+    `finish_reason` is set on the last output of a sequence and `error` goes with
+    FinishReason.ERROR; slot and blocks are free by the time it is returned.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    timing: SequenceTiming | None = None
+    """With its first token of this attempt and after a preemption, and with its last output."""
+    given_back: bool = False
+    """It left without an end: memory was short for it alone, and may suffice elsewhere."""
+
+
+@dataclass(slots=True)
+class SequenceTiming:
+    """How a sequence fared; times are `time.monotonic()` in seconds, None if not reached."""
+
+    added_at: float
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache when first scheduled."""
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    preempted_at: list[float] = field(default_factory=list)
+    resumed_at: list[float] = field(default_factory=list)
+
+    def copy(self) -> SequenceTiming:
+        """One that its sequence does not change any more."""
+        return replace(self, preempted_at=[*self.preempted_at], resumed_at=[*self.resumed_at])
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot. Counts of tokens and sequences are totals since the engine started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks owned by a sequence; cached blocks without an owner are free to take."""
+    num_saved_blocks: int = 0
+    """So many more would be owned if sequences did not share their prefixes."""
+    num_cached_blocks: int = 0
+    """Blocks without an owner that still hold a reusable prefix."""
+    num_steps: int = 0
+    num_processed: int = 0
+    """Sequences that ended, in whatever way."""
+    prompt_tokens: int = 0
+    """Prompt tokens computed (cached ones are not computed)."""
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses that were computed along with decodes ..."""
+    accepted_tokens: int = 0
+    """... and those of them that were right."""
+    num_preemptions: int = 0
+    step_seconds: float = 0.0
+    """Duration of the last step."""
+    busy_seconds: float = 0.0
+    """Sum of all steps."""
+    peak_memory_bytes: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+    ended_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` in seconds."""
+
+
+@dataclass(slots=True)
+class SequenceSnapshot:
+    """Where one sequence stands between two steps; `slot` is None for one that waits."""
+
+    sequence_id: int
+    slot: int | None
+    num_tokens: int
+    """Known: prompt and output."""
+    num_computed_tokens: int
+    num_blocks: int
+    num_shared_blocks: int
+    timing: SequenceTiming
+    """A copy."""
+
+
+@dataclass(slots=True)
+class EngineSnapshot:
+    """All sequences between two steps: those that run by slot, then those that wait in order."""
+
+    sequences: list[SequenceSnapshot] = field(default_factory=list)
+    num_shared_blocks: int = 0
+    """Each counted once, however many share it."""
+    step_seconds: float = 0.0
+    """Median of the last steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can hold; a worker claims and checks requests against it."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    """Prompt and output together; never more than the KV cache can hold for one sequence."""
+    kv_tokens: int
+    """Tokens that the whole KV cache holds."""
+    block_size: int
+    bytes_per_token: int
+    """True size of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
+    vocab_size: int
+
+
+class Engine(Protocol):
+    """A continuous batch. Not thread-safe: one thread drives it."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute anything."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Take a sequence in; it waits for a slot and blocks.
+
+        Raises ValueError if it can never fit.
+        """
+        ...
+
+    def abort(self, sequence_id: int) -> bool:
+        """End a sequence without a further output; slot and blocks are free on return.
+
+        False if it is not here (any more).
+        """
+        ...
+
+    def preemptible(self) -> list[tuple[int, int]]:
+        """(priority, KV tokens held) of each running sequence."""
+        ...
+
+    def step(self) -> StepOutput:
+        """Schedule, compute and commit one step."""
+        ...
+
+    def recover(self, error: Exception) -> StepOutput:
+        """After a step that raised `error`: compute what it was to compute, in parts.
+
+        Ends, each with an error, those sequences that fail alone; what is out of memory even alone
+        waits without blocks and is tried some times more, then given back. Raises if the engine
+        itself is broken, or was before the step's work was known.
+        """
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """Where all sequences stand, for people to look at."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Audit blocks and slots; raises RuntimeError naming what does not add up."""
+        ...

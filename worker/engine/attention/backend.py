@@ -1,0 +1,143 @@
+"""Attention over the paged KV cache: the nouns, and the one signature that every backend has."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
+
+import torch
+
+from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+
+__all__ = [
+    "FULL",
+    "AttentionBackend",
+    "LayerCache",
+    "LayerSpec",
+    "Pattern",
+    "Scoring",
+    "StepLayout",
+    "backend_for",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which earlier positions a query sees, itself included.
+
+    `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
+    """
+
+    kind: Literal["full", "sliding", "chunked"]
+    size: int = 0
+
+    def first_visible(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        if self.kind == "sliding":
+            return max(0, position + 1 - self.size)
+        if self.kind == "chunked":
+            return position - position % self.size
+        return 0
+
+    def shortened(self, max_length: int) -> Pattern:
+        """The same for sequences of up to `max_length` tokens; often simply full."""
+        return FULL if self.size >= max_length else self
+
+
+FULL = Pattern("full")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's attention, as it was seen in a forward of the model."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    pattern: Pattern = FULL
+    shares_kv_of: int | None = None
+    """An earlier layer that hands over the very same K and V."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        if self.shares_kv_of is not None:
+            return 0
+        key_bytes = self.key_size * self.key_dtype.itemsize
+        return self.num_kv_heads * (key_bytes + self.value_size * self.value_dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's K [num_blocks, num_kv_heads, block_size, key_size], and V likewise."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How queries score keys: `softmax(softcap * tanh(q k scale / softcap))` within `pattern`.
+
+    `sinks` [num_heads] are further logits in the softmax that carry no value (gpt-oss).
+    """
+
+    scale: float
+    pattern: Pattern = FULL
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where a step's T packed rows lie in the cache; the same for all layers.
+
+    The first `num_decodes` rows belong to one sequence each, in descending order of context, and
+    the rows of the chunks follow. Sequence i has the rows `query_starts[i]` up to
+    `query_starts[i + 1]`, and after the step its K and V are `context_lens[i]` long.
+    """
+
+    num_decodes: int
+    query_starts: list[int]
+    context_lens: list[int]
+    block_tables: torch.Tensor
+    """[num_sequences, max_blocks], int64; what lies behind a sequence's blocks means nothing."""
+    write_blocks: torch.Tensor
+    """[T], int64: the block that each row's K and V go to ..."""
+    write_offsets: torch.Tensor
+    """... and the place in it."""
+    block_size: int
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+    """What a backend works out once per step and uses in every layer."""
+
+
+class AttentionBackend(Protocol):
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        layout: StepLayout,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Write the step's K and V into the cache, then attend through the block tables.
+
+        `query` [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value`
+        [T, num_kv_heads, value_size] give [T, num_heads, value_size]. What the cache holds
+        outside of the sequences, NaN included, changes nothing.
+        """
+        ...
+
+
+def backend_for(device: torch.device) -> AttentionBackend:
+    """The fastest backend that runs on the device."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+
+        return triton_paged_attention
+    return torch_paged_attention

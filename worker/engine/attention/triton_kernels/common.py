@@ -1,0 +1,123 @@
+"""What the Triton kernels share: how a score is made, who sees whom, and sizes of tiles.
+
+Without a GPU they run in Triton's interpreter, if TRITON_INTERPRET=1 is set before they are
+imported.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.attention.backend import LayerCache, Pattern
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+SLIDING = tl.constexpr(1)
+CHUNKED = tl.constexpr(2)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
+
+MAX_KEYS_PER_TILE = 64
+_A_CARD = {"max_shared_mem": 96 * 1024, "multiprocessor_count": 128}
+"""What launches in the interpreter are made for."""
+
+
+@triton.jit
+def first_visible(position: tl.tensor, pattern_size: tl.tensor, PATTERN: tl.constexpr) -> tl.tensor:
+    """As Pattern.first_visible."""
+    first = position * 0
+    if PATTERN == SLIDING:
+        first = tl.maximum(position + 1 - pattern_size, 0)
+    if PATTERN == CHUNKED:
+        first = position - position % pattern_size
+    return first
+
+
+@triton.jit
+def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """`total + left @ right` in fp32; fp32 operands are not cut to tf32."""
+    if INTERPRETED:  # which multiplies bf16 as if the bits were integers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def scores_of(
+    query: tl.tensor,
+    key: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    HAS_SOFTCAP: tl.constexpr,
+) -> tl.tensor:
+    """[queries, keys] logits in base 2, of rows of queries and rows of keys."""
+    none = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
+    scores = dot(query, tl.trans(key), none) * scale
+    if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    return scores * LOG2_E
+
+
+@triton.jit
+def attend_tile(
+    scores: tl.tensor, value: tl.tensor, highest: tl.tensor, weight: tl.tensor, total: tl.tensor
+) -> tl.tuple:
+    """One step of the softmax that never holds more than a tile.
+
+    Of scores [queries, keys], -inf where not visible, and value [keys, value size]; carried along
+    are each query's highest score so far, the sum of its weights, and its weighted values. See
+    Milakov and Gimelshein, "Online normalizer calculation for softmax".
+    """
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A query may have seen nothing yet, and -inf - -inf is not a number.
+    origin = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - origin[:, None])
+    fading = tl.exp2(highest - origin)
+    weight = weight * fading + tl.sum(weights, 1)
+    total = dot(weights.to(value.dtype), value, total * fading[:, None])
+    return new_highest, weight, total
+
+
+def padded(size: int) -> int:
+    """The size of a tile that holds `size`: tiles are powers of two, and products take 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def pattern_arguments(pattern: Pattern) -> dict[str, int]:
+    """What `first_visible` and masks are told of a pattern."""
+    return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
+
+
+def keys_per_tile(cache: LayerCache, num_stages: int, shared_memory: int) -> int:
+    """How many keys, with their values, a tile may hold so that `num_stages` tiles fit."""
+    itemsize = cache.key.element_size()
+    bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
+    # Products of fp32 are not made by the matrix units, and larger tiles would spill registers.
+    tile = MAX_KEYS_PER_TILE if itemsize < 4 else MAX_KEYS_PER_TILE // 2
+    while tile > 16 and tile * bytes_per_key * num_stages > shared_memory:
+        tile //= 2
+    return tile
+
+
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """What one program may take of a processor's own memory."""
+    return _properties(device)["max_shared_mem"]
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    return _properties(device)["multiprocessor_count"]
+
+
+def _properties(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return _A_CARD
+    properties: dict[str, int] = driver.active.utils.get_device_properties(device.index or 0)
+    return properties

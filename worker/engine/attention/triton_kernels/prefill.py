@@ -1,0 +1,231 @@
+"""Attention of chunks of prompts, packed one behind the other, over the block table.
+
+A tile holds some successive queries of one chunk with all heads of a group. What all of its queries
+see is gone through without masks, the rest with them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from promptq.worker.engine.attention.triton_kernels.common import (
+    CHUNKED,
+    LOG2_E,
+    SLIDING,
+    attend_tile,
+    first_visible,
+    keys_per_tile,
+    padded,
+    pattern_arguments,
+    scores_of,
+    shared_memory_bytes,
+)
+from promptq.worker.engine.device.async_copies import to_device
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.attention.backend import LayerCache, Scoring, StepLayout
+
+NUM_STAGES = 2
+MAX_QUERY_TILE = 128
+"""Heads of more than 128 get half of it, and fp32 a quarter: the sums are held in registers."""
+
+
+def prefill(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    cache: LayerCache,
+    layout: StepLayout,
+    scoring: Scoring,
+) -> None:
+    """Attend from the chunks' rows of `query` [T, num_heads, key_size] into those of `output`.
+
+    The chunks' own K and V are in the cache already.
+    """
+    _, num_heads, key_size = query.shape
+    _, num_kv_heads, block_size, value_size = cache.value.shape
+    group = num_heads // num_kv_heads
+    itemsize = cache.key.element_size()
+    most = MAX_QUERY_TILE
+    if max(key_size, value_size) > 128:
+        most //= 2
+    if itemsize >= 4:
+        most //= 4
+    query_tile = max(padded(group), min(most, padded(longest_chunk(layout) * group)))
+    tiles = tiles_of(layout, query_tile // group)
+    _prefill_kernel[(tiles.shape[0], num_kv_heads)](
+        query,
+        cache.key,
+        cache.value,
+        output,
+        layout.block_tables,
+        tiles,
+        query if scoring.sinks is None else scoring.sinks,
+        scoring.scale,
+        scoring.softcap or 1.0,
+        query.stride(0),
+        query.stride(1),
+        layout.block_tables.stride(0),
+        num_kv_heads,
+        **pattern_arguments(scoring.pattern),
+        HAS_SOFTCAP=scoring.softcap is not None,
+        HAS_SINKS=scoring.sinks is not None,
+        GROUP=group,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        BLOCK_SIZE=block_size,
+        QUERY_TILE=query_tile,
+        KEY_TILE=padded(key_size),
+        VALUE_TILE=padded(value_size),
+        TOKEN_TILE=keys_per_tile(
+            cache,
+            NUM_STAGES,
+            shared_memory_bytes(query.device) - query_tile * padded(key_size) * itemsize,
+        ),
+        num_warps=8 if query_tile >= 128 else 4,
+        num_stages=NUM_STAGES,
+    )
+
+
+def longest_chunk(layout: StepLayout) -> int:
+    starts = layout.query_starts[layout.num_decodes :]
+    return max(last - first for first, last in pairwise(starts))
+
+
+def tiles_of(layout: StepLayout, queries_per_tile: int) -> torch.Tensor:
+    """[num_tiles, 4], int32: sequence, first row, number of rows, position of the first.
+
+    The tiles with most to see come first, so that none of them is left for the end.
+    """
+    tiles: torch.Tensor | None = layout.plans.get((tiles_of, queries_per_tile))
+    if tiles is None:
+        cut = []
+        for sequence in range(layout.num_decodes, len(layout.context_lens)):
+            first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]
+            first_position = layout.context_lens[sequence] - (end - first_row)
+            for row in range(first_row, end, queries_per_tile):
+                num_rows = min(queries_per_tile, end - row)
+                cut.append((sequence, row, num_rows, first_position + row - first_row))
+        cut.sort(key=lambda tile: tile[3], reverse=True)
+        tiles = to_device(np.array(cut, dtype=np.int32), layout.block_tables.device)
+        layout.plans[tiles_of, queries_per_tile] = tiles
+    return tiles
+
+
+@triton.jit(do_not_specialize=["table_stride"])  # which differs from step to step
+def _prefill_kernel(
+    query: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    output: tl.tensor,
+    block_tables: tl.tensor,
+    tiles: tl.tensor,
+    sinks: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    query_row_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_kv_heads: tl.tensor,
+    pattern_size: tl.tensor,
+    PATTERN: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    TOKEN_TILE: tl.constexpr,
+) -> None:
+    """One program for each tile of queries and KV head."""
+    tile = tiles + tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tile).to(tl.int64)
+    first_row = tl.load(tile + 1).to(tl.int64)
+    num_rows = tl.load(tile + 2)
+    first_position = tl.load(tile + 3)
+
+    in_tile = tl.arange(0, QUERY_TILE)
+    offset = in_tile // GROUP
+    is_query = offset < num_rows
+    head = kv_head * GROUP + in_tile % GROUP
+    position = first_position + offset
+    key_column = tl.arange(0, KEY_TILE)
+    value_column = tl.arange(0, VALUE_TILE)
+    is_key_column = key_column[None, :] < KEY_SIZE
+    is_value_column = value_column[None, :] < VALUE_SIZE
+    rows = query + (first_row + offset) * query_row_stride + head * query_head_stride
+    queries = tl.load(
+        rows[:, None] + key_column[None, :], mask=is_query[:, None] & is_key_column, other=0.0
+    ).to(key_cache.dtype.element_ty)
+
+    highest = tl.full((QUERY_TILE,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((QUERY_TILE,), dtype=tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        weight = tl.full((QUERY_TILE,), 1.0, dtype=tl.float32)
+    total = tl.zeros((QUERY_TILE, VALUE_TILE), dtype=tl.float32)
+
+    table = block_tables + sequence * table_stride
+    start = first_visible(first_position, pattern_size, PATTERN)
+    end = first_position + num_rows
+    middle = start
+    if PATTERN == 0:
+        middle = (first_position + 1) // TOKEN_TILE * TOKEN_TILE
+        for first_token in range(start, middle, TOKEN_TILE):
+            token = first_token + tl.arange(0, TOKEN_TILE)
+            block = tl.load(table + token // BLOCK_SIZE)
+            place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+            key = tl.load(
+                key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
+                mask=is_key_column,
+                other=0.0,
+            )
+            value = tl.load(
+                value_cache + place[:, None] * VALUE_SIZE + value_column[None, :],
+                mask=is_value_column,
+                other=0.0,
+            )
+            scores = scores_of(queries, key, scale, softcap, HAS_SOFTCAP)
+            highest, weight, total = attend_tile(scores, value, highest, weight, total)
+    for first_token in range(middle, end, TOKEN_TILE):
+        token = first_token + tl.arange(0, TOKEN_TILE)
+        is_seen = token < end
+        block = tl.load(table + token // BLOCK_SIZE, mask=is_seen, other=0)
+        place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+        key = tl.load(
+            key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
+            mask=is_seen[:, None] & is_key_column,
+            other=0.0,
+        )
+        value = tl.load(
+            value_cache + place[:, None] * VALUE_SIZE + value_column[None, :],
+            mask=is_seen[:, None] & is_value_column,
+            other=0.0,
+        )
+        visible = token[None, :] <= position[:, None]
+        if PATTERN == SLIDING:
+            visible = visible & (token[None, :] > position[:, None] - pattern_size)
+        if PATTERN == CHUNKED:
+            visible = visible & (
+                token[None, :] // pattern_size == position[:, None] // pattern_size
+            )
+        scores = scores_of(queries, key, scale, softcap, HAS_SOFTCAP)
+        scores = tl.where(visible, scores, float("-inf"))
+        highest, weight, total = attend_tile(scores, value, highest, weight, total)
+
+    total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    place = ((first_row + offset) * num_kv_heads * GROUP + head) * VALUE_SIZE
+    tl.store(
+        output + place[:, None] + value_column[None, :],
+        total,
+        mask=is_query[:, None] & is_value_column,
+    )

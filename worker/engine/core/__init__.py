@@ -1,0 +1,1 @@
+"""The scheduling core: sequences, blocks, steps; no torch here."""

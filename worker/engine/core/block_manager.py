@@ -1,0 +1,213 @@
+"""Who owns which block of the KV cache, and which blocks hold a prefix that others can use."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from itertools import chain, islice
+
+from promptq.worker.engine.core.sequence import Sequence
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens of one sequence; the last may be partly filled."""
+    return -(-num_tokens // block_size)
+
+
+class BlockManager:
+    """Hands out blocks, counts their owners, and finds blocks by the prefix they hold.
+
+    Every block is in one of three states: *free* (holds nothing), *owned* (in as many block tables
+    as it has references) or *cached* (no owner, but findable by its hash until somebody needs the
+    block). A block's hash covers its tokens, all tokens before them and the cache salt, and it
+    enters the index only when the block has been computed: an owned block may be findable too, and
+    what is findable is never half written.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._all_blocks = frozenset(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
+        self._findable: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken: free ones, then cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def shared_blocks(self, sequence: Sequence) -> list[int]:
+        """The sequence's blocks that others own too."""
+        references = self._references
+        return [block for block in sequence.block_table if references[block] > 1]
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The computed blocks that the sequence's tokens begin with.
+
+        At least one token is left to compute, for without it there would be no logits.
+        """
+        self._hash_blocks(sequence)
+        prefix: list[int] = []
+        num_shareable = (sequence.num_tokens - 1) // self.block_size
+        for block_hash in islice(sequence.block_hashes, num_shareable):
+            block = self._findable.get(block_hash)
+            if block is None:
+                break
+            prefix.append(block)
+        return prefix
+
+    def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
+        """How many of `num_free` it takes to hold the known tokens of a sequence without blocks."""
+        owned = sum(1 for block in prefix if self._references[block])
+        return num_blocks_for(sequence.num_tokens, self.block_size) - owned
+
+    def num_free_after(
+        self, leaving: Iterable[Sequence], prefix: list[int]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Each sequence of `leaving` with what `num_free` would be if it and those before it left.
+
+        Blocks of `prefix` are kept out, since `num_needed` counts them as owned already.
+        """
+        num_free = self.num_free
+        references: dict[int, int] = dict.fromkeys(prefix, 0)
+        for sequence in leaving:
+            for block in sequence.block_table:
+                references[block] = references.get(block, self._references[block]) - 1
+                num_free += references[block] == 0
+            yield sequence, num_free
+
+    def allocate(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Give a sequence without blocks its cached prefix and blocks for all other known tokens.
+
+        Raises RuntimeError, with nothing changed, if there are too few.
+        """
+        if self.num_needed(sequence, prefix) > self.num_free:
+            raise RuntimeError(
+                f"sequence {sequence.sequence_id} needs {self.num_needed(sequence, prefix)} blocks "
+                f"and {self.num_free} are free"
+            )
+        for block in prefix:
+            self._cached.pop(block, None)
+            self._references[block] += 1
+        sequence.block_table.extend(prefix)
+        self.extend(sequence)
+
+    def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
+        """Own blocks for all known tokens of the sequence and so many further ones.
+
+        False, with nothing changed, if there are too few.
+        """
+        num_tokens = sequence.num_tokens + num_further
+        num_missing = num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table)
+        if num_missing <= 0:
+            return True
+        if num_missing > self.num_free:
+            return False
+        sequence.block_table.extend(self._take() for _ in range(num_missing))
+        return True
+
+    def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the blocks findable that became full when tokens `start` to `end` were computed."""
+        first, last = start // self.block_size, end // self.block_size
+        if first == last:
+            return
+        self._hash_blocks(sequence)
+        for index in range(first, last):
+            block, block_hash = sequence.block_table[index], sequence.block_hashes[index]
+            if block_hash not in self._findable:
+                self._findable[block_hash] = block
+                self._hashes[block] = block_hash
+
+    def free(self, sequence: Sequence) -> None:
+        """Take all blocks back. Findable ones stay cached, the tail to be evicted first."""
+        for block in reversed(sequence.block_table):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hashes[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+        sequence.block_table.clear()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Audit all blocks against the block tables of `sequences`, all that have blocks.
+
+        Raises RuntimeError saying what does not add up.
+        """
+        entries = Counter(block for sequence in sequences for block in sequence.block_table)
+        states = {"free": self._free, "cached without owner": self._cached, "owned": entries}
+        num_stated = sum(len(blocks) for blocks in states.values())
+        if num_stated != self.num_blocks or set().union(*states.values()) != self._all_blocks:
+            times = Counter(chain(*states.values()))
+            known = self._all_blocks
+            wrong = sorted(b for b in known | times.keys() if times[b] != (b in known))
+            counts = " + ".join(f"{len(blocks)} {state}" for state, blocks in states.items())
+            raise RuntimeError(
+                f"{counts} against {self.num_blocks} blocks: "
+                f"{wrong} are in several states, in none, or do not exist"
+            )
+        for block, count in entries.items():
+            if self._references[block] != count:
+                raise RuntimeError(
+                    f"block {block} has {self._references[block]} references "
+                    f"and {count} block table entries"
+                )
+        if self.num_blocks - self._references.count(0) != len(entries):
+            referenced = {block for block, count in enumerate(self._references) if count}
+            raise RuntimeError(
+                f"blocks {sorted(referenced - entries.keys())} have references "
+                "and no block table entries"
+            )
+        if any(map(self._hashes.__getitem__, self._free)):
+            raise RuntimeError("a free block is findable")
+        if not all(map(self._hashes.__getitem__, self._cached)):
+            raise RuntimeError("a cached block is not findable")
+        num_hashed = self.num_blocks - self._hashes.count(None)
+        found = map(self._hashes.__getitem__, self._findable.values())
+        if num_hashed != len(self._findable) or list(found) != list(self._findable):
+            raise RuntimeError("the index of findable blocks differs from the blocks' hashes")
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            block_hash = self._hashes[block]
+            self._hashes[block] = None
+            if block_hash is not None:
+                del self._findable[block_hash]
+        self._references[block] = 1
+        return block
+
+    def _hash_blocks(self, sequence: Sequence) -> None:
+        """Bring the sequence's chain of block hashes up to its last full block.
+
+        A strong hash, because whoever finds a block reads what another request wrote there.
+        """
+        hashes, size = sequence.block_hashes, self.block_size
+        for index in range(len(hashes), sequence.num_tokens // size):
+            parent = hashes[-1] if hashes else _salt_hash(sequence.request.cache_salt)
+            token_ids = array("q", sequence.token_ids[index * size : (index + 1) * size])
+            hashes.append(blake2b(parent + token_ids.tobytes(), digest_size=_HASH_BYTES).digest())
+
+
+_HASH_BYTES = 32
+
+
+def _salt_hash(cache_salt: str) -> bytes:
+    """Where a salt's chains begin; `person` keeps any salt from spelling a hash within a chain."""
+    salt = cache_salt.encode("utf-8", "surrogatepass")
+    return blake2b(salt, digest_size=_HASH_BYTES, person=b"cache_salt").digest()

@@ -1,0 +1,54 @@
+"""What an engine refuses to begin with: settings, and requests that no batch could hold."""
+
+from __future__ import annotations
+
+from promptq.shared.errors import ConfigurationError
+from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
+
+
+def check_settings(limits: EngineLimits, prefill_chunk: int, max_model_len: int | None) -> None:
+    """Raises ConfigurationError naming the setting that leaves no room to compute anything."""
+    if limits.max_num_seqs < 1:
+        raise ConfigurationError(f"--max-num-seqs: {limits.max_num_seqs} is less than 1")
+    if limits.max_num_batched_tokens < limits.max_num_seqs:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
+            f"than one for each of --max-num-seqs, {limits.max_num_seqs}"
+        )
+    if prefill_chunk < 1:
+        raise ConfigurationError(f"--prefill-chunk: {prefill_chunk} is less than 1")
+    if max_model_len is not None and max_model_len < 2:
+        raise ConfigurationError(
+            f"--max-model-len: {max_model_len} is less than a token of prompt and one of output"
+        )
+    if limits.kv_tokens < 2:
+        raise ConfigurationError(
+            f"--kv-cache-memory: leaves room for {limits.kv_tokens} tokens in the KV cache, "
+            "which is less than a token of prompt and one of output"
+        )
+
+
+def check_request(request: EngineRequest, limits: EngineLimits) -> None:
+    """Raises ValueError naming what an engine of these limits cannot compute."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    num_output_tokens = len(request.output_token_ids)
+    num_tokens = num_prompt_tokens + num_output_tokens
+    if num_prompt_tokens == 0:
+        raise ValueError("prompt_token_ids: is empty, and there is nothing to continue")
+    if num_tokens >= limits.max_model_len:
+        raise ValueError(
+            f"prompt_token_ids: {num_prompt_tokens} tokens and {num_output_tokens} of output "
+            f"leave no room for another in a length of {limits.max_model_len}"
+        )
+    if request.max_tokens <= num_output_tokens:
+        raise ValueError(
+            f"max_tokens: {request.max_tokens} is reached with the {num_output_tokens} tokens "
+            "of output there are"
+        )
+    for name in ("prompt_token_ids", "output_token_ids"):
+        token_ids = getattr(request, name)
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < limits.vocab_size:
+                raise ValueError(
+                    f"{name}: {token_id} is outside the vocabulary of {limits.vocab_size}"
+                )

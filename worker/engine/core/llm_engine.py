@@ -1,0 +1,380 @@
+"""A continuous batch: schedule, launch, collect, and commit what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.messages import (
+    EngineLimits,
+    EngineRequest,
+    EngineSnapshot,
+    EngineStats,
+    SequenceOutput,
+    SequenceSnapshot,
+    StepOutput,
+)
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.checks import check_request, check_settings
+from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.prefill_pacing import Pacing
+from promptq.worker.engine.core.recovery import Recovery, collect, is_out_of_memory
+from promptq.worker.engine.core.runner import Runner, SampledToken
+from promptq.worker.engine.core.scheduler import Scheduler
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+
+_AUDIT_INTERVAL_SECONDS = 1.0
+"""An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
+_SMALL_STEPS = 256
+"""So many steps are kept smaller after one that was out of memory."""
+_MOST_SHORTAGES = 6
+"""A sequence for which memory is short so often, though it is alone, is given back."""
+_PAUSE_SECONDS = 0.05
+"""Before the next try if there was no memory for anybody; then twice as long, and so on."""
+_STEPS_SHOWN = 32
+"""The step time that people see is the median of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: Batch
+    launched: Any
+    """What the runner gave for it."""
+
+
+class LLMEngine:
+    """The engine around a runner; see `interface.Engine` for what it promises.
+
+    `max_model_len` is lowered to what the model and its KV cache can hold; `prefill_chunk` (tokens
+    of one prompt computed in one step, at most) is by default the whole token budget of a step.
+    `speculative_tokens` are drafted for a sequence and step at most, unless a request says its own.
+    With `async_scheduling` a step of decodes is launched before the tokens of the last one are
+    collected, for a runner that computes meanwhile; what a stop makes void of it is dropped.
+
+    Raises ConfigurationError naming the option that cannot work.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk: int | None = None,
+        max_model_len: int | None = None,
+        speculative_tokens: int = 0,
+        async_scheduling: bool = False,
+    ) -> None:
+        layout = runner.kv_layout
+        kv_tokens = layout.num_blocks * layout.block_size
+        lengths = (runner.max_model_len, kv_tokens, max_model_len)
+        self.limits = EngineLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=min(length for length in lengths if length is not None),
+            kv_tokens=kv_tokens,
+            block_size=layout.block_size,
+            bytes_per_token=layout.bytes_per_token,
+            vocab_size=runner.vocab_size,
+        )
+        if prefill_chunk is None:
+            prefill_chunk = max_num_batched_tokens
+        check_settings(self.limits, prefill_chunk, max_model_len)
+        self._runner = runner
+        self._speculative_tokens = speculative_tokens
+        self._async_scheduling = async_scheduling
+        self._under_way: _Step | None = None
+        self._uncommitted: Batch | None = None  # what a step that fails was to compute
+        self._full_steps_from = 0  # the number of the first that may be of full size again
+        self._block_manager = BlockManager(layout.num_blocks, layout.block_size)
+        self._scheduler = Scheduler(
+            max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
+        )
+        self._recovery = Recovery(runner, self._commit, self._leave, self._set_back)
+        self._pacing = Pacing()
+        self._sequences: dict[int, Sequence] = {}
+        self._totals = EngineStats(num_blocks=layout.num_blocks)
+        self._next_audit_at = 0.0
+        self._last_steps: deque[float] = deque(maxlen=_STEPS_SHOWN)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def stats(self) -> EngineStats:
+        running = self._scheduler.running
+        num_used_blocks = self._block_manager.num_used
+        return replace(
+            self._totals,
+            num_running=len(running),
+            num_waiting=len(self._scheduler.waiting),
+            num_used_blocks=num_used_blocks,
+            num_saved_blocks=sum(len(it.block_table) for it in running) - num_used_blocks,
+            num_cached_blocks=self._block_manager.num_cached,
+            num_preemptions=self._scheduler.num_preemptions,
+            cached_tokens=self._scheduler.num_cached_tokens,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        if request.sequence_id in self._sequences:
+            raise ValueError(f"sequence_id: {request.sequence_id} is in the engine already")
+        check_request(request, self.limits)
+        sequence = Sequence.of(request, self.limits.max_model_len)
+        sequence.drafter = self._drafter_for(sequence)
+        self._sequences[request.sequence_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, sequence_id: int) -> bool:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return False
+        self._release(sequence)
+        self._check_integrity_when_idle()
+        return True
+
+    def preemptible(self) -> list[tuple[int, int]]:
+        return [
+            (sequence.request.priority, len(sequence.block_table) * self.limits.block_size)
+            for sequence in self._scheduler.running
+        ]
+
+    def step(self) -> StepOutput:
+        """Schedule, compute and commit one step.
+
+        What the runner raises goes through to the caller. Nothing is committed then: no sequence
+        has gained a token and the same work is scheduled again, unless it is aborted; `recover`
+        finds out whose fault it was.
+        """
+        self._uncommitted = None
+        if not self.has_work:
+            return StepOutput([], self.stats)
+        started_at = time.perf_counter()
+        step, self._under_way = self._under_way or self._launch(), None
+        self._uncommitted = step.batch
+        following = self._launch_after(step) if self._async_scheduling else None
+        sampled = collect(self._runner, step.batch, step.launched)
+        self._uncommitted = None
+        outputs = self._commit(step.batch, sampled)
+        self._under_way = following
+        self._totals.num_steps += 1
+        self._totals.step_seconds = time.perf_counter() - started_at
+        self._totals.busy_seconds += self._totals.step_seconds
+        self._last_steps.append(self._totals.step_seconds)
+        self._pacing.note(step.batch, self._totals.step_seconds)
+        if self._totals.num_steps == self._full_steps_from:
+            self._scheduler.max_num_batched_tokens = self.limits.max_num_batched_tokens
+            self._scheduler.max_running = self.limits.max_num_seqs
+        self._check_integrity_when_idle()
+        return StepOutput(outputs, self.stats)
+
+    def recover(self, error: Exception) -> StepOutput:
+        if self._uncommitted is None:
+            raise error
+        batch, self._uncommitted, self._under_way = self._uncommitted, None, None
+        if is_out_of_memory(error):
+            smaller = max(self.limits.max_num_seqs, batch.num_tokens // 2)
+            self._scheduler.max_num_batched_tokens = smaller
+            self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
+        there = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
+        outputs = self._recovery.compute(there) if there else []
+        if waiting := [it.sequence for it in there if it.sequence.status is SequenceStatus.WAITING]:
+            self._run_fewer(waiting)
+        self._check_integrity_when_idle()
+        return StepOutput(outputs, self.stats)
+
+    def snapshot(self) -> EngineSnapshot:
+        found = EngineSnapshot(step_seconds=median(self._last_steps) if self._last_steps else 0.0)
+        shared: set[int] = set()
+        by_slot = sorted(self._scheduler.running, key=lambda it: it.slot or 0)
+        for sequence in (*by_slot, *self._scheduler.waiting):
+            shared_here = self._block_manager.shared_blocks(sequence)
+            shared.update(shared_here)
+            found.sequences.append(_snapshot_of(sequence, len(shared_here)))
+        found.num_shared_blocks = len(shared)
+        return found
+
+    def check_integrity(self) -> None:
+        scheduler = self._scheduler
+        scheduler.check_integrity()
+        self._block_manager.check_integrity(scheduler.running)
+        scheduled = sorted(it.sequence_id for it in (*scheduler.waiting, *scheduler.running))
+        if scheduled != sorted(self._sequences):
+            raise RuntimeError(
+                f"the engine holds sequences {sorted(self._sequences)} "
+                f"and its scheduler {scheduled}"
+            )
+
+    def _launch(self) -> _Step:
+        batch = self._scheduler.schedule(self._pacing.chunk, self._pacing.prompt_tokens)
+        self._uncommitted = batch
+        return _Step(batch, self._runner.launch(batch))
+
+    def _launch_after(self, step: _Step) -> _Step | None:
+        """Launch what follows a step that has not been collected, if that is known already."""
+        batch = self._scheduler.follow(step.batch)
+        if batch is None:
+            return None
+        return _Step(batch, self._runner.launch(batch, after=step.launched))
+
+    def _set_back(self, sequence: Sequence) -> bool:
+        sequence.num_shortages += 1
+        if sequence.num_shortages == _MOST_SHORTAGES:
+            return False
+        self._scheduler.set_back(sequence)
+        return True
+
+    def _run_fewer(self, set_back: list[Sequence]) -> None:
+        """For some steps no more may run than memory was found for; those wait for one to leave."""
+        num_running = len(self._scheduler.running)
+        self._scheduler.max_running = max(1, num_running)
+        self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
+        if not num_running:
+            most = max(sequence.num_shortages for sequence in set_back)
+            time.sleep(_PAUSE_SECONDS * 2 ** (most - 1))
+
+    def _leave(self, sequence: Sequence, error: str | None) -> SequenceOutput:
+        if error is None:
+            output = SequenceOutput(sequence.sequence_id, [], given_back=True)
+        else:
+            output = _failed(sequence, error)
+        output.timing = sequence.timing
+        self._release(sequence)
+        return output
+
+    def _drafter_for(self, sequence: Sequence) -> Drafter | None:
+        """None where nothing is to be drafted, or what may come next depends on what has come."""
+        request = sequence.request
+        limit = request.params.speculative_tokens
+        max_drafted = self._speculative_tokens if limit is None else limit
+        if max_drafted == 0 or request.looks_back:
+            return None
+        begin = sequence.num_prompt_tokens + request.params.min_tokens
+        return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
+
+    def _commit(self, batch: Batch, sampled: list[list[SampledToken]]) -> list[SequenceOutput]:
+        tokens = iter(sampled)
+        outputs = []
+        for share in batch.scheduled:
+            if not share.samples:
+                self._advance(share, share.num_tokens)
+                continue
+            rows = next(tokens)
+            if share.sequence.status is SequenceStatus.FINISHED:
+                continue  # since this was launched
+            output = self._append(share, _accepted(share, rows))
+            self._settle_draft(share, output, batch)
+            if output.finish_reason is not None:
+                output.timing = share.sequence.timing
+                self._release(share.sequence)
+            outputs.append(output)
+        return outputs
+
+    def _advance(self, share: ScheduledSequence, num_tokens: int) -> None:
+        """Note that the first tokens of the share are in the KV cache now."""
+        sequence, start, end = share.sequence, share.start, share.start + num_tokens
+        sequence.num_computed_tokens = end
+        self._block_manager.mark_computed(sequence, start, end)
+        reached = sequence.num_reached_tokens
+        if start < reached:
+            num_recomputed = min(end, reached) - start
+            sequence.timing.recomputed_tokens += num_recomputed
+            self._totals.recomputed_tokens += num_recomputed
+        if end > reached:
+            sequence.num_reached_tokens = end
+            num_new_of_prompt = min(end, sequence.num_prompt_tokens) - max(start, reached)
+            self._totals.prompt_tokens += max(0, num_new_of_prompt)
+
+    def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
+        """Append tokens up to an end, and say what they mean to the sequence."""
+        sequence = share.sequence
+        if tokens[0].error is not None:
+            return _failed(sequence, tokens[0].error)
+        finish_reason, num_appended = None, 0
+        while finish_reason is None and num_appended < len(tokens):
+            sequence.token_ids.append(tokens[num_appended].token_id)
+            num_appended += 1
+            finish_reason = self._finish_reason(sequence)
+        self._advance(share, share.num_tokens + num_appended - 1)
+        grammar = sequence.request.grammar
+        if grammar is not None and finish_reason is not FinishReason.STOP:
+            try:
+                grammar.accept(sequence.token_ids[-1])
+            except Exception as error:  # whatever it is, it is this sequence's alone
+                return _failed(sequence, str(error))
+            if grammar.is_complete:
+                finish_reason = FinishReason.STOP
+        self._totals.generation_tokens += num_appended
+        sequence.num_shortages = 0
+        timing, told = sequence.timing, None
+        is_first = timing.first_token_at is None
+        if is_first:
+            timing.first_token_at = time.monotonic()
+        if is_first or timing.preemptions > sequence.num_told_preemptions:
+            sequence.num_told_preemptions = timing.preemptions
+            told = timing.copy()
+        logprobs = [it.logprob for it in tokens[:num_appended] if it.logprob is not None]
+        return SequenceOutput(
+            sequence.sequence_id,
+            sequence.token_ids[-num_appended:],
+            logprobs=logprobs or None,
+            finish_reason=finish_reason,
+            timing=told,
+        )
+
+    def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
+        num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)
+        self._totals.drafted_tokens += num_drafted
+        self._totals.accepted_tokens += num_accepted
+        if share.sequence.drafter is not None:
+            share.sequence.drafter.settle(num_drafted, num_accepted, len(batch.scheduled))
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.may_end and sequence.token_ids[-1] in sequence.request.end_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_num_tokens else None
+
+    def _release(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.sequence_id]
+        self._totals.num_processed += 1
+        self._totals.peak_memory_bytes = self._runner.peak_memory_bytes()
+
+    def _check_integrity_when_idle(self) -> None:
+        """Audit when nobody is here, unless that was just done: a last token waits for it."""
+        if not self.has_work and time.monotonic() >= self._next_audit_at:
+            self.check_integrity()
+            self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS
+
+
+def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
+    """What would have been sampled without a draft: each behind one that was drafted right.
+
+    An error behind the first ends them too: should it hold, the next step begins with it.
+    """
+    num_accepted = 1
+    for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):
+        if token.token_id != drafted or following.error is not None:
+            break
+        num_accepted += 1
+    return sampled[:num_accepted]
+
+
+def _failed(sequence: Sequence, error: str) -> SequenceOutput:
+    return SequenceOutput(sequence.sequence_id, [], finish_reason=FinishReason.ERROR, error=error)
+
+
+def _snapshot_of(sequence: Sequence, num_shared_blocks: int) -> SequenceSnapshot:
+    return SequenceSnapshot(
+        sequence_id=sequence.sequence_id,
+        slot=sequence.slot,
+        num_tokens=sequence.num_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_blocks=len(sequence.block_table),
+        num_shared_blocks=num_shared_blocks,
+        timing=sequence.timing.copy(),
+    )

@@ -1,0 +1,123 @@
+"""After a step that failed: compute it again, whole, then in parts, until it is clear who did it.
+
+Nothing of a failed step was committed, and computing a share anew writes the same K and V, so it
+can be tried as often as it takes: about 2 log2(n) times to find one guilty sequence among n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from traceback import clear_frames
+from typing import Any
+
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.core.runner import Runner, SampledToken
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+
+_PROBE_ID = -2
+_LONGEST_REASON = 500
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch says so in words, on a CPU by a plain RuntimeError."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error).lower() for words in _OUT_OF_MEMORY
+    )
+
+
+def collect(runner: Runner, batch: Batch, launched: Any) -> list[list[SampledToken]]:
+    """What a launched batch sampled. Raises RuntimeError if it is not one list for each share."""
+    sampled = runner.collect(launched)
+    counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
+    if counts != wanted:
+        raise RuntimeError(f"the runner sampled {counts} tokens where {wanted} were to come")
+    return sampled
+
+
+class Recovery:
+    """Computes shares of a step that failed.
+
+    `commit` takes what a batch sampled, `leave` lets one sequence go, with the reason if it failed
+    and None if it is given back; both give outputs. `set_back` has one for which memory was short,
+    though it was alone, wait to be tried again; it says whether that is to be.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        commit: Callable[[Batch, list[list[SampledToken]]], list[SequenceOutput]],
+        leave: Callable[[Sequence, str | None], SequenceOutput],
+        set_back: Callable[[Sequence], bool],
+    ) -> None:
+        self._runner = runner
+        self._commit = commit
+        self._leave = leave
+        self._set_back = set_back
+
+    def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
+        """Compute and commit shares, in parts if that fails.
+
+        What fails alone is its sequence's own fault, if the runner can still do anything else;
+        otherwise its exception is raised. A shortage of memory is nobody's fault and may pass.
+        """
+        batch = Batch(shares)
+        try:
+            sampled = self._sample(batch)
+        except Exception as error:
+            failure = error
+            clear_frames(error.__traceback__)  # what they hold is memory that the parts need
+        else:
+            return self._commit(batch, sampled)
+        if parts := _in_parts(shares, failure):
+            return [output for part in parts for output in self.compute(part)]
+        sequence, was_short = shares[0].sequence, is_out_of_memory(failure)
+        if was_short and self._set_back(sequence):
+            return []
+        if not self._still_works(sequence):
+            raise failure
+        reason = f"the engine cannot compute it: {failure}"
+        return [self._leave(sequence, None if was_short else reason[:_LONGEST_REASON])]
+
+    def _sample(self, batch: Batch) -> list[list[SampledToken]]:
+        return collect(self._runner, batch, self._runner.launch(batch))
+
+    def _still_works(self, failed: Sequence) -> bool:
+        """Whether the runner computes something harmless, in the place of one that failed."""
+        try:
+            sampled = self._sample(_probe(failed))
+        except Exception:
+            return False
+        return sampled[0][0].error is None
+
+
+def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
+    """What to try in place of shares of a step that failed with `error`; empty if nothing is left.
+
+    Halves of the sequences. A lone one without its draft; then, if memory was short, a part of its
+    tokens, of which the rest follows in later steps.
+    """
+    if len(shares) > 1:
+        half = len(shares) // 2
+        return [shares[:half], shares[half:]]
+    (share,) = shares
+    if share.draft:
+        return [[replace(share, draft=())]]
+    if share.num_tokens > 1 and is_out_of_memory(error):
+        return [[replace(share, num_tokens=share.num_tokens // 2, samples=False)]]
+    return []
+
+
+def _probe(failed: Sequence) -> Batch:
+    """One token of a prompt, in the slot and the last block of a sequence that failed.
+
+    That block holds its last known token, which is not computed yet, so nobody else shares it.
+    """
+    sequence = Sequence.of(
+        EngineRequest(_PROBE_ID, [0], SamplingParams.model_validate({}), seed=0, max_tokens=1)
+    )
+    sequence.slot = failed.slot
+    sequence.block_table = failed.block_table[-1:]
+    return Batch([ScheduledSequence(sequence, start=0, num_tokens=1, samples=True)])

@@ -1,0 +1,336 @@
+"""Decides what a step computes: who goes on, who joins, who has to make room."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.drafting import MAX_ROWS
+from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+
+
+class Scheduler:
+    """Turns those that wait and those that run into one batch after another.
+
+    Somebody always gets on: the most urgent running sequence is never preempted for the others, an
+    empty engine admits whoever is first, and whoever fits the engine's limits fits alone.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk: int,
+        block_manager: BlockManager,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_running = max_num_seqs  # as long as memory is short, fewer than there are slots
+        self.prefill_chunk = prefill_chunk
+        self.block_manager = block_manager
+        self.waiting: list[Sequence] = []  # in the queue's order
+        self.running: list[Sequence] = []  # most urgent first
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # of prompts, when first scheduled
+        self._waiting_by_urgency: list[Sequence] = []
+        self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is reused first
+        # Blocks that an admission leaves free for the others' next tokens, so that it does not end
+        # in a preemption at once.
+        self._watermark = max(1, block_manager.num_blocks // 100)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.WAITING
+        insort(self.waiting, sequence, key=_order)
+        insort(self._waiting_by_urgency, sequence, key=_urgency)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Let a sequence go for good; slot and blocks are free on return."""
+        self._withdraw(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def set_back(self, sequence: Sequence) -> None:
+        """Send a running sequence back to its place among the waiting.
+
+        Its computed blocks stay cached while nobody needs them, so that coming back is cheap.
+        """
+        self._withdraw(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.timing.preemptions += 1
+        sequence.timing.preempted_at.append(time.monotonic())
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def schedule(
+        self, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
+    ) -> Batch:
+        """Plan a step, decodes first. If it is then not computed, it can just be planned anew.
+
+        Beside decodes, a long prompt gets `long_prompt_chunk` tokens at most, and all prompts
+        together `prompt_tokens`.
+        """
+        plan = _Plan(
+            self.max_num_batched_tokens,
+            self.prefill_chunk,
+            long_prompt_chunk or self.prefill_chunk,
+            self.block_manager.block_size,
+        )
+        self._continue_running(plan, prompt_tokens)
+        self._admit_urgent(plan)
+        self._admit_in_order(plan)
+        self._draft(plan)
+        return Batch(list(plan.shares.values()))
+
+    def follow(self, batch: Batch) -> Batch | None:
+        """The step after `batch`, before the tokens of that are known: one more decode of each
+        sequence that its length does not end.
+
+        None if there may be more to do, or if a choice hangs on which tokens come.
+        """
+        shares = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
+        if len(shares) < len(self.running) or self._may_admit or not all(map(_is_free, shares)):
+            return None
+        following = []
+        for sequence in (share.sequence for share in shares):
+            if sequence.num_tokens + 1 >= sequence.max_num_tokens:
+                continue
+            if not self.block_manager.extend(sequence, 1):
+                return None
+            following.append(ScheduledSequence(sequence, sequence.num_tokens, 1, samples=True))
+        return Batch(following) if following else None
+
+    def check_integrity(self) -> None:
+        """Audit slots and queues; raises RuntimeError naming what does not add up."""
+        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
+        if sorted(slots + self._free_slots) != list(range(self.max_num_seqs)):
+            raise RuntimeError(f"slots: owned {slots} and free {self._free_slots} do not add up")
+        for sequence in self.running:
+            if sequence.status is not SequenceStatus.RUNNING or sequence.slot is None:
+                raise RuntimeError(f"sequence {sequence.sequence_id} runs without slot or status")
+        for sequence in self.waiting:
+            if sequence.status is not SequenceStatus.WAITING or sequence.slot is not None:
+                raise RuntimeError(f"sequence {sequence.sequence_id} waits with a slot or status")
+            if sequence.block_table:
+                raise RuntimeError(f"sequence {sequence.sequence_id} waits and holds blocks")
+        if {*map(id, self.waiting)} != {*map(id, self._waiting_by_urgency)}:
+            raise RuntimeError("waiting by order and waiting by urgency are not the same sequences")
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether somebody who waits could get a place, free or at another's expense."""
+        if not self.waiting or not self.running:
+            return bool(self.waiting)
+        most_urgent = self._waiting_by_urgency[0].request.priority
+        return self._num_places > 0 or most_urgent < self.running[-1].request.priority
+
+    @property
+    def _num_places(self) -> int:
+        """How many more may run."""
+        return min(len(self._free_slots), self.max_running - len(self.running))
+
+    def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
+        prefilling = []
+        for sequence in self.running:  # preemption shortens it only at its end, not yet reached
+            if sequence.num_uncomputed_tokens > 1:
+                prefilling.append(sequence)
+                continue
+            while not self.block_manager.extend(sequence):
+                victim = self.running[-1]
+                self._preempt(victim, plan)
+                if victim is sequence:
+                    break
+            else:
+                plan.give(sequence)
+        if plan.shares and prompt_tokens is not None:
+            plan.num_tokens_left = min(plan.num_tokens_left, prompt_tokens)
+        for sequence in prefilling:
+            plan.give(sequence)
+
+    def _admit_urgent(self, plan: _Plan) -> None:
+        """Admit those of more urgent priority than somebody who runs, at the latter's expense."""
+        while self._waiting_by_urgency and self.running:
+            sequence = self._waiting_by_urgency[0]
+            if sequence.request.priority >= self.running[-1].request.priority:
+                return
+            prefix = self.block_manager.find_prefix(sequence)
+            if plan.computes_next_block(sequence, prefix):
+                return
+            victims = self._find_victims(sequence, prefix)
+            if victims is None:
+                return
+            for victim in victims:
+                self._preempt(victim, plan)
+            self._admit(sequence, prefix, plan)
+
+    def _admit_in_order(self, plan: _Plan) -> None:
+        position = 0  # also how many places are kept for those who wait a step for a prefix
+        while position < len(self.waiting) and position < self._num_places and plan.num_tokens_left:
+            sequence = self.waiting[position]
+            prefix = self.block_manager.find_prefix(sequence)
+            if plan.computes_next_block(sequence, prefix):
+                position += 1
+            elif (
+                self._num_needed(sequence, prefix, len(self.running)) <= self.block_manager.num_free
+            ):
+                self._admit(sequence, prefix, plan)
+            else:
+                return
+
+    def _draft(self, plan: _Plan) -> None:
+        """Let decodes guess ahead with the rows and blocks that nobody else wants."""
+        num_rows = min(MAX_ROWS - plan.num_tokens, plan.num_tokens_left)
+        for share in list(plan.shares.values()):
+            if num_rows < 1:
+                return
+            sequence = share.sequence
+            if sequence.drafter is None or sequence.num_uncomputed_tokens > 1:
+                continue
+            draft = sequence.drafter.draft(sequence.token_ids, num_rows, len(plan.shares))
+            if not draft or self.block_manager.num_free <= self._watermark:
+                continue
+            if self.block_manager.extend(sequence, len(draft)):
+                plan.shares[sequence] = replace(share, draft=tuple(draft))
+                num_rows -= len(draft)
+
+    def _find_victims(self, sequence: Sequence, prefix: list[int]) -> list[Sequence] | None:
+        """Whom to preempt, least urgent first, so that `sequence` fits; None if it would not."""
+        num_free = self.block_manager.num_free
+        num_running = len(self.running)
+        if self._num_places > 0 and self._num_needed(sequence, prefix, num_running) <= num_free:
+            return []
+        priority = sequence.request.priority
+        lesser = list(takewhile(lambda it: it.request.priority > priority, reversed(self.running)))
+        num_freed_at_most = sum(len(victim.block_table) for victim in lesser)
+        left = num_running - len(lesser)
+        if self._num_needed(sequence, prefix, left) > num_free + num_freed_at_most:
+            return None
+        victims = []
+        for victim, num_free_then in self.block_manager.num_free_after(lesser, prefix):
+            victims.append(victim)
+            if self._num_needed(sequence, prefix, num_running - len(victims)) <= num_free_then:
+                return victims
+        return None
+
+    def _num_needed(self, sequence: Sequence, prefix: list[int], num_others: int) -> int:
+        needed = self.block_manager.num_needed(sequence, prefix)
+        return needed + self._watermark if num_others else needed
+
+    def _admit(self, sequence: Sequence, prefix: list[int], plan: _Plan) -> None:
+        self._withdraw(sequence)
+        self.block_manager.allocate(sequence, prefix)
+        sequence.num_computed_tokens = len(prefix) * self.block_manager.block_size
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.timing.scheduled_at is None:
+            sequence.timing.scheduled_at = time.monotonic()
+            sequence.timing.cached_tokens = min(
+                sequence.num_computed_tokens, sequence.num_prompt_tokens
+            )
+            self.num_cached_tokens += sequence.timing.cached_tokens
+        else:
+            sequence.timing.resumed_at.append(time.monotonic())
+        insort(self.running, sequence, key=_urgency)
+        plan.give(sequence)
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+        plan.take_back(sequence)
+        self.set_back(sequence)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.WAITING:
+            _remove(self.waiting, sequence, _order)
+            _remove(self._waiting_by_urgency, sequence, _urgency)
+            return
+        _remove(self.running, sequence, _urgency)
+        self.block_manager.free(sequence)
+        if sequence.slot is not None:
+            heapq.heappush(self._free_slots, sequence.slot)
+            sequence.slot = None
+
+
+class _Plan:
+    """The shares of the step that is being scheduled, and the tokens left to hand out."""
+
+    def __init__(
+        self, num_tokens: int, prefill_chunk: int, long_prompt_chunk: int, block_size: int
+    ) -> None:
+        self.num_tokens = 0
+        self.num_tokens_left = num_tokens
+        self.shares: dict[Sequence, ScheduledSequence] = {}
+        self._prefill_chunk = prefill_chunk
+        self._long_prompt_chunk = long_prompt_chunk
+        self._num_decodes = 0
+        self._block_size = block_size
+        self._prefilling: set[Sequence] = set()
+
+    def give(self, sequence: Sequence) -> None:
+        """Give a sequence its share of the tokens that are left, if any are."""
+        uncomputed = sequence.num_uncomputed_tokens
+        num_tokens = min(uncomputed, self._prefill_chunk, self.num_tokens_left)
+        if self._num_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
+            num_tokens = min(num_tokens, self._long_prompt_chunk)
+        if num_tokens == 0:
+            return
+        self.shares[sequence] = ScheduledSequence(
+            sequence, sequence.num_computed_tokens, num_tokens, samples=num_tokens == uncomputed
+        )
+        self.num_tokens += num_tokens
+        self.num_tokens_left -= num_tokens
+        if uncomputed > 1:
+            self._prefilling.add(sequence)
+        else:
+            self._num_decodes += 1
+
+    def take_back(self, sequence: Sequence) -> None:
+        share = self.shares.pop(sequence, None)
+        self._prefilling.discard(sequence)
+        if share is not None:
+            self.num_tokens -= share.num_tokens
+            self.num_tokens_left += share.num_tokens
+            self._num_decodes -= share.num_tokens == sequence.num_uncomputed_tokens == 1
+
+    def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Whether a sequence with a share of this step is on its way to the next block too.
+
+        `sequence` had better wait a step then, and share the block. What counts is who gets on in
+        this step, so nobody waits for one who does not.
+        """
+        index = len(prefix)
+        if (index + 1) * self._block_size >= sequence.num_tokens:
+            return False  # the last token is always computed, and its block with it
+        block_hash = sequence.block_hashes[index]
+        return any(
+            index < len(other.block_hashes) and other.block_hashes[index] == block_hash
+            for other in self._prefilling
+        )
+
+
+def _is_free(share: ScheduledSequence) -> bool:
+    """Whether it is a decode behind which another can be planned, whatever token it gives."""
+    sequence = share.sequence
+    return (
+        share.samples
+        and share.num_rows == 1
+        and sequence.may_end
+        and sequence.drafter is None
+        and not sequence.request.looks_back
+    )
+
+
+def _order(sequence: Sequence) -> tuple[Any, ...]:
+    return (sequence.request.order, sequence.sequence_id)
+
+
+def _urgency(sequence: Sequence) -> tuple[Any, ...]:
+    return (sequence.urgency, sequence.sequence_id)
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> None:
+    """Remove from a list that is sorted by `key`, which no two sequences share."""
+    del sequences[bisect_left(sequences, key(sequence), key=key)]

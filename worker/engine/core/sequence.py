@@ -1,0 +1,130 @@
+"""The engine's nouns: a sequence, and the batch of one step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
+from promptq.worker.engine.core.drafting import Drafter
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt at a request inside the engine.
+
+    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phase: as
+    long as computed tokens lag behind known ones it is given work, and when a step computes its
+    last known token, that step samples the next.
+    """
+
+    request: EngineRequest
+    token_ids: list[int]  # prompt, then output; engine appends
+    max_num_tokens: int  # of prompt and output: it ends there
+    timing: SequenceTiming
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0  # engine, after each step
+    num_reached_tokens: int = 0  # highest num_computed_tokens ever: what lies below is recomputed
+    slot: int | None = None  # scheduler, from admission to exit
+    block_table: list[int] = field(default_factory=list)  # block manager
+    block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
+    drafter: Drafter | None = None  # engine, if tokens may be drafted
+    num_shortages: int = 0  # engine; so often since its last token was memory short for it alone
+    num_told_preemptions: int = 0  # engine: those that an output has told of
+
+    @classmethod
+    def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:
+        limit = len(request.prompt_token_ids) + request.max_tokens
+        return cls(
+            request=request,
+            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            max_num_tokens=limit if max_model_len is None else min(limit, max_model_len),
+            timing=SequenceTiming(added_at=time.monotonic()),
+        )
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output over all attempts."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def may_end(self) -> bool:
+        """Whether an end token would end it now."""
+        return self.num_output_tokens >= self.request.params.min_tokens
+
+    @property
+    def urgency(self) -> tuple[int, float, str]:
+        """Sorts the most urgent first; the last of those running is the first to be preempted."""
+        return (self.request.priority, *self.request.order)
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """A sequence's share of one step: its tokens `start` to `start + num_tokens`, and a draft."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether these reach the last known token, so that the step samples the next one."""
+    draft: tuple[int, ...] = ()
+    """Guesses at what comes next. The step samples behind each of them as well."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens between the last known one and the first that it samples."""
+        return self.start + self.num_tokens - self.sequence.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of its rows that are known."""
+        known = self.sequence.token_ids[self.start : self.start + self.num_tokens]
+        return [*known, *self.draft]
+
+    @property
+    def num_samples(self) -> int:
+        """Of how many rows, its last ones, a token is sampled."""
+        return 1 + len(self.draft) if self.samples else 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work."""
+
+    scheduled: list[ScheduledSequence]
+
+    @property
+    def num_tokens(self) -> int:
+        """Without drafted ones."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def sampling(self) -> list[ScheduledSequence]:
+        return [item for item in self.scheduled if item.samples]

@@ -1,0 +1,1 @@
+"""Memory, number formats and copies of the device."""

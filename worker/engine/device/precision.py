@@ -1,0 +1,50 @@
+"""What types processors compute in, and a model in fp32 for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from promptq.worker.engine.device.memory import free_bytes
+
+_HALVES = (torch.bfloat16, torch.float16)
+_SHARE = 0.5
+"""Of free memory, that fp32 copies of the weights may take."""
+
+
+def has_fast_bf16_products() -> bool:
+    """Whether torch has vector code for them on this processor: without, one number at a time."""
+    ops: Any = torch.ops
+    return bool(ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[bool]:
+    """Give 16-bit weights their values in fp32, and their own back on exit.
+
+    Yields whether the model then computes in fp32 throughout; if memory does not suffice, or the
+    weights are of yet other types, it is left as it is.
+    """
+    tensors = list(chain(model.parameters(), model.buffers()))
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    halves = [tensor for tensor in floating if tensor.dtype in _HALVES]
+    if any(tensor.dtype not in (*_HALVES, torch.float32) for tensor in floating):
+        yield False
+        return
+    needed = sum(4 * tensor.numel() for tensor in halves)
+    if halves and needed > _SHARE * free_bytes(halves[0].device):
+        yield False
+        return
+    originals = [tensor.data for tensor in halves]
+    try:
+        for tensor in halves:
+            tensor.data = tensor.data.float()
+        yield True
+    finally:
+        for tensor, original in zip(halves, originals, strict=True):
+            tensor.data = original

@@ -1,0 +1,1 @@
+"""A transformers model that computes packed batches."""

@@ -1,0 +1,124 @@
+"""The decoder layers through torch.compile, which fuses their small operations.
+
+Each layer is compiled by itself, as one graph with the attention as an operator in it. Layers of a
+kind share their code, so a model of any depth costs two graphs for each kind: one for any number of
+rows, and one for a single row, which the compiler always takes apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from promptq.worker.engine.attention.backend import StepLayout
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.model.load_check import LOW_PRECISION_TOLERANCE, off_by
+from promptq.worker.engine.model.packed_model import PackedModel
+
+TRIAL_ROWS = 61
+"""A prime, as sizes that are equal by chance, such as rows and a head's width, are taken for the
+same variable."""
+TOLERANCE = 1e-3
+"""In fp32, for half of the rows (see `off_by`); fused operations round less often."""
+GRAPHS = 32
+"""Of one family's layers, at most. The compiler's own limit of 8 is four kinds of layers."""
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledModel:
+    """A model whose decoder layers run compiled, or as they are where that does not work."""
+
+    def __init__(
+        self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"
+    ) -> None:
+        """Compile, and hold the result against the uncompiled layers. `backend` is the compiler's;
+        "eager" only finds the graphs."""
+        self._model = model
+        self._layers = model.decoder_layers()
+        self._backend = backend
+        self._compiled: list[Any] = []  # kept: captured graphs replay their kernels
+        self.is_compiled = False
+        self._set_up(cache, min(TRIAL_ROWS, max_model_len, cache.num_blocks * cache.block_size))
+
+    @torch.inference_mode()
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        """See PackedModel. A step that fails compiled is run again as it is, as are all after it:
+        what it had written of K and V is written again."""
+        try:
+            return self._model.logits(step, rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not self.is_compiled or _is_capturing():
+                raise
+            self._give_up(error)
+        return self._model.logits(step, rows)
+
+    def undo(self) -> None:
+        """Let the layers run as they are."""
+        self.is_compiled = False
+        for layer in self._layers:
+            vars(layer).pop("forward", None)
+
+    @torch.inference_mode()
+    def _set_up(self, cache: KVCache, num_rows: int) -> None:
+        steps = [_step(num_rows, cache), _step(1, cache)]
+        expected = [self._all_logits(step) for step in steps]
+        tolerance = TOLERANCE if expected[0].dtype == torch.float32 else LOW_PRECISION_TOLERANCE
+        try:
+            self._compile()
+            for step, plain in zip(steps, expected, strict=True):
+                off = float(off_by(self._all_logits(step).float(), plain.float()).median())
+                # Not the other way round: what is not a number is not tolerable.
+                if not off <= tolerance:
+                    raise ValueError(f"logits are off by {off:.2g} of their spread")
+        except Exception as error:
+            self._give_up(error)
+
+    def _all_logits(self, step: PackedStep) -> torch.Tensor:
+        num_rows, device = step.input_ids.shape[1], step.input_ids.device
+        return self._model.logits(step, torch.arange(num_rows, device=device))
+
+    def _compile(self) -> None:
+        if not self._layers:
+            raise ValueError("it has no list of decoder layers")
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, GRAPHS)
+        self.is_compiled = True
+        for layer in self._layers:
+            forward = torch.compile(
+                layer.forward, dynamic=True, fullgraph=True, backend=self._backend
+            )
+            self._compiled.append(forward)
+            vars(layer)["forward"] = forward
+
+    def _give_up(self, error: Exception) -> None:
+        self.undo()
+        cause = getattr(error, "inner_exception", error)  # of the backend
+        reason = str(cause).strip().split("\n")[0]
+        logger.warning("the model runs without torch.compile: %s: %s", type(cause).__name__, reason)
+
+
+def _is_capturing() -> bool:
+    """Whether a graph is being captured, which no error survives, whatever its cause."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _step(num_rows: int, cache: KVCache) -> PackedStep:
+    """The beginning of one sequence, in the first blocks."""
+    size, device = cache.block_size, cache.layers[0].key.device
+    positions = torch.arange(num_rows, device=device)
+    layout = StepLayout(
+        num_decodes=int(num_rows == 1),
+        query_starts=[0, num_rows],
+        context_lens=[num_rows],
+        block_tables=torch.arange(-(-num_rows // size), device=device).unsqueeze(0),
+        write_blocks=positions // size,
+        write_offsets=positions % size,
+        block_size=size,
+    )
+    return PackedStep([], positions.unsqueeze(0) % 32, positions.unsqueeze(0), layout)

@@ -1,0 +1,199 @@
+"""Decode steps as CUDA graphs: one launch instead of some thousand.
+
+A graph works on fixed addresses and for a fixed number of rows. So a step's inputs are copied into
+buffers that stay, and padded up to the next size that a graph was captured for. Padding rows are
+written nowhere and see nothing (see triton_paged.py); what comes of them is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from promptq.worker.engine.attention.backend import StepLayout
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.triton_kernels.paged import DECODE_CONTEXTS
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.device.async_copies import to_device
+
+MAX_GRAPH_SIZE = 256
+"""Larger batches keep the device busy for longer than their launches take."""
+
+logger = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What PackedModel offers."""
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """The numbers of rows to capture graphs for: few for small batches, then every eighth."""
+    largest = min(max_num_seqs, MAX_GRAPH_SIZE)
+    return [size for size in (1, 2, 4) if size < largest] + [
+        *range(8, largest, 8),
+        largest,
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """The inputs of decode steps, at addresses that stay."""
+
+    input_ids: torch.Tensor  # [max_num_seqs]
+    positions: torch.Tensor  # [max_num_seqs]
+    context_lens: torch.Tensor  # [max_num_seqs], int32; 0: a padding row
+    write_blocks: torch.Tensor  # [max_num_seqs]; -1: written nowhere
+    write_offsets: torch.Tensor  # [max_num_seqs]
+    block_tables: torch.Tensor  # [max_num_seqs, max_blocks]
+    block_size: int
+
+    @classmethod
+    def of(
+        cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> DecodeBuffers:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return cls(
+            input_ids=zeros(max_num_seqs),
+            positions=zeros(max_num_seqs),
+            context_lens=zeros(max_num_seqs, dtype=torch.int32),
+            write_blocks=zeros(max_num_seqs) - 1,
+            write_offsets=zeros(max_num_seqs),
+            block_tables=zeros(max_num_seqs, num_blocks_for(max_model_len, block_size)),
+            block_size=block_size,
+        )
+
+    def fill(self, step: PackedStep, size: int) -> None:
+        """Copy a step's inputs, and pad it to `size` rows."""
+        layout = step.layout
+        num_rows, width = layout.block_tables.shape
+        self.input_ids[:num_rows] = step.input_ids[0]
+        self.positions[:num_rows] = step.positions[0]
+        self.context_lens[:num_rows] = to_device(layout.context_lens, self.context_lens.device)
+        self.write_blocks[:num_rows] = layout.write_blocks
+        self.write_offsets[:num_rows] = layout.write_offsets
+        self.block_tables[:num_rows, :width] = layout.block_tables
+        for buffer, nothing in (
+            (self.input_ids, 0),
+            (self.positions, 0),
+            (self.context_lens, 0),
+            (self.write_blocks, -1),
+        ):
+            buffer[num_rows:size] = nothing
+
+    def step(self, size: int) -> PackedStep:
+        """A step whose inputs are the first `size` rows of the buffers, whatever they hold."""
+        longest = self.block_tables.shape[1] * self.block_size
+        layout = StepLayout(
+            num_decodes=size,
+            query_starts=list(range(size + 1)),
+            context_lens=[longest] * size,
+            block_tables=self.block_tables[:size],
+            write_blocks=self.write_blocks[:size],
+            write_offsets=self.write_offsets[:size],
+            block_size=self.block_size,
+            plans={DECODE_CONTEXTS: self.context_lens[:size]},
+        )
+        return PackedStep([], self.input_ids[None, :size], self.positions[None, :size], layout)
+
+
+class GraphedModel:
+    """A model on the Triton backend whose decode steps run padded to `sizes`, on CUDA as graphs.
+
+    Steps with chunks of prompts, and batches too large, run as they are. A model that cannot be
+    captured (one whose forward waits for the device, for example) runs all of them so.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        sizes: list[int],
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._buffers = DecodeBuffers.of(max(sizes), max_model_len, block_size, device)
+        self._runs: dict[int, Callable[[], torch.Tensor]] = {}
+        self._pool: Any = None  # the graphs' shared memory
+        self._logits: torch.Tensor | None = None  # and the one place that all write logits to
+        self._prepare(sizes, device)
+
+    @torch.inference_mode()
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        """See PackedModel."""
+        size = self._size_for(step)
+        if size is None:
+            return self._model.logits(step, rows)
+        self._buffers.fill(step, size)
+        # A copy, as the next step writes its logits to the same place.
+        return self._runs[size]().index_select(0, rows)
+
+    def _size_for(self, step: PackedStep) -> int | None:
+        num_rows = step.layout.num_decodes
+        if num_rows < len(step.layout.context_lens):
+            return None
+        return min((size for size in self._runs if size >= num_rows), default=None)
+
+    @torch.inference_mode()
+    def _prepare(self, sizes: list[int], device: torch.device) -> None:
+        """Largest first, so that the smaller find room in what the larger took."""
+        for size in sorted(sizes, reverse=True):
+            step, rows = self._buffers.step(size), torch.arange(size, device=device)
+            if device.type != "cuda":
+                self._runs[size] = _Eager(self._model, step, rows)
+                continue
+            stream = torch.cuda.current_stream(device)
+            try:
+                self._runs[size] = self._capture(step, rows)
+            except RuntimeError as error:
+                torch.cuda.set_stream(stream)  # a capture that breaks leaves its own behind
+                logger.warning("decode steps run without CUDA graphs: %s", error)
+                self._runs.clear()
+                return
+
+    def _capture(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        # Kernels are compiled, and libraries set up, outside of the capture.
+        warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        warming.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warming):
+            logits = self._model.logits(step, rows)
+        torch.cuda.current_stream().wait_stream(warming)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        target = self._logits[: len(rows)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            target.copy_(self._model.logits(step, rows))
+        self._pool = graph.pool()
+        return _Replayed(graph, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Eager:
+    """The same on the same buffers without a graph: how the padding is tested on a CPU."""
+
+    model: Model
+    step: PackedStep
+    rows: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.model.logits(self.step, self.rows)

@@ -1,0 +1,307 @@
+"""The check at load: whether a model served through the seam gives what it gives alone.
+
+With no mask, a layer that does not go through the seam would silently mix the requests of a
+packed step. So each model, whatever its family, is run once before it serves anybody: packed steps
+of two requests must give the logits that each gives alone with the library's eager attention and
+masks. Meanwhile windows are shrunk, so that a few tokens reach past them, and weights are fp32,
+where memory allows, so that rounding hides nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import Packer
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.device.precision import in_float32
+from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.packed_model import PackedModel, RowStarts, set_attention
+from promptq.worker.engine.native.decoder import NativeDecoder, NotOfThisKindError
+
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+
+LENGTHS = (34, 14)
+"""Tokens of the two requests of the check: chunks of both are computed that are long, and that are
+so short that their rows may attend one by one."""
+BLOCK_SIZE = 4
+
+TOLERANCE = 1e-4
+"""Of a row of logits, relative to its spread, for half of the rows; for every row ten times as
+much, as a router's near tie may fall the other way in one. In fp32 rounding makes up 1e-6."""
+LOW_PRECISION_TOLERANCE = 0.1
+"""The same for a model too large to be checked in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """What the check found: the attention modules in order of call, and what each asks for."""
+
+    modules: list[nn.Module]
+    specs: list[LayerSpec]
+    counts_rows: bool = False
+    """See PackedModel."""
+    why_not_native: str = "it was not asked for"
+    """Empty if the native decoder serves the model, instead of the library's modules."""
+
+    def on(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        backend: AttentionBackend,
+        max_length: int,
+        max_position: int | None = None,
+    ) -> PackedModel | NativeDecoder:
+        """The model on this cache, for sequences of up to `max_length` tokens."""
+        patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
+        if not self.why_not_native:
+            return NativeDecoder(model, cache.layers, patterns, max_position or max_length)
+        return PackedModel(
+            model, self.modules, cache.layers, patterns, backend, counts_rows=self.counts_rows
+        )
+
+
+def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
+    """The longest sequence that is computed correctly: `asked`, or what the model allows.
+
+    None if nothing limits it. Raises ConfigurationError if `asked` is more than the model has
+    positions for, UnsupportedModelError if its rotary embedding would, at that length, make one
+    sequence's positions depend on the others in the batch.
+    """
+    limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigurationError(
+            f"--max-model-len: {asked} is more than the {limit} positions that {loaded.name} has"
+        )
+    for rope in _rope_parameters(loaded.text_config):
+        kind = rope.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        lengths = (rope.get("original_max_position_embeddings"), limit)
+        stable = min((length for length in lengths if length), default=0)
+        if asked is not None and asked > stable:
+            raise UnsupportedModelError(
+                f"{loaded.family}: its rotary embedding is of type {kind!r}, which changes all "
+                f"positions in a batch once one sequence has more than {stable} tokens; with "
+                f"--max-model-len {stable} it can be served"
+            )
+        limit = stable
+    return limit if asked is None else asked
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings: one set, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]
+    )
+
+
+def check_model(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    max_length: int | None,
+    *,
+    why_not_native: str = "it was not asked for",
+) -> CheckedModel:
+    """Find out each layer's attention and hold packed steps against the library's own.
+
+    Positions up to `max_length` are tried; where there is no `why_not_native`, the native decoder
+    too, which serves the model if it passes. Raises UnsupportedModelError, naming the family and
+    the reason, if the model would not be served correctly.
+    """
+    family, model = loaded.family, loaded.model
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{family}: takes no position_ids, so requests cannot share a packed step"
+        )
+    try:
+        with torch.inference_mode(), shrunk_windows(model) as true_patterns:
+            probes = _probes(loaded, max_length)
+            _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
+            with in_float32(model) as is_exact:
+                modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)
+                # Where rounding might hide that a family counts rows, it is told them if it can be.
+                differences = {}
+                for counts_rows in (not is_exact, is_exact):
+                    checked = CheckedModel(
+                        modules, specs_now, counts_rows, why_not_native or _UNTRIED
+                    )
+                    difference = _compare(loaded, checked, backend, probes, is_exact)
+                    differences[counts_rows] = difference
+                    if difference.is_tolerable:
+                        break
+                if not why_not_native and difference.is_tolerable:
+                    checked = _native_if_it_passes(loaded, checked, backend, max_length, is_exact)
+    except _FAILURES as error:
+        raise UnsupportedModelError(
+            f"{family}: a packed step does not run: {type(error).__name__}: {error}"
+        ) from error
+    if not difference.is_tolerable:
+        plain = differences[False]
+        raise UnsupportedModelError(
+            f"{family}: requests in a packed step do not get what they get alone (logits are off "
+            f"by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} in "
+            "one)"
+        )
+    true_specs = [replace(spec, pattern=true_patterns[spec.pattern]) for spec in specs]
+    return replace(checked, specs=true_specs)
+
+
+def _native_if_it_passes(
+    loaded: LoadedModel,
+    checked: CheckedModel,
+    backend: AttentionBackend,
+    max_length: int | None,
+    is_exact: bool,
+) -> CheckedModel:
+    """The same, to be served by the native decoder, or with the reason why it is not."""
+    probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
+    native = replace(checked, why_not_native="")
+    try:
+        difference = _compare(loaded, native, backend, probes, is_exact)
+    except (*_FAILURES, NotOfThisKindError) as error:
+        return replace(checked, why_not_native=str(error).split("\n")[0])
+    if difference.is_tolerable:
+        return native
+    reason = f"its logits are off by {difference.median:.2g} of their spread"
+    return replace(checked, why_not_native=reason)
+
+
+_UNTRIED = "it was not tried"
+"""Of the library's modules, which are checked first."""
+_NATIVE_POSITIONS = 1024
+"""Tried at most: the decoder's table of positions comes from the model's own module."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    token_ids: list[int]
+    first_position: int
+
+
+def _probes(loaded: LoadedModel, max_length: int | None) -> list[_Probe]:
+    """Two requests; the second lies at the end of the model's positions, to show that it is the
+    positions handed over that count."""
+    vocab_size = loaded.text_config.vocab_size
+    last = max_length or 1024
+    probes = []
+    for length, first_position in zip(LENGTHS, (0, max(0, last - LENGTHS[1])), strict=True):
+        salt = 13 + first_position
+        ids = [3 + (salt + 7919 * index) % max(1, vocab_size // 2 - 3) for index in range(length)]
+        probes.append(_Probe(ids[:last], first_position))
+    return probes
+
+
+def _alone(loaded: LoadedModel, probe: _Probe, counts_rows: bool) -> torch.Tensor:
+    """[length, vocab_size] from the library's own attention and masks."""
+    device = loaded.model.device
+    positions = torch.arange(len(probe.token_ids), device=device).unsqueeze(0)
+    positions += probe.first_position
+    further: dict[str, Any] = {}
+    if counts_rows and probe.first_position:
+        further["past_key_values"] = RowStarts(positions)
+    logits: torch.Tensor = loaded.model(
+        input_ids=torch.tensor([probe.token_ids], device=device),
+        position_ids=positions,
+        use_cache=False,
+        **further,
+    ).logits
+    return logits[0]
+
+
+def _packed(
+    loaded: LoadedModel, checked: CheckedModel, backend: AttentionBackend, probes: list[_Probe]
+) -> list[torch.Tensor]:
+    """The same from packed steps: a chunk of each, another of each, then a decode of each."""
+    device = loaded.model.device
+    blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
+    num_blocks = len(probes) * blocks_each
+    cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+    for layer in cache.layers:
+        layer.key.fill_(float("nan"))
+        layer.value.fill_(float("nan"))
+    last = max(probe.first_position for probe in probes) + max(LENGTHS)
+    packed_model = checked.on(loaded.model, cache, backend, max(LENGTHS) + 1, last)
+    packer = Packer(BLOCK_SIZE, device)
+    sequences = []
+    for index, probe in enumerate(probes):
+        request = EngineRequest(
+            index, probe.token_ids, SamplingParams.model_validate({}), seed=0, max_tokens=1
+        )
+        sequence = Sequence.of(request)
+        sequence.slot = index
+        sequence.block_table = list(range(index, cache.num_blocks, len(probes)))[::-1]
+        sequences.append(sequence)
+
+    rows: list[list[torch.Tensor]] = [[] for _ in probes]
+    for step in range(3):
+        scheduled = []
+        for sequence in reversed(sequences):
+            total = sequence.num_tokens
+            cuts = (0, total * 6 // 10, total - 1, total)
+            if count := cuts[step + 1] - cuts[step]:
+                scheduled.append(ScheduledSequence(sequence, cuts[step], count, samples=False))
+        packed = packer.pack(Batch(scheduled))
+        starts = packed.layout.query_starts
+        for item, first, last in zip(packed.items, starts[:-1], starts[1:], strict=True):
+            packed.positions[0, first:last] += probes[item.sequence.sequence_id].first_position
+        logits = packed_model.logits(packed, torch.arange(starts[-1], device=device))
+        for item, first, last in zip(packed.items, starts[:-1], starts[1:], strict=True):
+            rows[item.sequence.sequence_id].append(logits[first:last])
+    return [torch.cat(parts) for parts in rows]
+
+
+def _compare(
+    loaded: LoadedModel,
+    checked: CheckedModel,
+    backend: AttentionBackend,
+    probes: list[_Probe],
+    is_exact: bool,
+) -> _Difference:
+    """How far packed steps are off what each request gives alone."""
+    set_attention(loaded.model, "eager")
+    tolerance = TOLERANCE if is_exact else LOW_PRECISION_TOLERANCE
+    try:
+        alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
+        packed = torch.cat(_packed(loaded, checked, backend, probes)).float()
+    except (*_FAILURES, UnsupportedModelError):
+        if checked.counts_rows:  # not every family can be told of rows
+            return _Difference(math.nan, math.nan, tolerance)
+        raise
+    off = off_by(packed, alone)
+    return _Difference(float(off.median()), float(off.max()), tolerance)
+
+
+def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[rows]: how far each row of logits is off, relative to the spread of the expected."""
+    spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
+    off: torch.Tensor = (logits - expected).norm(dim=1) / spread.clamp_min(1e-20)
+    return off
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Of logits, relative to a row's spread."""
+
+    median: float
+    worst: float
+    tolerance: float
+
+    @property
+    def is_tolerable(self) -> bool:
+        # Not the other way round: what is not a number is not tolerable.
+        return self.median <= self.tolerance and self.worst <= 10 * self.tolerance

@@ -1,0 +1,184 @@
+"""From a directory or a hub name to a causal language model, ready to run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from promptq.shared.errors import ConfigurationError, ModelNotFoundError, UnsupportedModelError
+from promptq.worker.engine.device.memory import free_bytes
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode, without gradients, on its device."""
+
+    name: str
+    model: PreTrainedModel
+    end_token_ids: frozenset[int]
+
+    @property
+    def family(self) -> str:
+        """The library's name for the architecture, `llama` for example."""
+        return str(self.model.config.model_type)
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """The part of the configuration that describes the language model."""
+        return self.model.config.get_text_config(decoder=True)
+
+
+def load_model(
+    name_or_dir: str,
+    *,
+    device: torch.device,
+    dtype: DType = "auto",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a causal LM from its safetensors weights; a directory needs no network.
+
+    Raises ModelNotFoundError if there is none at that place, UnsupportedModelError if there is
+    one that does not load as it should.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    source = _source(name_or_dir)
+    config = _load_config(source, trust_remote_code)
+    _check_weights(source)
+    _check_memory(source, config, dtype, device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the library's advice is for whom it knows to listen
+            # The library's type does not know that with the loading info there are two results.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=_DTYPES.get(dtype, "auto"),
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+            model: PreTrainedModel = loaded[0]
+            info: dict[str, Any] = loaded[1]
+    except _LOADING_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{source}: the weights of this {config.model_type!r} model do not load: "
+            f"{_first_sentence(error)}"
+        ) from error
+    for problem in ("missing", "mismatched"):
+        if keys := sorted(str(key) for key in info[f"{problem}_keys"]):
+            raise UnsupportedModelError(
+                f"{source}: {len(keys)} weights that {type(model).__name__} needs are "
+                f"{problem}, {keys[0]} for one"
+            )
+    module: torch.nn.Module = model  # whose methods the library's class wraps in untyped ones
+    module.requires_grad_(False).eval().to(device)
+    return LoadedModel(name_or_dir, model, _end_token_ids(model))
+
+
+def _source(name_or_dir: str) -> str:
+    """The directory, checked to hold a model, or the hub name as it is."""
+    directory = Path(name_or_dir).expanduser()
+    if not directory.is_dir():
+        if directory.exists():
+            raise ModelNotFoundError(f"{name_or_dir}: is a file, not a model directory")
+        is_path = name_or_dir.startswith(("/", ".", "~")) or name_or_dir.count("/") != 1
+        if is_path:
+            raise ModelNotFoundError(
+                f"{name_or_dir}: there is no such directory, and a hub name is like owner/name"
+            )
+        return name_or_dir
+    if not (directory / "config.json").is_file():
+        raise ModelNotFoundError(f"{name_or_dir}: has no config.json, so it is no model directory")
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise ModelNotFoundError(f"{name_or_dir}: config.json is not JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelNotFoundError(f"{name_or_dir}: config.json has no model_type")
+    return str(directory)
+
+
+def _check_weights(source: str) -> None:
+    """What a directory lacks is told at once; of a hub name the library tells it."""
+    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"{source}: has no *.safetensors weights, and no other kind is loaded"
+        )
+
+
+def _check_memory(
+    source: str, config: PreTrainedConfig, dtype: DType, device: torch.device
+) -> None:
+    """Say beforehand that a directory's weights do not fit; the system would end the process."""
+    if not Path(source).is_dir():
+        return
+    needed = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+    saved, wanted = getattr(config, "dtype", None), _DTYPES.get(dtype)
+    if isinstance(saved, torch.dtype) and wanted is not None:
+        needed = needed * wanted.itemsize // saved.itemsize
+    free = free_bytes(device)
+    if needed > free:
+        raise ConfigurationError(
+            f"--model: the weights of {source} take {needed / 2**30:,.1f} GiB, and"
+            f" {free / 2**30:,.1f} GiB are free on {device}; take a smaller model or dtype, or"
+            " another device"
+        )
+
+
+def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
+    except _LOADING_ERRORS as error:
+        if "model type" in str(error) and "does not recognize" in str(error):
+            raise UnsupportedModelError(
+                f"{source}: the installed transformers does not know this family: "
+                f"{_first_sentence(error)}"
+            ) from error
+        raise ModelNotFoundError(f"{source}: {_first_sentence(error)}") from error
+    remote_classes: dict[str, str] = getattr(config, "auto_map", None) or {}
+    is_remote = trust_remote_code and "AutoModelForCausalLM" in remote_classes
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_remote:
+        raise ModelNotFoundError(
+            f"{source}: is not a causal language model (its family is {config.model_type!r})"
+        )
+    return config
+
+
+def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The generation settings' end tokens, or else the configuration's."""
+    for config in (model.generation_config, model.config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()
+
+
+def _first_sentence(error: Exception) -> str:
+    """What the library says, cut to where it starts to give advice."""
+    text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".")

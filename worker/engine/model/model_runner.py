@@ -1,0 +1,318 @@
+"""Runs batches through a transformers model on the paged KV cache."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.progress import Progress, unheard
+from promptq.worker.engine.attention.backend import AttentionBackend, backend_for
+from promptq.worker.engine.attention.kv_cache import KVCache, fitting_blocks
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.core.runner import KVLayout, SampledToken
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.device.async_copies import to_device
+from promptq.worker.engine.device.memory import give_back
+from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.engine.model.compiled import CompiledModel
+from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
+from promptq.worker.engine.model.loading import DType, LoadedModel, load_model
+from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.native.build import NativeCodeError, load_native
+from promptq.worker.engine.native.decoder import DTYPES, NativeDecoder, release_weights
+from promptq.worker.engine.sampling.masks import Masks
+from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.model.cuda_graphs import GraphedModel
+
+LENGTH_WITHOUT_LIMIT = 8192
+"""Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
+
+WARM_UP_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStep:
+    """A step under way; `sampled` is None if it samples nothing."""
+
+    sampled: SamplerOutput | None
+    counts: list[int]
+    """Of the rows sampled for each sequence."""
+    sequences: list[Sequence]
+    """Of each row."""
+
+    def tokens_for(self, step: PackedStep) -> torch.Tensor:
+        """[1, T], on the device: what was sampled here for the sequence of each row of `step`."""
+        assert self.sampled is not None
+        row_of = {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
+        rows = [row_of[item.sequence.sequence_id] for item in step.items]
+        token_ids = self.sampled.token_ids
+        return token_ids.index_select(0, to_device(rows, token_ids.device)).unsqueeze(0)
+
+
+class ModelRunner:
+    """The runner that serves real models (see Runner)."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        checked: CheckedModel,
+        cache: KVCache,
+        max_model_len: int,
+        max_num_seqs: int,
+        *,
+        native_sampling: bool,
+        compile: bool = False,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self.name = loaded.name
+        self.family = loaded.family
+        self.end_token_ids = loaded.end_token_ids
+        self.device = loaded.model.device
+        self.dtype = loaded.model.dtype
+        self._cache = cache
+        self._vocab_size: int = loaded.text_config.vocab_size
+        self._max_model_len = max_model_len
+        backend = backend_for(self.device)
+        model = checked.on(loaded.model, cache, backend, max_model_len)
+        self._model: PackedModel | CompiledModel | GraphedModel | NativeDecoder = model
+        self.compiled: CompiledModel | None = None
+        """If it was asked for, and the library's modules compute."""
+        if isinstance(model, PackedModel):
+            modules: PackedModel | CompiledModel = model
+            if compile:
+                modules = self.compiled = CompiledModel(model, cache, max_model_len)
+            self._model = modules
+            if cuda_graphs:
+                self._model = graphed(modules, backend, cache, max_num_seqs, max_model_len)
+        else:
+            release_weights(loaded.model)
+        self.why_not_native = checked.why_not_native
+        self._packer = Packer(cache.block_size, self.device)
+        self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
+        self._masks = Masks(self.device)
+        self.is_row_invariant = False
+        """Whether a token's logits are the same to the last bit, whatever rows are beside it; known
+        once the model has run."""
+
+    @classmethod
+    def load(
+        cls,
+        name_or_dir: str,
+        *,
+        device: str = "auto",
+        dtype: DType = "auto",
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        trust_remote_code: bool = False,
+        native: bool = True,
+        compile: bool = False,
+        cuda_graphs: bool = True,
+        progress: Progress = unheard,
+    ) -> ModelRunner:
+        """Load a model, check that the seam serves it correctly, and allocate its cache.
+
+        `kv_cache_memory` is in bytes; without `native`, or where the native decoder does not fit,
+        the library's own modules compute, and without `native` torch samples. `compile` and
+        `cuda_graphs` are for those modules (see CompiledModel, GraphedModel). `progress` hears of
+        each stage. Raises ModelNotFoundError, UnsupportedModelError or ConfigurationError, each
+        with one sentence that says what is wrong.
+        """
+        progress("weights")
+        loaded = load_model(
+            name_or_dir,
+            device=resolve_device(device),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls.of(
+            loaded,
+            kv_cache_memory=kv_cache_memory,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            native=native,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            progress=progress,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedModel,
+        *,
+        kv_cache_memory: int | None = None,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        native: bool = True,
+        compile: bool = False,
+        cuda_graphs: bool = True,
+        progress: Progress = unheard,
+    ) -> ModelRunner:
+        """The same for a model that is loaded already."""
+        device = loaded.model.device
+        limit = model_length(loaded, None)
+        length = model_length(loaded, max_model_len) or LENGTH_WITHOUT_LIMIT
+        progress("native code")
+        why_not_native = _why_no_native_code(loaded) if native else "it was not asked for"
+        progress("checking")
+        checked = check_model(loaded, backend_for(device), limit, why_not_native=why_not_native)
+        give_back(device)
+        progress("KV cache")
+        num_blocks = fitting_blocks(
+            checked.specs,
+            block_size=block_size,
+            memory_bytes=kv_cache_memory,
+            wanted_tokens=max_num_seqs * length,
+            device=device,
+        )
+        cache = KVCache(checked.specs, num_blocks=num_blocks, block_size=block_size, device=device)
+        progress("compiling" if compile and checked.why_not_native else "packing")
+        runner = cls(
+            loaded,
+            checked,
+            cache,
+            length,
+            max_num_seqs,
+            native_sampling=not why_not_native,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+        )
+        progress("warm-up")
+        runner._warm_up()
+        return runner
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        cache = self._cache
+        return KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
+        """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
+        sampling = batch.sampling
+        counts = [item.num_samples for item in sampling]
+        sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
+        masks = self._masks.start(sequences)  # computed while the model runs
+        step = self._packer.pack(batch)
+        if after is not None:
+            step = replace(step, input_ids=after.tokens_for(step))
+        # A step without samples still needs a row: not every family's head takes none.
+        rows = step.sampling_rows(sampling) or [0]
+        logits = self._model.logits(step, to_device(rows, self.device))
+        if not sampling:
+            return ModelStep(None, counts, sequences)
+        num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
+        sampled = self._sampler.sample(logits, sequences, masks, num_ahead)
+        return ModelStep(sampled, counts, sequences)
+
+    def collect(self, launched: ModelStep) -> list[list[SampledToken]]:
+        tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
+        return [[*islice(tokens, count)] for count in launched.counts]
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Prefill and decode once, so that nobody's first token waits for what is set up lazily."""
+        num_tokens = min(self._cache.num_blocks * self._cache.block_size, self.max_model_len)
+        num_tokens = min(num_tokens, WARM_UP_TOKENS)
+        token_ids = [7919 * place % self._vocab_size for place in range(num_tokens)]
+        params = SamplingParams.model_validate({})
+        sequence = Sequence.of(EngineRequest(-1, token_ids, params, seed=0, max_tokens=1))
+        sequence.slot = 0
+        sequence.block_table = list(range(num_blocks_for(num_tokens, self._cache.block_size)))
+        last_rows = []
+        for count in (num_tokens, min(num_tokens, 2), 1):
+            batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])
+            row = torch.tensor([count - 1], device=self.device)
+            last_rows.append(self._model.logits(self._packer.pack(batch), row))
+        self.collect(self.launch(batch))
+        self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
+
+    @property
+    def is_slow_in_bf16(self) -> bool:
+        """Whether it computes in bf16 and would be many times faster in fp32."""
+        is_torch_on_cpu = bool(self.why_not_native) and self.device.type == "cpu"
+        return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
+
+    def peak_memory_bytes(self) -> int:
+        """Of the device on CUDA, of the whole process on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _why_no_native_code(loaded: LoadedModel) -> str:
+    """Empty if there is native code for the model's device and type."""
+    device, dtype = loaded.model.device, loaded.model.dtype
+    if device.type != "cpu":
+        return f"it is for the CPU, and the device is {device.type}"
+    if dtype not in DTYPES:
+        return f"it computes in {' or '.join(map(str, DTYPES))}, and the weights are {dtype}"
+    try:
+        load_native()
+    except NativeCodeError as error:
+        return str(error)
+    return ""
+
+
+def graphed(
+    model: PackedModel | CompiledModel,
+    backend: AttentionBackend,
+    cache: KVCache,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> PackedModel | CompiledModel | GraphedModel:
+    """The model with CUDA graphs for its decode steps, where there are any."""
+    device = cache.layers[0].key.device
+    if device.type != "cuda" or backend is torch_paged_attention:
+        return model
+    from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_sizes
+
+    return GraphedModel(
+        model,
+        sizes=graph_sizes(max_num_seqs),
+        max_model_len=max_model_len,
+        block_size=cache.block_size,
+        device=device,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigurationError for what cannot be used."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
+    elif device.type != "cpu":
+        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N")
+    return device

@@ -1,0 +1,218 @@
+"""The seam to transformers: one attention function, registered once, that serves every family.
+
+A model that runs through it builds no mask, because the library makes one only for names that it
+has a mask function for. Each attention module carries its layer's place in the cache, so that the
+function needs nothing but the module that calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from promptq.shared.errors import UnsupportedModelError
+from promptq.worker.engine.attention.backend import (
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.model.attention_operator import attend, number_of
+
+SEAM = "promptq"
+_ATTRIBUTE = "promptq_layer"
+_NUMBER = "promptq_number"
+"""Of the layer, for compiled graphs."""
+
+
+@dataclass(slots=True)
+class SeamContext:
+    """What all layers of a model share; the layout is set for the time of a forward."""
+
+    backend: AttentionBackend
+    layout: StepLayout | None = None
+    calls: int = 0
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class SeamLayer:
+    """What an attention module needs besides its own arguments."""
+
+    context: SeamContext
+    cache: LayerCache
+    pattern: Pattern
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Within each sequence of the step: [1, T, num_heads, value_size] for tensors like those of
+        `paged_attention`."""
+        context = self.context
+        if context.layout is None:
+            raise UnsupportedModelError("a layer of this model was not seen by the check at load")
+        context.calls += 1
+        output = context.backend(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self.cache,
+            context.layout,
+            Scoring(scale, self.pattern, softcap, sinks),
+        )
+        return output.unsqueeze(0)
+
+
+class RowStarts:
+    """Stands where the library's cache would, for families that count positions from it.
+
+    They add the row's index to the length of what came before, so that this "length" is a tensor
+    [T] which makes each row's sum its true position. K and V pass through as they are, and masks,
+    where there are any, are those of no cache.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        count = torch.arange(positions.shape[1], device=positions.device)
+        self._starts = positions[0] - count
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        return self._starts
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key, value
+
+
+class PackedModel:
+    """A model whose attention modules, in order of call, work on `caches` through the seam.
+
+    With `counts_rows` the family is told positions through RowStarts too.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules: Sequence[nn.Module],
+        caches: Sequence[LayerCache],
+        patterns: Sequence[Pattern],
+        backend: AttentionBackend,
+        *,
+        counts_rows: bool = False,
+    ) -> None:
+        self._model = model
+        self._context = SeamContext(backend)
+        self._counts_rows = counts_rows
+        self._modules = modules
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        for module, cache, pattern in zip(modules, caches, patterns, strict=True):
+            layer = SeamLayer(self._context, cache, pattern)
+            setattr(module, _ATTRIBUTE, layer)
+            setattr(module, _NUMBER, number_of(layer))
+        set_attention(model, SEAM)
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        """[len(rows), vocab_size] for these rows of the step; K and V of all rows are written."""
+        context = self._context
+        context.layout, context.calls = step.layout, 0
+        further: dict[str, Any] = {}
+        if self._keeps_rows:
+            further["logits_to_keep"] = rows
+        if self._counts_rows:
+            further["past_key_values"] = RowStarts(step.positions)
+        # As a view whose strides follow from its shape, which compiled graphs ask for.
+        positions = step.positions[0].unsqueeze(0)
+        try:
+            output = self._model(
+                input_ids=step.input_ids, position_ids=positions, use_cache=False, **further
+            )
+        finally:
+            context.layout = None
+        if context.calls != len(self._modules):
+            raise UnsupportedModelError(
+                f"{self._model.config.model_type}: {context.calls} attention calls in a forward "
+                f"of {len(self._modules)} layers"
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits[rows]
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """What stands in the model's lists of modules and attends, without what is inside of it."""
+        attending = set(self._modules)
+
+        def within(module: nn.Module) -> Iterator[nn.Module]:
+            for child in module.children():
+                if attending.isdisjoint(child.modules()):
+                    continue
+                if isinstance(module, nn.ModuleList):
+                    yield child
+                else:
+                    yield from within(child)
+
+        return list(within(self._model))
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Choose the model's attention function. Raises UnsupportedModelError if it does not obey."""
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: its attention cannot be replaced: {error}"
+        ) from error
+    if model.config.get_text_config(decoder=True)._attn_implementation != name:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: its attention cannot be replaced, as the family has code "
+            "of its own for it"
+        )
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each sequence of the packed step.
+
+    `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] give
+    [1, T, num_heads, value_size]. The check at load has judged which `others` the family passes.
+    """
+    layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
+    if layer is None:
+        raise UnsupportedModelError(f"{type(module).__name__}: was not seen by the check at load")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__}: makes a mask or bias of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        number = getattr(module, _NUMBER)
+        return attend(number, query, key, value, scale, softcap, s_aux), None
+    return layer.attend(query, key, value, scale, softcap, s_aux), None
+
+
+AttentionInterface.register(SEAM, paged_attention)

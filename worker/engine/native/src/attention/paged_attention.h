@@ -1,0 +1,156 @@
+// Attention over the paged KV cache, straight through the block tables.
+//
+// Neighbouring rows of a sequence attend together and read each K and V once. What is computed for
+// a row, and in which order, depends on its own query and context alone, not on the rows beside it:
+// the same bits come out for a decode, a drafted token and a row of a chunk. (Where K and V are finite:
+// what only the rows beside it see is weighted with zero.)
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "machine/elements.h"
+#include "attention/pieces.h"
+#include "attention/tile_attention.h"
+#include "machine/vectors.h"
+
+namespace promptq {
+
+// scores[g * stride + i] = query[g] . rows[i] for kLanes keys.
+template <int Group, int NumSpans, typename T>
+void score(
+    const Factor<T>* query, const T* const* rows, int64_t offset, int64_t size, float* scores,
+    int64_t stride) {
+  const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
+  if (NumSpans) size = NumSpans * kSpan;
+  Vector products[Group][kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    Vector sums[Group] = {};
+    for (int64_t s = 0; s < num_spans; ++s) {
+      T padded[kSpan];
+      const T* key = whole_span(rows[i] + offset, s, size, padded);
+#pragma GCC unroll 8
+      for (int g = 0; g < Group; ++g) add_dot<T>(sums[g], query + (g * num_spans + s) * kSpan, key);
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < Group; ++g) products[g][i] = sums[g];
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < Group; ++g) store_vector(scores + g * stride, sum_each(products[g]));
+}
+
+// sums[g] += weights[g * stride + i] * rows[i] for kLanes values.
+template <int Group, int NumSpans, typename T>
+void accumulate(
+    const Factor<T>* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
+    int64_t stride) {
+  // Spans whose sums fit into the registers; a number that the compiler knows, so that they stay.
+  constexpr int kTile =
+      std::max(1, std::min(NumSpans, kRegisters / (4 * std::max(2, Group))));
+  const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
+  if (NumSpans) size = NumSpans * kSpan;
+  for (int64_t from = 0; from < num_spans; from += kTile) {
+    Pair totals[Group][kTile];
+#pragma GCC unroll 8
+    for (int g = 0; g < Group; ++g)
+#pragma GCC unroll 8
+      for (int s = 0; s < kTile; ++s)
+        totals[g][s] = load_pair(sums + (g * num_spans + from + s) * kSpan);
+    for (int i = 0; i < kLanes; i += 2)
+#pragma GCC unroll 8
+      for (int s = 0; s < kTile; ++s) {
+        T padded[2][kSpan];
+        const TwoValues<T> values(
+            whole_span(rows[i] + offset, from + s, size, padded[0]),
+            whole_span(rows[i + 1] + offset, from + s, size, padded[1]));
+#pragma GCC unroll 8
+        for (int g = 0; g < Group; ++g) values.add_to(totals[g][s], weights + g * stride + i);
+      }
+#pragma GCC unroll 8
+    for (int g = 0; g < Group; ++g)
+#pragma GCC unroll 8
+      for (int s = 0; s < kTile; ++s)
+        store_pair(sums + (g * num_spans + from + s) * kSpan, totals[g][s]);
+  }
+}
+
+// Calls work(std::integral_constant<int, Group>, first query) so that all queries are covered.
+template <typename Work>
+void in_groups(int64_t num_queries, const Work& work) {
+  int64_t query = 0;
+  for (; query + 4 <= num_queries; query += 4) work(std::integral_constant<int, 4>(), query);
+  for (; query + 2 <= num_queries; query += 2) work(std::integral_constant<int, 2>(), query);
+  for (; query < num_queries; ++query) work(std::integral_constant<int, 1>(), query);
+}
+
+// Calls work(group, query, i, rows, offset) for `Group` queries at a time, each kLanes positions from
+// `begin` + i on and each KV head, whose rows lie `offset` behind `rows`. Block by block and through
+// the heads within a block, as they lie in memory: what the processor reads ahead comes next.
+template <typename T, typename Work>
+void over_blocks(
+    const Piece<T>& piece, const std::vector<Stretch>& stretches, const T* cache, int64_t begin,
+    const Work& work) {
+  const T* rows[kLanes];
+  for (const Stretch& stretch : stretches)
+    for (int64_t start = stretch.first / kLanes * kLanes; start < stretch.last; start += kLanes) {
+      piece.find_rows(stretch, cache, start, rows);
+      for (int64_t head = 0; head < piece.num_kv_heads; ++head)
+        in_groups(stretch.num_queries, [&](auto group, int64_t query) {
+          work(
+              group, head * piece.queries_each() + stretch.first_query + query, start - begin, rows,
+              head * piece.head_stride);
+        });
+    }
+}
+
+// `scratch` is reused.
+template <int NumSpans, typename T>
+void attend(const Piece<T>& piece, std::vector<float>& scratch) {
+  const std::vector<Stretch> stretches = piece.stretches();
+  const int64_t size = piece.size, padded_size = spans_of(size) * kSpan;
+  const int64_t queries_each = piece.queries_each(), num_queries = queries_each * piece.num_kv_heads;
+  const int64_t begin = piece.begin(), length = piece.num_scores();
+  scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
+  float* sums = scratch.data();                      // [num_queries, padded_size]
+  float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
+  auto* queries = reinterpret_cast<Factor<T>*>(scores + num_queries * length);  // likewise as sums
+
+  for (int64_t query = 0; query < num_queries; ++query)
+    lay_out(
+        piece.query + piece.offset_of(query / queries_each, query % queries_each), size,
+        queries + query * padded_size);
+  over_blocks(piece, stretches, piece.keys, begin, [&](auto group, int64_t query, int64_t i,
+                                                       const T* const* rows, int64_t offset) {
+    score<group(), NumSpans>(
+        queries + query * padded_size, rows, offset, size, scores + query * length + i, length);
+  });
+  for (int64_t query = 0; query < num_queries; ++query)
+    piece.template weigh<Factor<T>>(query % queries_each, begin, scores + query * length);
+  over_blocks(piece, stretches, piece.values, begin, [&](auto group, int64_t query, int64_t i,
+                                                         const T* const* rows, int64_t offset) {
+    accumulate<group(), NumSpans>(
+        reinterpret_cast<const Factor<T>*>(scores + query * length) + i, rows, offset, size,
+        sums + query * padded_size, length * sizeof(float) / sizeof(Factor<T>));
+  });
+  for (int64_t query = 0; query < num_queries; ++query) {
+    T* out = piece.out + piece.offset_of(query / queries_each, query % queries_each);
+    for (int64_t place = 0; place < padded_size; ++place)
+      if (const int64_t d = place / kSpan * kSpan + TwoValues<T>::index_of(place % kSpan); d < size)
+        store(out[d], sums[query * padded_size + place]);
+  }
+}
+
+template <typename T>
+void attend_sized(const Piece<T>& piece, std::vector<float>& scratch) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (has_tiles()) return TileAttention(piece, scratch).run();
+#endif
+  switch (piece.size) {  // the usual ones, known to the compiler
+    case 64: return attend<64 / kSpan>(piece, scratch);
+    case 128: return attend<128 / kSpan>(piece, scratch);
+    default: return attend<0>(piece, scratch);
+  }
+}
+
+}  // namespace promptq

@@ -1,0 +1,247 @@
+// Which rows of a step attend together, and what they read of the paged KV cache.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "machine/elements.h"
+#include "machine/vectors.h"
+
+namespace promptq {
+
+// Which earlier positions a query sees (Pattern in attention/__init__.py).
+enum class Visible : int64_t { kFull = 0, kSliding = 1, kChunked = 2 };
+
+struct Pattern {
+  Visible kind;
+  int64_t size;
+
+  int64_t first(int64_t position) const {
+    if (kind == Visible::kSliding) return std::max<int64_t>(0, position + 1 - size);
+    if (kind == Visible::kChunked) return position - position % size;
+    return 0;
+  }
+};
+
+// One layer's K [num_blocks, num_kv_heads, block_size, head_size] and V likewise.
+struct LayerCache {
+  at::Tensor key, value;
+  Pattern pattern;
+};
+
+// Where a step's rows lie (StepLayout in attention/__init__.py); int64 tensors, contiguous.
+struct Layout {
+  at::Tensor query_starts, context_lens;   // [num_sequences + 1], [num_sequences]
+  at::Tensor block_tables;                 // [num_sequences, max_blocks]
+  at::Tensor write_blocks, write_offsets;  // [T]
+};
+
+// A row of the step, and the blocks of its sequence.
+struct Row {
+  int64_t index, position;
+  const int64_t* blocks;
+};
+
+// Positions in the blocks of one sequence, and the queries of each KV head that read them there.
+struct Stretch {
+  int64_t first, last;
+  const int64_t* blocks;
+  int64_t first_query, num_queries;
+};
+
+constexpr int64_t kSharingQueries = 8;  // of each KV head in a row that may share, at most
+
+// Some rows and some neighbouring KV heads, which attend together. The rows are neighbours in one
+// sequence, or one row each of sequences whose first `shared` positions lie in the same blocks: a
+// multiple of kLanes, so that these stand in the same lanes for all, and no row's own position.
+template <typename T>
+struct Piece {
+  const T* query;  // of the step's first row, the first query head
+  T* out;          // likewise
+  int64_t row_stride;
+  const Row* rows;
+  int64_t num_rows, shared;
+  const T *keys, *values;  // of the first KV head in block 0
+  int64_t block_stride, head_stride, block_size;
+  int64_t num_kv_heads, group, size;
+  Pattern pattern;
+  float scale;
+
+  int64_t queries_each() const { return num_rows * group; }  // of a KV head
+  int64_t position_of(int64_t query) const { return rows[query / group].position; }
+  int64_t offset_of(int64_t head, int64_t query) const {  // in `query` and `out`
+    return rows[query / group].index * row_stride + (head * group + query % group) * size;
+  }
+
+  int64_t first() const {
+    int64_t least = pattern.first(rows[0].position);
+    for (int64_t row = 1; row < num_rows; ++row)
+      least = std::min(least, pattern.first(rows[row].position));
+    return least;
+  }
+  int64_t last() const {
+    int64_t most = 0;
+    for (int64_t row = 0; row < num_rows; ++row) most = std::max(most, rows[row].position + 1);
+    return most;
+  }
+
+  // Scores of a query stand in whole vectors, the first of which holds first().
+  int64_t begin() const { return first() / kLanes * kLanes; }
+  int64_t num_scores() const { return at::round_up<int64_t>(last() - begin(), kLanes); }
+
+  // Turn a query's scores into weights, which are numbers of type W. `begin` is begin().
+  template <typename W>
+  void weigh(int64_t query, int64_t begin, float* scores) const {
+    const int64_t position = position_of(query);
+    // What is read for it goes on to the last row of its sequence.
+    const int64_t last = (shared > 0 ? position : rows[num_rows - 1].position) + 1;
+    softmax<W>(
+        scores, at::round_up<int64_t>(last - begin, kLanes), pattern.first(position) - begin,
+        position + 1 - begin, scale);
+  }
+
+  // For each query by ascending position: what is shared, and what its sequence has for itself.
+  std::vector<Stretch> stretches() const {
+    std::vector<Stretch> found;
+    const int64_t first = this->first();
+    if (first < shared) found.push_back({first, shared, rows[0].blocks, 0, queries_each()});
+    for (int64_t row = 0, next; row < num_rows; row = next) {
+      const Row& here = rows[row];
+      for (next = row + 1; next < num_rows && rows[next].blocks == here.blocks;) ++next;
+      found.push_back(
+          {std::max(shared, pattern.first(here.position)), rows[next - 1].position + 1, here.blocks,
+           row * group, (next - row) * group});
+    }
+    return found;
+  }
+
+  int64_t offset_in_cache(const Stretch& stretch, int64_t position) const {  // of its first KV head
+    return stretch.blocks[position / block_size] * block_stride + position % block_size * size;
+  }
+
+  // The first KV head's rows of kLanes positions from `start` on; a position that is not of the stretch
+  // is replaced by one that is.
+  void find_rows(const Stretch& stretch, const T* head, int64_t start, const T** found) const {
+    const int64_t last = stretch.last - 1, place = std::clamp(start, stretch.first, last);
+    int64_t block = place / block_size, offset = place % block_size;
+    for (int i = 0; i < kLanes; ++i) {
+      found[i] = head + stretch.blocks[block] * block_stride + offset * size;
+      if (start + i >= stretch.first && start + i < last && ++offset == block_size) offset = 0, ++block;
+    }
+  }
+};
+
+// A step's pieces, those that take longest first, none much longer than a thread's share.
+class Pieces {
+ public:
+  // `cache` is any layer's; `group` query heads have a KV head.
+  Pieces(const Layout& layout, const LayerCache& cache, int64_t group, int64_t num_threads)
+      : num_kv_heads_(cache.key.size(1)), group_(group), block_size_(cache.key.size(2)) {
+    const int64_t* starts = data<int64_t>(layout.query_starts);
+    const int64_t* contexts = data<int64_t>(layout.context_lens);
+    std::vector<Row> lone;
+    for (int64_t sequence = 0; sequence < layout.context_lens.size(0); ++sequence) {
+      const int64_t count = starts[sequence + 1] - starts[sequence];
+      Row row{
+          starts[sequence], contexts[sequence] - count,
+          data<int64_t>(layout.block_tables) + sequence * layout.block_tables.size(1)};
+      if (count == 1 && group <= kSharingQueries)
+        lone.push_back(row);
+      else
+        for (int64_t i = 0; i < count; ++i, ++row.index, ++row.position) add(row, i % kPieceRows == 0);
+    }
+    add_sharing(lone, std::max<int64_t>(1, lone.size() * num_kv_heads_ / (4 * num_threads)));
+    split(cache.pattern, num_threads);
+  }
+
+  int64_t count() const { return static_cast<int64_t>(parts_.size()); }
+
+  // `query` and `out` are [T, num_heads * size].
+  template <typename T>
+  Piece<T> at(
+      int64_t index, const at::Tensor& query, const at::Tensor& out, const LayerCache& cache,
+      float scale) const {
+    const Part& part = parts_[index];
+    const int64_t size = cache.key.size(3), offset = part.kv_head * group_ * size;
+    const int64_t head_stride = cache.key.stride(1), in_block = part.kv_head * head_stride;
+    return Piece<T>{
+        data<T>(query) + offset, data<T>(out) + offset, query.size(1), &rows_[part.first_row], part.num_rows,
+        part.shared, data<T>(cache.key) + in_block, data<T>(cache.value) + in_block, cache.key.stride(0),
+        head_stride, block_size_, std::min(part.num_kv_heads, num_kv_heads_ - part.kv_head), group_, size,
+        cache.pattern, scale};
+  }
+
+ private:
+  static constexpr int64_t kPieceRows = 16;    // that attend together, at most
+  static constexpr int64_t kFewRows = 4;       // whose heads stay together
+  static constexpr int64_t kLeastShared = 64;  // positions; for fewer, it is faster to read them often
+  static constexpr int64_t kLeastShare = 4;    // likewise, one in so many of a row's
+
+  struct Part {
+    int64_t first_row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;
+  };
+
+  void add(const Row& row, bool begins_part) {
+    if (begins_part) parts_.push_back(Part{static_cast<int64_t>(rows_.size())});
+    ++parts_.back().num_rows;
+    rows_.push_back(row);
+  }
+
+  // One row each of sequences, at most so many in a part.
+  void add_sharing(std::vector<Row>& lone, int64_t most) {
+    const auto final_blocks = [&](const Row& row) { return row.position / block_size_; };  // not the last
+    std::sort(lone.begin(), lone.end(), [&](const Row& one, const Row& other) {
+      return std::lexicographical_compare(
+          one.blocks, one.blocks + final_blocks(one), other.blocks, other.blocks + final_blocks(other));
+    });
+    const Row* before = nullptr;  // those that share the most are side by side now
+    for (const Row& row : lone) {
+      int64_t shared = 0, least = kLeastShared;
+      if (before != nullptr) {
+        const int64_t count = std::min(final_blocks(row), final_blocks(*before));
+        const auto differing = std::mismatch(row.blocks, row.blocks + count, before->blocks).first;
+        shared = (differing - row.blocks) * block_size_ / kLanes * kLanes;
+        if (parts_.back().num_rows > 1) shared = std::min(shared, parts_.back().shared);
+        least = std::max(least, std::max(row.position, before->position) / kLeastShare);
+      }
+      // Not with those who share more than twice as much without it.
+      const bool joins = shared >= least && 2 * shared >= parts_.back().shared &&
+                         parts_.back().num_rows < std::min(most, kPieceRows);
+      add(row, !joins);
+      if (joins) parts_.back().shared = shared;
+      before = &row;
+    }
+  }
+
+  // Heads lie side by side in a block, so they stay together where that keeps nobody waiting.
+  void split(const Pattern& pattern, int64_t num_threads) {
+    int64_t total = 0;
+    for (Part& part : parts_) {
+      for (int64_t row = part.first_row; row < part.first_row + part.num_rows; ++row)
+        part.cost += rows_[row].position + 1 - pattern.first(rows_[row].position);
+      total += part.cost;
+    }
+    const int64_t share = total / (4 * num_threads) + 1;
+    for (Part part : std::exchange(parts_, {})) {
+      // The scores of many rows are large, and stay nearer head by head.
+      const bool has_many = part.num_rows > kFewRows;
+      const int64_t pieces = has_many ? num_kv_heads_ : std::min(num_kv_heads_, part.cost / share + 1);
+      part.num_kv_heads = (num_kv_heads_ + pieces - 1) / pieces;
+      part.cost /= pieces;
+      for (; part.kv_head < num_kv_heads_; part.kv_head += part.num_kv_heads) parts_.push_back(part);
+    }
+    std::stable_sort(parts_.begin(), parts_.end(), [](const Part& one, const Part& other) {
+      return one.cost > other.cost;
+    });
+  }
+
+  int64_t num_kv_heads_, group_, block_size_;
+  std::vector<Row> rows_;
+  std::vector<Part> parts_;
+};
+
+}  // namespace promptq

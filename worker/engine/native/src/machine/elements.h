@@ -1,0 +1,83 @@
+// Loads and stores of bf16 and fp32 as fp32, and the small row-wise operations of a decoder layer.
+//
+// The loops are plain, so that the compiler makes vectors of them for whatever processor it is on.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "machine/exponential.h"
+
+namespace promptq {
+
+using Bf16 = uint16_t;
+
+inline float load(float value) { return value; }
+
+inline float load(Bf16 value) {
+  uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline void store(float& place, float value) { place = value; }
+
+// Rounds to the nearest, ties to even; what is not a number stays so.
+inline void store(Bf16& place, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  place = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : static_cast<Bf16>(rounded);
+}
+
+template <typename T>
+T* data(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// out[d] = row[d] / rms(row) * weight[d], computed in fp32.
+template <typename T>
+void rms_norm_row(const T* row, const T* weight, float epsilon, int64_t size, T* out) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t d = 0; d < size; ++d) sum += load(row[d]) * load(row[d]);
+  const float scale = 1.0f / std::sqrt(sum / size + epsilon);
+#pragma omp simd
+  for (int64_t d = 0; d < size; ++d) store(out[d], load(row[d]) * scale * load(weight[d]));
+}
+
+// row += delta
+template <typename T>
+void add_row(T* row, const T* delta, int64_t size) {
+#pragma omp simd
+  for (int64_t d = 0; d < size; ++d) store(row[d], load(row[d]) + load(delta[d]));
+}
+
+// out = silu(gate) * up
+template <typename T>
+void silu_and_multiply_row(const T* gate, const T* up, int64_t size, T* out) {
+#pragma omp simd
+  for (int64_t d = 0; d < size; ++d) {
+    const float x = load(gate[d]);
+    store(out[d], x / (1.0f + exponential(-x)) * load(up[d]));
+  }
+}
+
+// Rotate the first `rotary` dimensions of a head in place, each of the first half with its partner
+// in the second (RoFormer, as Llama lays it out). `cosine` and `sine` hold `rotary` numbers.
+template <typename T>
+void rotate_row(T* head, const float* cosine, const float* sine, int64_t rotary) {
+  const int64_t half = rotary / 2;
+#pragma omp simd
+  for (int64_t d = 0; d < half; ++d) {
+    const float first = load(head[d]), second = load(head[d + half]);
+    store(head[d], first * cosine[d] - second * sine[d]);
+    store(head[d + half], second * cosine[d + half] + first * sine[d + half]);
+  }
+}
+
+}  // namespace promptq

@@ -1,0 +1,121 @@
+// The tile registers of processors that have them (AMX), and sums of products in them.
+//
+// Each sum is taken in order and does not depend on the rows and columns beside it.
+#pragma once
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "machine/elements.h"
+
+namespace promptq {
+
+// Linux gives tile registers to processes that ask for them.
+inline bool has_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // <asm/prctl.h>
+  static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_granted;
+}
+
+constexpr int64_t kTileRows = 16;    // at most
+constexpr int64_t kTileInputs = 32;  // that are multiplied and summed at a time
+constexpr int64_t kTileSize = kTileRows * kTileInputs;
+constexpr int64_t kLine = 64 / sizeof(Bf16);  // numbers that the processor's caches take at a time
+
+// Where a tile's rows lie, `stride` bytes apart.
+struct TilePlace {
+  const void* first;
+  int64_t stride = kTileInputs * sizeof(Bf16);
+};
+
+// Starts to bring the line at `near` into the first cache, and that at `far` into the second: the first
+// alone has too few requests under way to keep memory busy. (No intrinsics: compilers leave out calls of
+// functions that do nothing but this.)
+inline void read_ahead(const Bf16* near, const Bf16* far) {
+  asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*near), "m"(*far));
+}
+
+// Products of up to two tiles of rows with up to two of columns: each tile is read once for two of
+// them, which keeps the processor busiest. Rows are [rows, kTileInputs], columns are
+// [kTileInputs / 2, columns, 2], the sums [rows, columns] in fp32. One at a time on a thread.
+class TileProducts {
+ public:
+  TileProducts() = default;
+  ~TileProducts() { _tile_release(); }
+  TileProducts(const TileProducts&) = delete;
+  TileProducts& operator=(const TileProducts&) = delete;
+
+  // So many rows in the first and in the second tile of rows, and columns in each of theirs.
+  void configure(int64_t first_rows, int64_t second_rows, int64_t columns) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    const auto set = [&](int tile, int64_t rows, int64_t row_bytes) {
+      config.rows[tile] = static_cast<uint8_t>(std::max<int64_t>(1, rows));
+      config.row_bytes[tile] = static_cast<uint16_t>(row_bytes);
+    };
+    const int64_t width = columns * sizeof(float), inputs = kTileInputs * sizeof(Bf16);
+    for (int tile : {0, 1}) set(tile, first_rows, width);
+    for (int tile : {2, 3}) set(tile, second_rows, width);
+    set(4, first_rows, inputs);
+    set(5, second_rows, inputs);
+    for (int tile : {6, 7}) set(tile, kTileInputs / 2, width);
+    written();
+    _tile_loadconfig(&config);
+  }
+
+  // Add rows(step, i) times columns(step, j) of all steps, which say where these tiles lie, to sums(i, j),
+  // or set those to it; their rows are `stride` bytes apart.
+  template <int Rows, int Columns, bool FromZero, typename RowsAt, typename ColumnsAt, typename SumsAt>
+  [[gnu::always_inline]] static void add(
+      int64_t num_steps, const RowsAt& rows, const ColumnsAt& columns, const SumsAt& sums,
+      int64_t stride) {
+    written();
+    if constexpr (FromZero) {
+      _tile_zero(0);
+      if constexpr (Columns == 2) _tile_zero(1);
+      if constexpr (Rows == 2) _tile_zero(2);
+      if constexpr (Rows == 2 && Columns == 2) _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums(0, 0), stride);
+      if constexpr (Columns == 2) _tile_loadd(1, sums(0, 1), stride);
+      if constexpr (Rows == 2) _tile_loadd(2, sums(1, 0), stride);
+      if constexpr (Rows == 2 && Columns == 2) _tile_loadd(3, sums(1, 1), stride);
+    }
+    for (int64_t step = 0; step < num_steps; ++step) {
+      const TilePlace column = columns(step, 0), row = rows(step, 0);
+      _tile_loadd(6, column.first, column.stride);
+      _tile_loadd(4, row.first, row.stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (Columns == 2) {
+        const TilePlace second = columns(step, 1);
+        _tile_loadd(7, second.first, second.stride);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (Rows == 2) {
+        const TilePlace second = rows(step, 1);
+        _tile_loadd(5, second.first, second.stride);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (Columns == 2) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, sums(0, 0), stride);
+    if constexpr (Columns == 2) _tile_stored(1, sums(0, 1), stride);
+    if constexpr (Rows == 2) _tile_stored(2, sums(1, 0), stride);
+    if constexpr (Rows == 2 && Columns == 2) _tile_stored(3, sums(1, 1), stride);
+  }
+
+ private:
+  // Compilers do not know what the instructions above read: here it has to be written.
+  static void written() { asm volatile("" ::: "memory"); }
+};
+
+}  // namespace promptq
+#endif

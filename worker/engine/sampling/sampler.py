@@ -1,0 +1,151 @@
+"""From logits to tokens, for a whole batch at once and by each request's own parameters.
+
+The order is: raw log-probabilities (reported, not used), what grammars allow, banned tokens, logit
+bias, penalties, temperature, min_p, top_k, top_p, one draw. What no request asks for costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.device.async_copies import HostCopies, to_device
+from promptq.worker.engine.device.scratch import Scratch
+from promptq.worker.engine.sampling.constraints import Constraints
+from promptq.worker.engine.sampling.kernels import (
+    Distributions,
+    Kernels,
+    NativeKernels,
+    TorchKernels,
+)
+from promptq.worker.engine.sampling.logprobs import RawLogprobs
+from promptq.worker.engine.sampling.masks import PendingMasks
+from promptq.worker.engine.sampling.penalties import Penalties
+from promptq.worker.engine.sampling.randomness import uniforms
+
+_COLDEST = 1e-30
+"""Lower temperatures, of which fp32 has no inverse, are taken as this one."""
+_NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """A step's choices, still on the device."""
+
+    token_ids: torch.Tensor  # [R]
+    copies: HostCopies
+    """Of `token_ids`, whether each is sound, and of what `logprobs` report."""
+    logprobs: RawLogprobs | None
+    errors: dict[int, str] = field(default_factory=dict)
+    """Rows for which no token can be chosen, and why."""
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait for the device and hand the tokens over, one for each row."""
+        token_ids, is_sound, *reported = self.copies.lists()
+        reports = self.logprobs.by_row(token_ids, reported) if self.logprobs is not None else {}
+        return [
+            SampledToken(token_id, reports.get(row))
+            if sound and row not in self.errors
+            else SampledToken(-1, error=self.errors.get(row, _NO_CHOICE))
+            for row, (token_id, sound) in enumerate(zip(token_ids, is_sound, strict=True))
+        ]
+
+
+class Sampler:
+    """Chooses a token for each row.
+
+    What a set of sequences asks for is worked out when the set changes, not in every step.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
+        """`native` is for a CPU whose native code is loaded; without it, torch computes."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._kernels: Kernels = NativeKernels() if native else TorchKernels(device)
+        self._scratch = Scratch(device)
+        self._rows: _Rows | None = None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        masks: PendingMasks | None = None,
+        num_ahead: list[int] | None = None,
+    ) -> SamplerOutput:
+        """Choose from `logits` [R, vocab_size], which stay as they are.
+
+        Row i is of `sequences[i]`, at the position behind its last token, or `num_ahead[i]` behind
+        that; `masks` are of the same rows, and None if none has a grammar.
+        """
+        rows = self._rows_of(sequences)
+        raw = logits
+        if rows.adjusts or masks is not None:
+            logits = self._scratch.take("adjusted", *raw.shape).copy_(raw)
+        errors = masks.apply(logits) if masks is not None else {}
+        if rows.adjusts:
+            rows.constraints.apply(logits)
+            rows.penalties.apply(logits)
+        positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
+        if num_ahead is not None:
+            positions += np.array(num_ahead, dtype=np.uint64)
+        numbers = to_device(uniforms(rows.seeds, positions), self._device)
+        token_ids, is_sound = self._kernels.choose(logits, rows.distributions, numbers)
+        reported: tuple[torch.Tensor, ...] = ()
+        logprobs = None
+        if rows.reporting:
+            most = min(max(1, *rows.num_top), self._vocab_size)
+            reported = self._kernels.report(raw, rows.reporting, token_ids, most)
+            logprobs = RawLogprobs(rows.reporting, rows.num_top)
+        copies = HostCopies([token_ids, is_sound, *reported])
+        return SamplerOutput(token_ids, copies, logprobs, errors)
+
+    def _rows_of(self, sequences: list[Sequence]) -> _Rows:
+        sequence_ids = [sequence.sequence_id for sequence in sequences]
+        if self._rows is None or sequence_ids != self._rows.sequence_ids:
+            self._rows = _Rows(sequences, self._vocab_size, self._device)
+        return self._rows
+
+
+class _Rows:
+    """What one set of sequences asks for; None, empty or False where no row asks."""
+
+    def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
+        self.sequence_ids = [sequence.sequence_id for sequence in sequences]
+        params = [sequence.request.params for sequence in sequences]
+        self.reporting = [row for row, each in enumerate(params) if each.logprobs is not None]
+        self.num_top = [params[row].logprobs or 0 for row in self.reporting]
+        self.constraints = Constraints(sequences, vocab_size, device)
+        self.penalties = Penalties(sequences, device)
+        self.adjusts = bool(self.constraints or self.penalties)
+
+        # A greedy row goes through the motions with the others, which costs less than leaving it
+        # out, but asks for nothing that would cost more.
+        neutral = SamplingParams.model_validate({})
+        params = [each if each.temperature > 0.0 else neutral for each in params]
+        is_sampled = [sequence.request.params.temperature > 0.0 for sequence in sequences]
+        self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
+        temperature = [max(each.temperature, _COLDEST) for each in params]
+        top_k = [each.top_k if 0 < each.top_k < vocab_size else 0 for each in params]
+        min_p = [each.min_p for each in params]
+        top_p = [each.top_p for each in params]
+        self.distributions = Distributions(
+            any_is_sampled=any(is_sampled),
+            is_sampled=torch.tensor(is_sampled, device=device),
+            temperature=_column(temperature, torch.float32, device),
+            min_p=_column(min_p, torch.float32, device) if max(min_p) > 0.0 else None,
+            top_k=_column(top_k, torch.int64, device) if max(top_k) else None,
+            top_p=_column(top_p, torch.float64, device) if min(top_p) < 1.0 else None,
+            max_top_k=max(top_k),
+        )
+
+
+def _column(
+    values: list[float] | list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[R, 1]"""
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)

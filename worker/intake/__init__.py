@@ -1,0 +1,1 @@
+"""Claims requests ahead of need and prepares them."""

@@ -1,0 +1,1 @@
+"""What a worker holds: each request from its claim to its end."""

@@ -1,0 +1,1 @@
+"""Tells that a worker lives, and notices that one does not."""

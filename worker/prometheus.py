@@ -1,0 +1,97 @@
+"""What a worker exposes for Prometheus. Most of it is read off totals that are kept anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import start_http_server
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime import metrics
+from promptq.shared.runtime.metrics import Reading
+
+if TYPE_CHECKING:
+    from promptq.worker.service import Worker
+
+_VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
+
+
+def readings(worker: Worker) -> Iterator[Reading]:
+    """All metrics of a worker as they are now; may be called in any thread."""
+    engine, meter, intake = worker.engine.stats, worker.meter, worker.intake
+    model = (worker.served.identity.name, metrics.ENGINE)
+    gauges_and_counters = {
+        metrics.RUNNING: engine.num_running,
+        metrics.WAITING: engine.num_waiting + intake.available,
+        metrics.KV_USAGE: engine.num_used_blocks / max(1, engine.num_blocks),
+        metrics.PREFIX_QUERIES: engine.prompt_tokens + engine.cached_tokens,
+        metrics.PREFIX_HITS: engine.cached_tokens,
+        metrics.PREEMPTIONS: engine.num_preemptions,
+        metrics.PROMPT_TOKENS: engine.prompt_tokens + engine.cached_tokens,
+        metrics.GENERATION_TOKENS: engine.generation_tokens,
+        metrics.DRAFTED: engine.drafted_tokens,
+        metrics.ACCEPTED: engine.accepted_tokens,
+        metrics.LEASES: len(worker.leases),
+        metrics.PREFETCHED: intake.available,
+        metrics.ENGINE_SECONDS: engine.busy_seconds,
+        metrics.RECOMPUTED: engine.recomputed_tokens,
+        metrics.CLAIMS: intake.metrics.num_claimed,
+        metrics.REFUSED: intake.metrics.num_failed,
+        metrics.FENCES_LOST: meter.num_fences_lost,
+        metrics.PUBLISHED: meter.num_published,
+    }
+    for spec, value in gauges_and_counters.items():
+        yield spec, model, float(value)
+    for reason in FinishReason:
+        labels = (*model, _VLLMS_WORDS.get(reason, reason.value))
+        yield metrics.SUCCESS, labels, float(meter.num_ended[reason])
+    histograms = {
+        metrics.FIRST_TOKEN: meter.first_token,
+        metrics.BETWEEN_TOKENS: meter.between_tokens,
+        metrics.END_TO_END: meter.end_to_end,
+        metrics.QUEUE_TIME: meter.queue_time,
+        metrics.PREFILL_TIME: meter.prefill_time,
+        metrics.DECODE_TIME: meter.decode_time,
+        metrics.INFERENCE_TIME: meter.inference_time,
+        metrics.TOKEN_TIME: meter.token_time,
+        metrics.REQUEST_PROMPT: meter.request_prompt,
+        metrics.REQUEST_OUTPUT: meter.request_output,
+        metrics.REQUEST_MOST_OUTPUT: meter.request_output,
+        metrics.REQUEST_MAX_TOKENS: meter.request_max_tokens,
+        metrics.STEP_TOKENS: meter.step_tokens,
+        metrics.ATTEMPTS: meter.attempts,
+        metrics.PUBLISH_TIME: meter.publish_time,
+        metrics.CLAIM_TIME: meter.claim_time,
+    }
+    for spec, histogram in histograms.items():
+        yield spec, model, histogram
+
+
+class MetricsServer:
+    """Serves a worker's metrics over HTTP, in a thread of its own.
+
+    Port 0 takes a free one. Raises ConfigurationError if the port is taken.
+    """
+
+    def __init__(self, worker: Worker, host: str, port: int) -> None:
+        registry = metrics.registry_of(lambda: readings(worker))
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--metrics-port: cannot listen at {host}:{port} ({error.strerror});"
+                " 0 takes a free port"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.server_address[:2]
+        name = host.decode() if isinstance(host, bytes) else host
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,1 @@
+"""Publishes what the engine makes, a step in one round trip."""

@@ -1,0 +1,186 @@
+"""Puts together what a worker serves: engine, tokenizer, end tokens and the model's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.runtime.logs import get_logger, take_over_logs
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import Engine
+from promptq.worker.engine.api.progress import Progress, unheard
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.runner import Runner
+from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
+from promptq.worker.text.chat_template import tool_call_style
+from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.model.model_runner import ModelRunner
+
+MODEL_FREE = "model-free"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_HASHED_BYTES = 2**20
+_MODEL_FREE_BLOCK_SIZE = 16
+_SPECULATIVE_TOKENS = 7
+_MODEL_FREE_KV_BYTES = 2**23
+_MODEL_FREE_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, ready to serve."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    identity: ModelIdentity
+    end_token_ids: frozenset[int]
+    device: str
+    dtype: str
+    """Empty where nothing is computed."""
+    way: str = ""
+    """How it computes, in words: native code, or why not."""
+    grammars: Grammars | None = None
+    """What makes outputs match a schema; None for an engine that cannot be told."""
+    tool_call_style: ToolCallStyle | None = None
+    """How the model writes the call of a tool; None where there is no model."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigurationError(
+            f"--kv-cache-memory: {text!r} is not a size; write 512M, 4G or a number of bytes"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def build(settings: Settings, progress: Progress = unheard) -> Served:
+    """Load what the settings name. Raises ConfigurationError, ModelError."""
+    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    if settings.model == MODEL_FREE:
+        return _build_model_free(settings, memory)
+    return _build_model(settings, memory, progress)
+
+
+def _build_model_free(settings: Settings, memory: int | None) -> Served:
+    from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner
+
+    runner = ModelFreeRunner(
+        num_blocks=(memory or _MODEL_FREE_KV_BYTES) // (_MODEL_FREE_BLOCK_SIZE * 8),
+        block_size=_MODEL_FREE_BLOCK_SIZE,
+        max_model_len=_MODEL_FREE_MODEL_LEN,
+        verify=False,
+    )
+    engine = _engine(runner, settings, _SPECULATIVE_TOKENS)
+    identity = ModelIdentity(MODEL_FREE, MODEL_FREE)
+    return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
+
+
+def _build_model(settings: Settings, memory: int | None, progress: Progress) -> Served:
+    progress("libraries")
+    from transformers.utils import logging as transformers_logging
+
+    from promptq.worker.engine.model.model_runner import ModelRunner
+
+    take_over_logs("transformers", "huggingface_hub")
+    cast("Any", transformers_logging).disable_progress_bar()  # there is one for the whole start
+    name = settings.model or str(MODEL_DIR)
+    runner = ModelRunner.load(
+        name,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_memory=memory,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        trust_remote_code=settings.trust_remote_code,
+        native=settings.native,
+        compile=settings.compile,
+        cuda_graphs=settings.cuda_graphs,
+        progress=progress,
+    )
+    if runner.is_slow_in_bf16:
+        get_logger().warning(
+            "this processor has no fast products in bfloat16, and there is no native code for this"
+            " model: --dtype float32 is many times faster",
+            why_not_native=runner.why_not_native,
+        )
+    progress("tokenizer")
+    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
+    return Served(
+        engine=_engine(
+            runner,
+            settings,
+            _SPECULATIVE_TOKENS if runner.is_row_invariant else 0,
+            async_scheduling=runner.device.type == "cuda",
+        ),
+        tokenizer=tokenizer,
+        identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
+        end_token_ids=runner.end_token_ids,
+        device=str(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        way=_way(runner),
+        grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
+        tool_call_style=tool_call_style(tokenizer.chat_template),
+    )
+
+
+def _way(runner: ModelRunner) -> str:
+    if not runner.why_not_native:
+        return "native code"
+    is_compiled = runner.compiled is not None and runner.compiled.is_compiled
+    return f"no native code ({runner.why_not_native}){', compiled' * is_compiled}"
+
+
+def _engine(
+    runner: Runner, settings: Settings, speculative_tokens: int, *, async_scheduling: bool = False
+) -> Engine:
+    """`speculative_tokens` and `async_scheduling` are the defaults."""
+    if settings.speculative_tokens is not None:
+        speculative_tokens = settings.speculative_tokens
+    if settings.async_scheduling is not None:
+        async_scheduling = settings.async_scheduling
+    return LLMEngine(
+        runner,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefill_chunk=settings.prefill_chunk,
+        max_model_len=settings.max_model_len,
+        speculative_tokens=speculative_tokens,
+        async_scheduling=async_scheduling,
+    )
+
+
+def _shown_name(model: str | None) -> str:
+    if model is None:
+        return MODEL_NAME
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _fingerprint(name_or_dir: str) -> str:
+    """Tells models apart: sizes and beginnings of the files that make one.
+
+    A safetensors file begins with the names and shapes of all its tensors.
+    """
+    folder = Path(name_or_dir)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(name_or_dir, local_files_only=True))
+    digest = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "tokenizer.model")
+    files = [folder / name for name in names if (folder / name).exists()]
+    for file in [*files, *sorted(folder.glob("*.safetensors"))]:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_HASHED_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""What a worker measures, and where it shows it."""

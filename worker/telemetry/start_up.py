@@ -1,0 +1,70 @@
+"""A worker's start as people see it: a bar at a terminal, log lines otherwise, and the seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from promptq.shared.runtime.logs import get_logger
+
+_LOGGED_SECONDS = 5.0
+"""A stage that is over sooner is not worth a line of its own; the ready line names them all."""
+
+
+class StartUp:
+    """Shows the stages of a start and measures them; it is the `Progress` of `build`.
+
+    It is called from the thread that loads. `close` ends the last stage, or takes the bar away when
+    the start failed.
+    """
+
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seconds: dict[str, float] = {}
+        """Seconds that each stage took, in their order."""
+        self._clock = clock
+        self._stage: str | None = None
+        self._began_at = 0.0
+        self._log = get_logger()
+        console = console or Console(file=sys.stderr)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._is_shown = console.is_terminal
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __call__(self, stage: str, share: float | None = None) -> None:
+        if stage != self._stage:
+            if self._stage is None and self._is_shown:
+                self._bar.start()
+            self._end_stage()
+            self._stage, self._began_at = stage, self._clock()
+        total = None if share is None else 1.0
+        self._bar.update(self._task, description=stage, total=total, completed=share or 0.0)
+
+    def close(self) -> None:
+        """There is no further stage."""
+        self._end_stage()
+        if self._is_shown:
+            self._bar.stop()
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        """All stages in short: `weights 0.8 s, checking 1.2 s`."""
+        return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.seconds.items())
+
+    def _end_stage(self) -> None:
+        if self._stage is None:
+            return
+        seconds = self._clock() - self._began_at
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + seconds
+        if seconds >= _LOGGED_SECONDS and not self._is_shown:
+            self._log.info("starting", stage=self._stage, seconds=round(seconds, 1))
+        self._stage = None

@@ -1,0 +1,18 @@
+"""Reads off a chat template how its model family writes the call of a tool."""
+
+from __future__ import annotations
+
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
+
+
+def tool_call_style(chat_template: str) -> ToolCallStyle:
+    """The style that a chat template teaches; bare JSON where it teaches none that is known.
+
+    Hermes and Qwen put the JSON into <tool_call> tags (Qwen's coder models put XML there, which is
+    another style), Llama 3 says `parameters` for `arguments`.
+    """
+    if "<tool_call>" in chat_template and "<function=" not in chat_template:
+        return ToolCallStyle(before="<tool_call>\n", after="\n</tool_call>")
+    if '"parameters": dictionary of argument' in chat_template:
+        return ToolCallStyle(arguments_key="parameters")
+    return ToolCallStyle()
