@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import hiredis
 import uvloop
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.queue.request_queue import new_request_id
 
 _MAX_ASKING = 32

@@ -1,83 +1,20 @@
-"""The `promptq` command; what it does stands in producer/commands.
-
-Examples in the docstrings of commands are not indented: Typer indents those of some commands only.
-"""
+"""The console command, which says in one sentence whatever is wrong."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, NoReturn
+from typing import NoReturn
 
-import typer
-
-from promptq.producer.commands.batches import batch, jobs
-from promptq.producer.commands.keys import keys
-from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
-from promptq.producer.commands.requests import cancel, submit, watch
-from promptq.producer.commands.settings import settings
-from promptq.producer.commands.starting import demo, server, up, worker
-from promptq.producer.commands.top import top
-from promptq.producer.gateway.server import gateway
 from promptq.shared.errors import PromptqError
-
-app = typer.Typer(
-    name="promptq",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-_PASS_THROUGH: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        try:
-            print(version("promptq"))
-        except PackageNotFoundError:
-            print("not installed as a package")
-        raise typer.Exit
-
-
-@app.callback()
-def promptq(
-    _: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
-    ] = False,
-) -> None:
-    """A message-queue worker service for language models: Redis is its API.
-
-    Start a server and a worker in one terminal (with --port all of it), use them in another:
-
-    promptq up
-    promptq submit "Once upon a time"
-    """
-
-
-_PANELS = {
-    "Processes": (up, worker, gateway, jobs, server, demo),
-    "Requests": (submit, watch, cancel, reprioritise, batch),
-    "Queue": (stats, top, pause, resume, drain, dead, keys, settings),
-}
-_SETTINGS: dict[object, dict[str, Any]] = {
-    up: _PASS_THROUGH,
-    worker: {**_PASS_THROUGH, "help_option_names": []},
-    demo: _PASS_THROUGH,
-}
-for _panel, _commands in _PANELS.items():
-    for _command in _commands:
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, rich_help_panel=_panel)
-        else:
-            app.command(context_settings=_SETTINGS.get(_command), rich_help_panel=_panel)(_command)
+from promptq.shared.runtime.extras import require
 
 
 def main() -> NoReturn:
-    """The console command: whatever is wrong is said in one sentence, with exit code 1."""
+    """Run the command that the arguments name; exit code 1 where something is wrong."""
     try:
+        require("the command", "cli")
+        from promptq.producer.commands.app import app
+
         app(prog_name="promptq")
     except PromptqError as error:
         print(f"promptq: {error}", file=sys.stderr)

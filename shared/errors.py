@@ -17,6 +17,7 @@ PromptqError
     ├── InvalidRequestError       a field is wrong; names it
     ├── RequestExistsError        the id is taken
     ├── RequestNotFoundError      the id is unknown, or its record has expired
+    ├── StreamChangedError        tokens that a stream had delivered were lost, and others came
     └── RequestFailedError        the request ended with `finish_reason: error`
 """
 

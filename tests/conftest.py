@@ -13,7 +13,6 @@ import redis
 import redis.asyncio
 
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.helpers import Server, redis_server
 from tests.roles import (
     AsyncQueueClient,
     QueueClient,
@@ -22,6 +21,7 @@ from tests.roles import (
     forget_refusals,
     refusals,
 )
+from tests.servers import Server, redis_server
 
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.

@@ -1,20 +1,13 @@
-"""What several tests use."""
+"""Workers on the model-free engine, and what they answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import socket
-import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
-import redis
 import redis.asyncio
 
 from promptq.shared.protocol.claims import ModelIdentity
@@ -26,46 +19,7 @@ from promptq.worker.engine.core.model_free import END_TOKEN_ID, build_model_free
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.roles import acl_file_for_tests, as_role
-
-
-@dataclass
-class Server:
-    """Somewhere to connect to: `url` is empty for fakeredis, which lives in this process.
-
-    Both take a role; without one the client is for a `RequestQueue` and for the test, see `roles`.
-    """
-
-    url: str
-    connect: Callable[..., Any]
-    connect_async: Callable[..., Any]
-
-
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a redis-server that ends when the generator goes on; skips where there is none.
-
-    It has the roles, and its default user may do anything.
-    """
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("redis-server")
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    command += ["--dir", str(folder), "--aclfile", str(acl_file_for_tests(folder))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    with redis.Redis(port=port) as client:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                assert process.poll() is None, "redis-server did not start"
-                time.sleep(0.01)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.terminate()
-    process.wait()
+from tests.roles import as_role
 
 
 def served_model_free(**options: Any) -> Served:

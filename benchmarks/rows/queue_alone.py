@@ -9,7 +9,7 @@ import redis.asyncio
 
 from benchmarks.jobs import Job, Outcome, Trace, Workload, main, now
 from benchmarks.rows.whole_path import start_worker
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
 

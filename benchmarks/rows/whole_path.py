@@ -14,7 +14,7 @@ from benchmarks.jobs import Job, Outcome, Request, main
 from benchmarks.memory import peak_bytes, reset_peak, tree
 from benchmarks.rows.engine import COUNTERS
 from benchmarks.streaming import drive
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
 

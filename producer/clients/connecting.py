@@ -15,8 +15,7 @@ from promptq.shared.errors import (
     RedisSideError,
     RedisUnavailableError,
 )
-from promptq.shared.runtime.settings import read_settings
-from promptq.shared.server import embedded
+from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import explain, without_password
 
 HOW_TO_GET_A_SERVER = (
@@ -30,7 +29,11 @@ def server_url(url: str | None = None) -> str:
 
     Raises RedisUnavailableError where there is none of them.
     """
-    found = url or read_settings().redis_url or embedded.advertised()
+    if url:
+        return url
+    from promptq.shared.runtime.settings import read_settings
+
+    found = read_settings().redis_url or advertised()
     if found is None:
         raise RedisUnavailableError(f"there is no Redis server to talk to: {HOW_TO_GET_A_SERVER}")
     return found

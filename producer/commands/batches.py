@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from promptq.producer.command_options import AsJson, Queue, Redis
+from promptq.shared.runtime.extras import require
 
 batch = typer.Typer(
     name="batch",
@@ -56,6 +57,7 @@ def run(
     promptq batch run in.jsonl -o out.jsonl
     promptq batch run in.jsonl -o out.jsonl --in-flight 256 --priority 10
     """
+    require("promptq batch", "gateway")
     import sys
 
     from rich.console import Console
@@ -130,6 +132,7 @@ def jobs(
     promptq jobs --redis redis://localhost:6379/0
     PROMPTQ_JOBS_REDIS_URL=redis://localhost:6380/0 promptq jobs
     """
+    require("promptq jobs", "jobs")
     from promptq.producer.jobs.process import run_jobs
     from promptq.producer.settings import read_jobs_settings
     from promptq.shared.runtime.logs import configure_logs

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from promptq.producer.command_options import DataDir, Queue
+from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.settings import read_settings
 
 ServerPort = Annotated[
@@ -73,6 +74,13 @@ def up(
         http_port=port,
         worker_args=context.args,
     )
+    needed = {
+        "server": options.redis_url is None,
+        "worker": workers > 0,
+        "gateway": port is not None,
+        "jobs": port is not None,
+    }
+    require("promptq up", *(extra for extra, is_needed in needed.items() if is_needed))
     run_up(options, Console())
 
 
@@ -84,6 +92,7 @@ def worker(context: typer.Context) -> None:
     promptq worker --model Qwen/Qwen3-0.6B --redis redis://localhost:6379/0
     promptq worker --model ./my-model --queue chat --max-num-seqs 32
     """
+    require("promptq worker", "worker")
     from promptq.producer.commands.local_fleet.processes import worker_command
 
     command = worker_command(context.args)
@@ -101,6 +110,7 @@ def server(
     promptq server
     promptq server --port 6399 --data ./promptq-data
     """
+    require("promptq server", "server")
     from rich.console import Console
 
     from promptq.producer.commands.local_fleet.up import run_server
@@ -118,6 +128,7 @@ def demo(context: typer.Context) -> None:
     promptq demo
     promptq demo --model Qwen/Qwen3-0.6B
     """
+    require("promptq demo", "server", "worker")
     from promptq.producer.commands.local_fleet.demo import run_demo
 
     raise typer.Exit(run_demo(context.args))

@@ -13,6 +13,7 @@ import typer
 
 from promptq.producer.command_options import Queue, Redis
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime.extras import require
 
 if TYPE_CHECKING:
     from promptq.producer.settings import GatewaySettings
@@ -68,6 +69,7 @@ def gateway(
 
 def run_gateway(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
+    require("promptq gateway", "gateway")
     import uvicorn
 
     from promptq.producer.clients.connecting import server_url

@@ -15,7 +15,7 @@ import redis.asyncio.retry
 import redis.asyncio.sentinel
 import redis.retry
 import redis.sentinel
-from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.backoff import EqualJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     MaxConnectionsError,
@@ -23,7 +23,6 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
-from redis.maint_notifications import MaintNotificationsConfig
 
 from promptq.shared.errors import (
     ConfigurationError,
@@ -36,6 +35,9 @@ from promptq.shared.errors import (
 
 T = TypeVar("T")
 
+_REDIS_PY = int(redis.__version__.partition(".")[0])
+"""Clients run on redis-py 5.2 to 8, as other packages of a program may ask for an old one."""
+
 MIN_REDIS = 7
 MIN_VALKEY = 8
 _CONNECT_TIMEOUT_SECONDS = 5.0
@@ -46,6 +48,7 @@ _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 _SENTINEL_PORT = 26379
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
+_WORTH_TRYING = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
 
@@ -152,7 +155,7 @@ def _try_to_make(kind: Any, url: str) -> Any:
     if parts.scheme in _SENTINEL_SCHEMES:
         client = _make_of_sentinels(kind, url)
     else:
-        client = kind.from_url(url, **_options_of(url))
+        client = kind.from_url(url, **_options_of(kind, url))
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # raises of options that it does not know
     # An @ behind the host ends a password of which a piece was taken for the host.
@@ -164,7 +167,7 @@ def _try_to_make(kind: Any, url: str) -> Any:
     return client
 
 
-def _options_of(url: str) -> dict[str, Any]:
+def _options_of(kind: Any, url: str) -> dict[str, Any]:
     """A server that says nothing for so long counts as gone; the URL may say otherwise.
 
     Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
@@ -178,8 +181,13 @@ def _options_of(url: str) -> dict[str, Any]:
         "max_connections": _NO_LIMIT,
         "socket_connect_timeout": _CONNECT_TIMEOUT_SECONDS,
         "socket_timeout": _ANSWER_TIMEOUT_SECONDS,
-        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
     }
+    if (8 if kind is redis.asyncio.Redis else 7) <= _REDIS_PY:
+        from redis.maint_notifications import MaintNotificationsConfig
+
+        options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
+    if _REDIS_PY < 6:  # which otherwise tries only to connect again, and not to ask again
+        options["retry_on_error"] = list(_WORTH_TRYING)
     if not url.startswith("unix:"):
         options["socket_keepalive"] = True  # who only listens would else never learn of it
     return options
@@ -202,7 +210,7 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    given = _options_of(plain)  # of which a pool keeps to itself what is no connection's
+    given = _options_of(kind, plain)  # of which a pool keeps to itself what is no connection's
     pool = pool_kind.from_url(plain, **given)
     options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
     own = {
@@ -271,9 +279,7 @@ def _retry(kind: Callable[..., T]) -> T:
     server that takes the connection and then says nothing is not asked again. One that has become a
     replica is left: each try connects anew, to wherever its name or load balancer leads by then.
     """
-    backoff = ExponentialWithJitterBackoff(cap=1, base=0.01)
-    worth_trying = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
-    return kind(backoff, _RETRIES, supported_errors=worth_trying)
+    return kind(EqualJitterBackoff(cap=1, base=0.01), _RETRIES, supported_errors=_WORTH_TRYING)
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:

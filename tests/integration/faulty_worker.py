@@ -13,9 +13,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import promptq.worker.__main__ as command
 from promptq.shared.protocol.request import Request
 from promptq.shared.runtime.settings import Settings
+from promptq.worker import command
+from promptq.worker.__main__ import main
 from promptq.worker.engine.api.progress import Progress
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
@@ -113,4 +114,4 @@ def build(settings: Settings, progress: Progress) -> Served:
 
 if __name__ == "__main__":
     command.build = build
-    command.main()
+    main()

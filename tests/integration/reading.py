@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.shared.protocol.events import TokenEvent
 
 KINDS = ["sync", "async"]

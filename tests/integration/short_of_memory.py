@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-import promptq.worker.__main__ as command
+from promptq.worker.__main__ import main
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model import model_runner
 from promptq.worker.engine.model.model_runner import ModelRunner, ModelStep
@@ -29,4 +29,4 @@ class ShortRunner(ModelRunner):
 
 if __name__ == "__main__":
     model_runner.ModelRunner = ShortRunner  # type: ignore[misc]  # a class in the place of another
-    command.main()
+    main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import redis
 import redis.asyncio
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue

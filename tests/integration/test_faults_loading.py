@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import OwnServer, check_log, num_tokens, started, until

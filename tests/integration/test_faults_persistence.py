@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.errors import RedisSideError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.queue.request_queue import RequestQueue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.helpers import text_of
 from tests.integration.faults import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.shared.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -24,7 +24,8 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import RequestState
 from tests.certificates import make_certificates, tls_settings
 from tests.helpers import text_of
-from tests.integration.faults import OwnServer, free_port, started
+from tests.integration.faults import OwnServer, started
+from tests.ports import free_port
 from tests.roles import ACL_FILE, as_role
 
 FAULTY = "tests.integration.faulty_worker"

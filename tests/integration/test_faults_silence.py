@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.shared.errors import RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
 from tests.integration.faults import Network, put, until

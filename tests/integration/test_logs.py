@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from promptq.producer import Client
+from promptq import Client
 from tests.roles import as_role
 
 GATEWAY = """

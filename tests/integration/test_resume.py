@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import redis
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer

@@ -7,13 +7,14 @@ import json
 from typing import Any
 
 import jsonschema
+import pytest
 import redis.asyncio
 
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from tests.helpers import finished, running_worker
 from tests.roles import AsyncQueueClient, as_role
-from tests.worker.structured import SCHEMAS, TOOLS, json_schema, served
+from tests.worker.structured import SCHEMAS, TOOLS, compilations, json_schema, served
 
 
 async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
@@ -23,8 +24,10 @@ async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
     return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
 
 
-async def test_answers_match_and_a_refused_schema_fails_its_request_alone(redis_url: str) -> None:
-    model = served()
+async def test_answers_match_and_a_refused_schema_fails_its_request_alone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, texts = served(), compilations(monkeypatch)
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         queue = AsyncRequestQueue(client)
         async with running_worker(redis_url, model):
@@ -48,8 +51,7 @@ async def test_answers_match_and_a_refused_schema_fails_its_request_alone(redis_
             called = json.loads((await finished(queue, call))["text"])
             assert called["name"] in ("get_weather", "stop_all")
             jsonschema.validate(json.loads((await finished(queue, again))["text"]), SCHEMAS["enum"])
-    assert model.grammars is not None
-    assert model.grammars.num_compiled == len(SCHEMAS) + 1
+    assert len(texts) == len(SCHEMAS) + 2, "each once, and the refused one"
 
 
 async def test_another_worker_goes_on_in_the_middle(redis_url: str) -> None:

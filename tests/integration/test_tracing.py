@@ -23,7 +23,7 @@ from openai import OpenAI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.producer.admin.timeline import Happened
 from promptq.producer.gateway.http.tracing import trace_http
 from promptq.shared.errors import RequestExistsError
@@ -374,8 +374,8 @@ def test_all_works_without_the_extra_and_who_asks_for_traces_is_told() -> None:
 import sys
 for name in ("sdk", "exporter"):  # as if not installed; fastapi brings the rest
     sys.modules[f"opentelemetry.{name}"] = None
-import promptq.producer, promptq.producer.gateway.app
-import promptq.worker.service, promptq.worker.__main__
+import promptq.producer.clients.sync_client, promptq.producer.gateway.app
+import promptq.worker.service, promptq.worker.command
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import Request
 from promptq.shared.runtime.tracing import start_tracing

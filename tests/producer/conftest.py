@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from tests.producer.playing import (
     PROMPTQ,
     BlockingAsyncClient,

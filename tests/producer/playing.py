@@ -13,7 +13,7 @@ from contextlib import aclosing, closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.shared.protocol.claims import Claim, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.keys import Keys
@@ -234,13 +234,6 @@ def old_server(version: str) -> Iterator[str]:
         yield f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
         listener.shutdown(socket.SHUT_RDWR)
     thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.shared.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -34,9 +34,10 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
-from promptq.shared.server import embedded
+from promptq.shared.server.advertised import advertise
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.playing import free_port, losing_one_reply, old_server
+from tests.ports import free_port
+from tests.producer.playing import losing_one_reply, old_server
 
 KEYS = Keys("default")
 Make = Callable[..., Any]
@@ -456,7 +457,7 @@ def test_the_url_of_the_settings(
 ) -> None:
     """PROMPTQ_REDIS_URL goes before the running `promptq up`."""
     with EmbeddedServer() as other:
-        embedded.advertise(other.url)
+        advertise(other.url)
         monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
         request_id = make_client().enqueue("Hi")
     assert make_client(redis_url).state(request_id) is RequestState.WAITING
@@ -464,14 +465,14 @@ def test_the_url_of_the_settings(
 
 def test_the_advertised_server(make_client: Make, no_server: None, redis_url: str) -> None:
     """What `promptq up` started is found without an address."""
-    embedded.advertise(redis_url)
+    advertise(redis_url)
     request_id = make_client().enqueue("Hi")
     assert make_client(redis_url).state(request_id) is RequestState.WAITING
 
 
 def test_an_advertised_server_that_is_gone(make_client: Make, no_server: None) -> None:
     """Its owner was killed before it could say so."""
-    embedded.advertise(f"redis://127.0.0.1:{free_port()}/0")
+    advertise(f"redis://127.0.0.1:{free_port()}/0")
     with pytest.raises(RedisUnavailableError, match=r"no Redis server to talk to.*promptq up"):
         make_client().enqueue("Hi")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.producer.admin.timeline import Happened, Timeline
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.claims import Held, Room
@@ -19,7 +19,8 @@ from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState
 from promptq.shared.queue import statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Contribution
-from tests.helpers import Server, running_worker, served_model_free
+from tests.helpers import running_worker, served_model_free
+from tests.servers import Server
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.errors import RequestNotFoundError, StreamChangedError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys

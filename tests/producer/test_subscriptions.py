@@ -11,7 +11,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.producer.clients.stream import Missed
 from promptq.producer.clients.subscriptions import MAX_UNREAD, Mailbox, Subscriptions
 from promptq.shared.errors import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.helpers import Server
+from tests.servers import Server
 
 
 @pytest.fixture

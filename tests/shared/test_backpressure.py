@@ -16,7 +16,7 @@ from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.helpers import Server
+from tests.servers import Server
 from tests.shared.requests import ROOM
 
 

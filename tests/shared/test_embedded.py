@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import redis
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.server import embedded
+from promptq.shared.server import advertised
 from promptq.shared.server.embedded import EmbeddedServer
 
 OWNER = """
@@ -117,16 +116,16 @@ def test_later_commands_of_the_same_user_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert embedded.advertised() is None
+    assert advertised.advertised() is None
     with EmbeddedServer() as server:
-        embedded.advertise(server.url)
-        assert embedded.advertised() == server.url
-        assert os.stat(tmp_path / f"promptq-{os.getuid()}").st_mode & 0o077 == 0
-        embedded.withdraw("redis://127.0.0.1:1/0")
-        assert embedded.advertised() == server.url
-    assert embedded.advertised() is None, "it is gone, though nobody withdrew it"
-    embedded.withdraw(server.url)
-    assert not list((tmp_path / f"promptq-{os.getuid()}").iterdir())
+        advertised.advertise(server.url)
+        assert advertised.advertised() == server.url
+        assert os.stat(tmp_path / "promptq").st_mode & 0o077 == 0
+        advertised.withdraw("redis://127.0.0.1:1/0")
+        assert advertised.advertised() == server.url
+    assert advertised.advertised() is None, "it is gone, though nobody withdrew it"
+    advertised.withdraw(server.url)
+    assert not list((tmp_path / "promptq").iterdir())
 
 
 def test_of_several_servers_the_latest_that_runs_is_found(
@@ -134,21 +133,36 @@ def test_of_several_servers_the_latest_that_runs_is_found(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with EmbeddedServer() as first:
-        embedded.advertise(first.url)
+        advertised.advertise(first.url)
         with EmbeddedServer() as second:
-            embedded.advertise(second.url)
-            assert embedded.advertised() == second.url
-            embedded.withdraw(second.url)
-            assert embedded.advertised() == first.url
-            embedded.advertise(second.url)
-        assert embedded.advertised() == first.url, "the second was killed"
+            advertised.advertise(second.url)
+            assert advertised.advertised() == second.url
+            advertised.withdraw(second.url)
+            assert advertised.advertised() == first.url
+            advertised.advertise(second.url)
+        assert advertised.advertised() == first.url, "the second was killed"
 
 
 def test_a_runtime_folder_that_is_not_there_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     with EmbeddedServer() as server:
-        embedded.advertise(server.url)
-        assert embedded.advertised() == server.url
+        advertised.advertise(server.url)
+        assert advertised.advertised() == server.url
+        monkeypatch.setenv("HOME", str(tmp_path / "somebody-else"))
+        assert advertised.advertised() is None, "another home, another user's"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_may_write_to_is_not_believed(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with EmbeddedServer() as server:
+        advertised.advertise(server.url)
+        (tmp_path / "promptq").chmod(mode)
+        assert advertised.advertised() is None
+        advertised.advertise("redis://127.0.0.1:1/0")
+        assert len(list((tmp_path / "promptq").iterdir())) == 1, "nothing is written there either"

@@ -24,8 +24,8 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.helpers import Server
 from tests.roles import QueueClient, as_role
+from tests.servers import Server
 from tests.shared.fair_world import OUTPUT_WEIGHT, PROMPT_WEIGHT, BoundCheck, World
 
 LARGEST_PROMPT, LARGEST_OUTPUT = 40, 20

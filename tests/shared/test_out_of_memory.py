@@ -16,8 +16,8 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.helpers import redis_server
 from tests.roles import QueueClient, bring_in_roles
+from tests.servers import redis_server
 from tests.shared.requests import ROOM, held, ids, last_event, log_of, new, put, row
 
 Snapshot = dict[bytes, Any]

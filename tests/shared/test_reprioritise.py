@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.replies import PriorityStatus

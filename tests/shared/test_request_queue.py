@@ -20,7 +20,7 @@ from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
-from tests.helpers import Server
+from tests.servers import Server
 from tests.shared.requests import ROOM, held, ids, new, put, row
 
 

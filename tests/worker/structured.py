@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
@@ -15,7 +17,7 @@ from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.leases.lease import Lease, Preparation
 from promptq.worker.served_model import Served
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.structured_output import Grammars, LLMasker
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.engine.tiny_models import save_model
 
@@ -149,3 +151,16 @@ def text_of(served: Served, output: SequenceOutput) -> str:
     """The text of an output that ended by itself."""
     assert (output.finish_reason, output.error) == (FinishReason.STOP, None)
     return served.tokenizer.decode(output.token_ids)
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The text of each grammar that is compiled from now on."""
+    compiled: list[str] = []
+    compile_one = LLMasker.compile
+
+    def noting(masker: LLMasker, text: str) -> Any:
+        compiled.append(text)
+        return compile_one(masker, text)
+
+    monkeypatch.setattr(LLMasker, "compile", noting)
+    return compiled

@@ -86,7 +86,7 @@ def test_no_token_waits_for_longer_than_the_longest_time() -> None:
 @pytest.mark.parametrize(
     "awaited",
     [
-        SequenceOutput(7, [3], timing=SequenceTiming(added_at=0.0)),
+        SequenceOutput(7, [3], timing=SequenceTiming()),
         SequenceOutput(7, [3], finish_reason=FinishReason.LENGTH),
     ],
     ids=["timing", "end"],
@@ -151,7 +151,7 @@ def test_nothing_is_lost_or_late_and_events_are_few(_round: int) -> None:
             tokens = [draw.randrange(100) for _ in range(draw.choice([1, 1, 1, 4]))]
             output = SequenceOutput(sequence_id, tokens)
             if not made[sequence_id]:
-                output.timing = SequenceTiming(added_at=0.0)
+                output.timing = SequenceTiming()
             if draw.random() < 0.005:
                 output.finish_reason = FinishReason.STOP
                 running.remove(sequence_id)

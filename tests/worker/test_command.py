@@ -22,7 +22,8 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from promptq.shared.runtime.settings import read_settings
-from promptq.shared.server.embedded import EmbeddedServer, advertised
+from promptq.shared.server.advertised import advertised
+from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.served_model import build
 from tests.helpers import text_of
 from tests.roles import as_role
@@ -109,6 +110,36 @@ def test_says_that_a_server_is_too_old() -> None:
         said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
         thread.join()
     assert "is Redis 6.2.14; promptq needs Redis 7 or Valkey 8" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_while_it_waits_for_a_server_it_ends(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        command = [*COMMAND, "--model", "model-free", "--redis", url, "--redis-wait", "3600"]
+        with subprocess.Popen(command) as process:
+            listener.accept()[0].close()  # it is there, and tries
+            process.send_signal(number)
+            assert process.wait() == 0
+
+
+LOADING_FOR_EVER = """
+import sys, time
+from promptq.worker import command
+from promptq.worker.__main__ import main
+command.build = lambda *_: print("loading", flush=True) or time.sleep(3600)
+main()
+"""
+
+
+def test_told_to_stop_while_it_loads_its_model_it_ends(worker_url: str) -> None:
+    """The thread that loads is not waited for."""
+    command = [sys.executable, "-c", LOADING_FOR_EVER, "--redis", worker_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
 
 
 def test_says_that_a_url_is_none() -> None:
@@ -212,5 +243,5 @@ def test_help_names_what_options_take(option: str) -> None:
 
 
 def test_starts_without_torch() -> None:
-    code = "import sys, promptq.worker.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, promptq.worker.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,7 +21,7 @@ from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.chat_template import tool_call_style
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from tests.worker.structured import SCHEMAS, closed
+from tests.worker.structured import SCHEMAS, closed, compilations
 from tests.worker.tiny_tokenizers import byte_fallback
 
 END = 2
@@ -71,17 +71,20 @@ def test_whatever_is_allowed_leads_to_what_matches(kind: str, name: str, seed: i
     jsonschema.validate(json.loads(decode.decode(tokens)), SCHEMAS[name])
 
 
-def test_one_schema_is_compiled_once_and_its_states_are_apart() -> None:
+def test_one_schema_is_compiled_once_and_its_states_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = compilations(monkeypatch)
     compiled = grammars()
     wanted = JsonOutput(closed(a={"enum": [1, 2]}), True)
     first, second = (compiled.start(wanted, frozenset({END})) for _ in range(2))
-    assert compiled.num_compiled == 1
+    assert len(texts) == 1
     beginning = allowed(second)
     first.accept(beginning[0])
     assert allowed(second) == beginning
     assert allowed(first) != beginning
     compiled.start(JsonOutput({"type": "null"}, True), frozenset({END}))
-    assert compiled.num_compiled == 2
+    assert len(texts) == 2
 
 
 @pytest.mark.parametrize(
@@ -113,12 +116,13 @@ def test_a_refused_schema_is_an_error_with_the_reason(schema: dict[str, Any], re
     compiled.start(JsonOutput({"type": "null"}, True), frozenset({END}))
 
 
-def test_not_strict_ignores_what_is_not_known() -> None:
+def test_not_strict_ignores_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = compilations(monkeypatch)
     schema = {"type": "array", "items": {"enum": [1]}, "maxItems": 3, "uniqueItems": True}
     compiled = grammars()
     compiled.start(JsonOutput(schema, strict=False), frozenset({END}))
     compiled.start(ToolCallOutput((ToolSchema("f", schema, False),)), frozenset({END}))
-    assert compiled.num_compiled == 2
+    assert len(texts) == 2
 
 
 def random_json(rng: random.Random, depth: int = 0) -> Any:

@@ -133,7 +133,6 @@ def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
     now = time.monotonic()
     held.claimed_at = now - 2.0
     held.timing = SequenceTiming(
-        added_at=now - 1.9,
         scheduled_at=now - 1.5,
         first_token_at=now - 1.0,
         cached_tokens=3,

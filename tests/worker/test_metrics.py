@@ -14,7 +14,7 @@ import redis.asyncio
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id

@@ -171,7 +171,7 @@ class Lease:
 
     def _stats(self) -> Stats:
         now = time.monotonic()
-        timing = self.timing or SequenceTiming(added_at=now)
+        timing = self.timing or SequenceTiming()
         scheduled_at = timing.scheduled_at or now
         first_token_at = timing.first_token_at or now
         waited_ms = self.claim.claimed_at_ms - self.claim.enqueued_at_ms

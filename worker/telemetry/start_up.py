@@ -52,10 +52,6 @@ class StartUp:
         if self._is_shown:
             self._bar.stop()
 
-    @property
-    def total_seconds(self) -> float:
-        return sum(self.seconds.values())
-
     def __str__(self) -> str:
         """All stages in short: `weights 0.8 s, checking 1.2 s`."""
         return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.seconds.items())

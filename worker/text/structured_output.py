@@ -49,8 +49,6 @@ class Grammars:
         self._masker: LLMasker | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        self.num_compiled = 0
-        """How often a schema was compiled, in all."""
 
     def start(self, wanted: Output, end_token_ids: frozenset[int]) -> LLGrammar:
         """The grammar of an output that has no token yet and may end with these.
@@ -90,7 +88,6 @@ class Grammars:
         matcher = masker.compile(text)
         if matcher.is_error():
             raise _refusal(wanted.field, f"the schema is refused: {_reason(matcher)}")
-        self.num_compiled += 1
         self._compiled[text] = matcher
         if len(self._compiled) > _MAX_COMPILED:
             self._compiled.popitem(last=False)

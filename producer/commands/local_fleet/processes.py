@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 _LAST_LINES = 15
 
@@ -43,10 +42,8 @@ def jobs_command(args: Sequence[str]) -> list[str]:
 
 
 def _command(*args: str) -> list[str]:
-    root = Path(__file__).resolve().parents[2]
-    # Another folder the user stands in may hold a `worker` of its own.
-    isolated = [] if Path.cwd() == root else ["-P"]
-    return [sys.executable, *isolated, "-m", *args]
+    # The folder that the user stands in may hold anything, and is not to be imported from.
+    return [sys.executable, "-P", "-m", *args]
 
 
 class ChildProcess:

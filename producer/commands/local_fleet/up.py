@@ -23,7 +23,7 @@ from promptq.producer.commands.local_fleet.processes import (
 )
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
-from promptq.shared.server import embedded
+from promptq.shared.server.advertised import advertise, withdraw
 from promptq.shared.server.connection import open_redis, without_password
 from promptq.shared.server.embedded import PREFERRED_PORT, EmbeddedServer
 
@@ -94,11 +94,11 @@ def _server(options: UpOptions) -> Iterator[str]:
         yield options.redis_url
         return
     with start_embedded(options.redis_port, options.data_dir) as server:
-        embedded.advertise(server.url)
+        advertise(server.url)
         try:
             yield server.url
         finally:
-            embedded.withdraw(server.url)
+            withdraw(server.url)
 
 
 def run_server(port: int | None, data_dir: Path | None, console: Console) -> None:

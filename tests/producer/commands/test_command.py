@@ -27,8 +27,9 @@ from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.server.embedded import EmbeddedServer
+from tests.ports import free_port
 from tests.producer.jobs.processes import family_of
-from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, free_port, old_server
+from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, old_server
 from tests.roles import as_role
 
 KEYS = Keys("default")
@@ -397,7 +398,7 @@ def test_a_server_too_old(run: Run) -> None:
 def test_help_is_light(environment: dict[str, str]) -> None:
     """Help and every command but a worker come without torch and transformers."""
     code = (
-        "import sys, contextlib, io; from promptq.producer.cli import app\n"
+        "import sys, contextlib, io; from promptq.producer.commands.app import app\n"
         "from promptq.producer.commands.local_fleet import demo, up\n"
         "for name in ('--help', 'submit --help', 'up --help'):\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"

@@ -14,8 +14,9 @@ import httpx2
 import pytest
 import redis
 
-from promptq.producer import Client
-from tests.producer.playing import PROMPTQ, free_port
+from promptq import Client
+from tests.ports import free_port
+from tests.producer.playing import PROMPTQ
 from tests.roles import as_role, bring_in_roles
 
 PROCFILE = Path(__file__).parents[3] / "Procfile"

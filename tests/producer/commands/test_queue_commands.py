@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import PriorityStatus

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue

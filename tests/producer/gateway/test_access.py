@@ -15,7 +15,7 @@ import redis
 import redis.asyncio
 from fastapi import FastAPI
 
-from promptq.producer import AsyncClient, Client
+from promptq import AsyncClient, Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, admit

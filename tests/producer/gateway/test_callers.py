@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.producer.gateway.context.access import Caller
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.test_access import make_key

@@ -24,8 +24,9 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.integration.faults import Network
+from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
-from tests.producer.playing import KEYS, HandWorker, free_port
+from tests.producer.playing import KEYS, HandWorker
 from tests.roles import as_role, bring_in_roles
 
 

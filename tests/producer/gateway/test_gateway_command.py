@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from promptq.shared.protocol.claims import Claim
+from tests.ports import free_port
 from tests.producer.gateway.test_streams import (
     PROMPT,
     continued,
@@ -21,7 +22,7 @@ from tests.producer.gateway.test_streams import (
     read_frames,
     texts_of,
 )
-from tests.producer.playing import HandWorker, Run, Start, free_port
+from tests.producer.playing import HandWorker, Run, Start
 
 
 def url_of(process: subprocess.Popen[str]) -> str:

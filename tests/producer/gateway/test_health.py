@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import httpx2
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.http.meter import measure_http
 from promptq.shared.runtime import metrics

@@ -21,7 +21,7 @@ import pytest
 import redis
 from openai import AsyncOpenAI, OpenAI
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.producer.gateway.app import create_app
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.claims import Claim, Room
@@ -31,8 +31,9 @@ from promptq.shared.protocol.rows import Row
 from promptq.shared.server.embedded import EmbeddedServer
 from tests import helpers
 from tests.helpers import running_worker
+from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.producer.playing import KEYS, HandWorker, free_port
+from tests.producer.playing import KEYS, HandWorker
 
 PROMPT = {"prompt": "Hi", "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}

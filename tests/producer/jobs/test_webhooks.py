@@ -34,10 +34,10 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.certificates import make_certificates
-from tests.helpers import Server
 from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
 from tests.producer.playing import HandWorker
 from tests.roles import as_role
+from tests.servers import Server
 
 KEYS = Keys("default")
 

@@ -333,14 +333,6 @@ def test_recomputed_tokens_are_those_that_a_preemption_lost() -> None:
     assert ended[1][0] == tokens_of(1, 4)[2:]
 
 
-def test_preemptible_tells_priority_and_kv_tokens_of_who_runs() -> None:
-    engine = build_model_free_engine(max_num_seqs=2)
-    for sequence_id, priority in ((1, 3), (2, -1), (3, 9)):
-        engine.add(make_request(sequence_id, 20, priority=priority))
-    engine.step()
-    assert engine.preemptible() == [(-1, 32), (3, 32)]
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -17,13 +17,16 @@ from promptq.shared.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from promptq.worker.engine.attention import kv_cache
 from promptq.worker.engine.attention.backend import LayerSpec
 from promptq.worker.engine.attention.kv_cache import (
+    CPU_SHARE,
     KVCache,
     bytes_per_token,
     default_memory_bytes,
     fitting_blocks,
 )
+from promptq.worker.engine.device.memory import free_bytes
 from promptq.worker.engine.model.loading import LoadedModel, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner, resolve_device
 from tests.worker.engine.tiny_models import save_model
@@ -229,6 +232,35 @@ def test_the_cache_takes_a_share_of_what_is_free() -> None:
         [spec], block_size=16, memory_bytes=None, wanted_tokens=10**15, device=CPU
     )
     assert 0.5 * memory < blocks * 16 * spec.bytes_per_token < 1.5 * memory
+
+
+@pytest.mark.parametrize(("fitting", "wanted", "held"), [(2, 1, 2), (3, 48, 3), (9, 48, 3)])
+def test_the_cache_holds_at_least_two_blocks_and_no_more_than_wanted(
+    fitting: int, wanted: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = LayerSpec(4, 2, 8, 8, torch.float32, torch.float32)
+    memory = fitting * 16 * spec.bytes_per_token
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda _: -(-memory // CPU_SHARE))
+    assert held == fitting_blocks(
+        [spec], block_size=16, memory_bytes=None, wanted_tokens=wanted, device=CPU
+    )
+
+
+def test_memory_for_one_block_alone_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LayerSpec(4, 2, 8, 8, torch.float32, torch.float32)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda _: 1.5 * 16 * spec.bytes_per_token / 0.4)
+    with pytest.raises(ConfigurationError, match=r"hold 1 blocks of 16 tokens.* at least"):
+        fitting_blocks([spec], block_size=16, memory_bytes=None, wanted_tokens=1, device=CPU)
+
+
+def test_weights_that_were_just_read_count_as_free(tmp_path: Path) -> None:
+    """They are in the page cache, which a container counts as used until it needs it."""
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_file 700000\nactive_file 5\n")
+    assert free_bytes(CPU, tmp_path) == 800_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(CPU, tmp_path) > 1_000_000
 
 
 def test_shared_layers_share_memory() -> None:

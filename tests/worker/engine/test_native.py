@@ -15,6 +15,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, load_native
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model, save_model
 
@@ -214,6 +215,43 @@ def test_without_a_compiler_the_reason_is_told(
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeCodeError, match="no compiler"):
         load_native.__wrapped__()
+
+
+@pytest.mark.parametrize("missing", ["sources", "a folder to write to"])
+def test_without_sources_or_a_folder_the_reason_is_told(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in an image that is read only, or a wheel that lacks them: PyTorch serves then."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    said = r"cannot be written \(Not a directory\).*XDG_CACHE_HOME"
+    if missing == "sources":
+        monkeypatch.setattr(build, "_SOURCES", tmp_path)
+        said = "sources are missing"
+    with pytest.raises(NativeCodeError, match=said):
+        load_native.__wrapped__()
+
+
+def test_another_version_of_the_compiler_compiles_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And where none is left, what one of them made is used."""
+    compiler = tmp_path / "c++"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+
+    def libraries() -> int:
+        with pytest.raises(NativeCodeError, match="does not load"):
+            load_native.__wrapped__()
+        return len(list((tmp_path / "promptq").glob("native-*.so")))
+
+    for version in (1, 2):
+        script = f'[ "$1" = --version ] && echo {version} && exit\n'
+        compiler.write_text(f'#!/bin/sh\n{script}for last; do :; done; touch "$last"\n')
+        compiler.chmod(0o755)
+        assert (libraries(), libraries()) == (version, version)
+    compiler.unlink()
+    assert libraries() == 2
 
 
 def test_a_compiler_that_fails_is_quoted(

@@ -89,7 +89,6 @@ class SequenceOutput:
 class SequenceTiming:
     """How a sequence fared; times are `time.monotonic()` in seconds, None if not reached."""
 
-    added_at: float
     scheduled_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
@@ -213,10 +212,6 @@ class Engine(Protocol):
 
         False if it is not here (any more).
         """
-        ...
-
-    def preemptible(self) -> list[tuple[int, int]]:
-        """(priority, KV tokens held) of each running sequence."""
         ...
 
     def step(self) -> StepOutput:

@@ -68,8 +68,8 @@ def fitting_blocks(
         num_blocks = memory_bytes // block_bytes
     else:
         memory_bytes = default_memory_bytes(device)
-        num_blocks = min(memory_bytes // block_bytes, num_blocks_for(wanted_tokens, block_size))
-        num_blocks = max(num_blocks, MIN_BLOCKS) if memory_bytes // block_bytes else 0
+        wanted_blocks = max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS)
+        num_blocks = min(memory_bytes // block_bytes, wanted_blocks)
     if num_blocks < MIN_BLOCKS:
         raise ConfigurationError(
             f"--kv-cache-memory: {memory_bytes} bytes hold {num_blocks} blocks of {block_size} "

@@ -137,12 +137,6 @@ class LLMEngine:
         self._check_integrity_when_idle()
         return True
 
-    def preemptible(self) -> list[tuple[int, int]]:
-        return [
-            (sequence.request.priority, len(sequence.block_table) * self.limits.block_size)
-            for sequence in self._scheduler.running
-        ]
-
     def step(self) -> StepOutput:
         """Schedule, compute and commit one step.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -46,7 +45,7 @@ class Sequence:
             request=request,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             max_num_tokens=limit if max_model_len is None else min(limit, max_model_len),
-            timing=SequenceTiming(added_at=time.monotonic()),
+            timing=SequenceTiming(),
         )
 
     @property

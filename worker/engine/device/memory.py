@@ -15,8 +15,12 @@ def give_back(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Of the device, or for the CPU of the machine, or of this process's container if less."""
+def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Of the device, or for the CPU of the machine, or of this process's container if less.
+
+    A container's page cache counts as used there, such as weights that were just read; of it,
+    `inactive_file` is what the kernel takes back first.
+    """
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
@@ -27,8 +31,10 @@ def free_bytes(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        current = Path("/sys/fs/cgroup/memory.current").read_text()
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except OSError:
         return free
-    return free if limit == "max" else min(free, int(limit) - int(current))
+    used -= int(counts["inactive_file"])
+    return free if limit == "max" else min(free, int(limit) - used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 LENGTH_WITHOUT_LIMIT = 8192
 """Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 64
 
@@ -275,6 +278,7 @@ def _why_no_native_code(loaded: LoadedModel) -> str:
     try:
         load_native()
     except NativeCodeError as error:
+        logger.warning("no native code, so a worker makes a fifth of the tokens or less: %s", error)
         return str(error)
     return ""
 

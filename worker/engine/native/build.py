@@ -50,9 +50,7 @@ def load_native() -> None:
     backends: Any = torch.backends
     if not backends.mkldnn.is_available():
         raise NativeCodeError("this torch is built without oneDNN")
-    library = _library_path()
-    if not library.exists():
-        _compile(library)
+    library = _library()
     ops: Any = torch.ops
     try:
         ops.load_library(str(library))
@@ -61,18 +59,41 @@ def load_native() -> None:
     ops.promptq.keep_freed_memory()
 
 
-def _library_path() -> Path:
-    """Named after all that it depends on: sources, flags, torch, compiler and processor."""
+def _library() -> Path:
+    """Compiled by now, and named after all that it depends on: sources, flags, torch and processor,
+    then the compiler. Where there is no compiler (any more), one of another compiler will do.
+    """
+    sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
+    if not sources:
+        raise NativeCodeError(f"its sources are missing in {_SOURCES}; install promptq anew")
     digest = hashlib.sha256()
-    for source in sorted(_SOURCES.rglob("*.*")):
+    for source in sources:
         digest.update(source.read_bytes())
-    digest.update(" ".join((*_FLAGS, torch.__version__, _compiler(), _processor())).encode())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "promptq" / f"native-{digest.hexdigest()[:16]}.so"
+    digest.update(" ".join((*_FLAGS, torch.__version__, _processor())).encode())
+    name = f"native-{digest.hexdigest()[:16]}"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "promptq"
+    except RuntimeError:
+        raise NativeCodeError("this user has no home; set XDG_CACHE_HOME to a folder") from None
+    compiler = shutil.which(_compiler())
+    if compiler is None:
+        made = sorted(folder.glob(f"{name}-*.so"))
+        if not made:
+            raise NativeCodeError(f"there is no compiler ({_compiler()}); install g++ or set CXX")
+        return made[-1]
+    library = folder / f"{name}-{_version_of(compiler)}.so"
+    if not library.exists():
+        _compile(compiler, library)
+    return library
 
 
 def _compiler() -> str:
     return os.environ.get("CXX") or "c++"
+
+
+def _version_of(compiler: str) -> str:
+    told = subprocess.run([compiler, "--version"], capture_output=True, check=False)
+    return hashlib.sha256(told.stdout).hexdigest()[:8]
 
 
 def _processor() -> str:
@@ -82,10 +103,7 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(wanted))
 
 
-def _compile(library: Path) -> None:
-    compiler = shutil.which(_compiler())
-    if compiler is None:
-        raise NativeCodeError(f"there is no compiler ({_compiler()}); install g++ or set CXX")
+def _compile(compiler: str, library: Path) -> None:
     logger.info("compiling native code, once for this machine, into %s", library)
     home = Path(torch.__file__).parent
     include, lib = home / "include", home / "lib"
@@ -110,7 +128,8 @@ def _compile(library: Path) -> None:
             _run([[compiler, *_FLAGS, "-shared", *linked, "-o", str(built)]])
             built.rename(library)  # whole or not at all, should two workers build at once
     except OSError as error:
-        raise NativeCodeError(f"{library} cannot be written: {error}") from error
+        reason = f"{library} cannot be written ({error.strerror}); let it, or set XDG_CACHE_HOME"
+        raise NativeCodeError(reason) from error
 
 
 def _run(commands: Iterable[list[str]]) -> None:

@@ -14,7 +14,7 @@ import pytest_asyncio
 import redis.asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from tests.producer.gateway.living import LiveGateway, serving
 
 ARTEFACTS = Path(__file__).parents[3] / "artefacts"

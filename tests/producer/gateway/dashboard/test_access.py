@@ -11,14 +11,14 @@ import pytest_asyncio
 from playwright.async_api import expect
 from structlog.testing import capture_logs
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.producer.admin.api_keys import ApiKey, hash_of
 from promptq.producer.gateway.dashboard import actions, page_stream, pages
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
+from tests.ports import free_port
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway, serving
-from tests.producer.playing import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,7 +10,7 @@ import redis.asyncio
 from playwright.async_api import Page, expect
 from structlog.testing import capture_logs
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
 from tests.helpers import running_worker, served_model_free

@@ -13,7 +13,7 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.producer.gateway.dashboard.request_search import search
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from tests.helpers import running_worker, served_model_free

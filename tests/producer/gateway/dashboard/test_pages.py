@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.protocol.claims import Held, Room
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob
 from promptq.shared.protocol.keys import Keys

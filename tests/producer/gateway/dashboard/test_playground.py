@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.async_api import expect
 
-from promptq.producer import AsyncClient
+from promptq import AsyncClient
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.served_model import build
 from tests.helpers import running_worker, served_model_free, text_of

@@ -1,0 +1,73 @@
+"""The `promptq` command with all its commands.
+
+Examples in the docstrings of commands are not indented: Typer indents those of some commands only.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from promptq.producer.commands.batches import batch, jobs
+from promptq.producer.commands.keys import keys
+from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
+from promptq.producer.commands.requests import cancel, submit, watch
+from promptq.producer.commands.settings import settings
+from promptq.producer.commands.starting import demo, server, up, worker
+from promptq.producer.commands.top import top
+from promptq.producer.gateway.server import gateway
+
+app = typer.Typer(
+    name="promptq",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_PASS_THROUGH: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(version("promptq"))
+        except PackageNotFoundError:
+            print("not installed as a package")
+        raise typer.Exit
+
+
+@app.callback()
+def promptq(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """A message-queue worker service for language models: Redis is its API.
+
+    Start a server and a worker in one terminal (with --port all of it), use them in another:
+
+    promptq up
+    promptq submit "Once upon a time"
+    """
+
+
+_PANELS = {
+    "Processes": (up, worker, gateway, jobs, server, demo),
+    "Requests": (submit, watch, cancel, reprioritise, batch),
+    "Queue": (stats, top, pause, resume, drain, dead, keys, settings),
+}
+_SETTINGS: dict[object, dict[str, Any]] = {
+    up: _PASS_THROUGH,
+    worker: {**_PASS_THROUGH, "help_option_names": []},
+    demo: _PASS_THROUGH,
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, rich_help_panel=_panel)
+        else:
+            app.command(context_settings=_SETTINGS.get(_command), rich_help_panel=_panel)(_command)

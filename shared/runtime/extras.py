@@ -1,0 +1,54 @@
+"""The optional parts of the distribution: what each needs, and whether it is installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution, requires
+
+from promptq.shared.errors import ConfigurationError
+
+_REQUIREMENT = re.compile(
+    r"""(?P<name>[\w.-]+)(\[(?P<extras>[\w,\s.-]+)\])?   # a distribution, with extras of its own
+        [^;]*(;.*\bextra\s*==\s*["'](?P<of>[\w.-]+)["'])?""",
+    re.VERBOSE,
+)
+
+
+def require(what: str, *extras: str) -> None:
+    """Raise ConfigurationError unless all that these extras need is installed.
+
+    `what` is what needs them, as people know it. Where promptq itself is not installed (a checkout
+    on the path), nothing is known of its extras, and whatever is missing says so itself.
+    """
+    missing = [extra for extra in extras if not all(map(_is_installed, _needs(extra)))]
+    if missing:
+        names = ",".join(missing)
+        raise ConfigurationError(
+            f"{what} needs what is not installed here: pip install 'promptq[{names}]'"
+        )
+
+
+def _needs(extra: str) -> Iterator[str]:
+    """The distributions that an extra brings."""
+    try:
+        requirements = requires("promptq") or []
+    except PackageNotFoundError:
+        return
+    for requirement in requirements:
+        found = _REQUIREMENT.match(requirement)
+        if found is None or found["of"] != extra or "sys_platform" in requirement:
+            continue
+        if found["name"] != "promptq":
+            yield found["name"]
+        for other in re.split(r"\s*,\s*", found["extras"] or "") if found["extras"] else ():
+            if found["name"] == "promptq":
+                yield from _needs(other)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""`promptq worker`: serve one queue with one model, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+import click
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from promptq.shared.errors import PromptqError, RedisUnavailableError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.logs import configure_logs
+from promptq.shared.runtime.settings import Settings, flag_of, read_settings
+from promptq.shared.runtime.tracing import start_tracing
+from promptq.shared.server.advertised import advertise, advertised, withdraw
+from promptq.shared.server.connection import explain, open_async_redis, without_password
+from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.liveness.watchdog import watched
+from promptq.worker.prometheus import MetricsServer
+from promptq.worker.served_model import Served, build
+from promptq.worker.service import EngineStuckError, Worker
+from promptq.worker.telemetry.start_up import StartUp
+
+T = TypeVar("T")
+
+_RETRY_SECONDS = 0.2
+_OBJECTS_BEFORE_COLLECTION = 50_000
+_SWITCH_SECONDS = 0.0005
+"""The engine's thread gets the interpreter that soon after a step; by default it may wait 5 ms."""
+
+HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
+
+\b
+Examples:
+  promptq worker
+  promptq worker --model ./my-model --redis redis://localhost:6379/0
+  promptq worker --model Qwen/Qwen3-0.6B --dtype bfloat16 --max-num-seqs 32
+  promptq worker --model model-free
+
+Without options it serves the shipped model, on the server of the running `promptq up` or on one of
+its own. `model-free` is no model at all: letters, to load a queue.
+
+SIGTERM or Ctrl-C drains: it claims no more and finishes what runs; what is left after the grace
+time goes back to the queue with its progress. A second signal gives everything back at once.
+"""
+
+
+async def serve(settings: Settings, redis_url: str) -> None:
+    """Run a worker until SIGTERM or SIGINT."""
+    Keys(settings.queue)  # a name that cannot work is told before a model is loaded
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    started = time.monotonic()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, on_signal)
+
+    tracing = start_tracing("promptq-worker", settings.otlp_endpoint)
+    client = await _unless(stop, _open_when_there(redis_url, settings.redis_wait))
+    worker: Worker | None = None
+    try:
+        start_up = StartUp()
+        try:
+            loading = asyncio.to_thread(build, settings, start_up)
+            served = await _unless(stop, loading, start_up.close)
+        finally:
+            start_up.close()
+        _spare_the_collector()
+        worker = Worker(settings, served, client, start_up.seconds, tracing)
+        exposed = None
+        if settings.metrics_port is not None:
+            exposed = MetricsServer(worker, settings.metrics_host, settings.metrics_port)
+        async with watched(settings.stuck_seconds):
+            await worker.start()
+            try:
+                seconds = time.monotonic() - started
+                line = _ready_line(settings, served, redis_url, seconds, str(start_up))
+                print(line + (f"; metrics at {exposed.url}" if exposed else ""), flush=True)
+                await worker.serve(stop)
+                await worker.drain(stop_now)
+            finally:
+                await worker.stop()
+                if exposed is not None:
+                    await asyncio.to_thread(exposed.close)
+    except Exception as error:
+        if isinstance(error, EngineStuckError) or (worker and worker.intake.is_preparing):
+            _leave_at_once(explain(error, redis_url) if isinstance(error, RedisError) else error)
+        raise
+    finally:
+        await client.aclose()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+    if worker.intake.is_preparing:
+        _leave_at_once()
+
+
+async def _unless(
+    stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
+) -> T:
+    """What comes of a part of the start. Told to stop before that, the process ends: it holds
+    nothing yet, and a model that loads in a thread would go on for minutes.
+    """
+    part, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((part, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not part.done():
+        give_up()
+        _leave_at_once()
+    stopping.cancel()
+    return await part
+
+
+def _leave_at_once(error: Exception | None = None) -> NoReturn:
+    """End the process, as the interpreter would wait for a thread that may hang for ever.
+
+    `error` is said as it would be in the end.
+    """
+    if isinstance(error, PromptqError):
+        print(f"promptq worker: {error}", file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)
+
+
+def _place_compute_threads() -> None:
+    """Say how compute threads behave, before torch is loaded and reads it; what is set stays.
+
+    Those that wait for each other sleep, for this process has others that need a core: spinning
+    cost a third of the tokens on two. Where they are as many as the cores, each keeps to its own:
+    two that meet on one core take turns there for tens of milliseconds, which cost a tenth.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ.setdefault("OMP_PLACES", "cores")
+        os.environ.setdefault("OMP_PROC_BIND", "close")
+
+
+def _spare_the_collector() -> None:
+    """Keep the garbage collector from looking through all that stays anyway, libraries and model.
+
+    A full collection stops every thread, engine included, and a busy worker makes many objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTION)
+
+
+async def _open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:
+    """Where server and worker start side by side, the worker may be first."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return await open_async_redis(redis_url)
+        except RedisUnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _ready_line(
+    settings: Settings, served: Served, redis_url: str, seconds: float, stages: str
+) -> str:
+    limits = served.engine.limits
+    megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
+    dtype = f" in {served.dtype}" if served.dtype else ""
+    return (
+        f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
+        f"{dtype}{', ' * bool(served.way)}{served.way},"
+        f" queue {settings.queue} at {without_password(redis_url)},"
+        f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens ({megabytes:,.0f} MiB),"
+        f" up to {limits.max_model_len:,} tokens a request" + (f"; {stages}" if stages else "")
+    )
+
+
+def run(settings: Settings) -> None:
+    """What the command does once its options are read. Raises PromptqError."""
+    _place_compute_threads()
+    configure_logs(settings.log_level, settings.log_format)
+    redis_url = settings.redis_url or advertised()
+    if redis_url is not None:
+        _serve(settings, redis_url)
+        return
+    with EmbeddedServer() as server:
+        print(f"no Redis given: started an embedded server at {server.url}", flush=True)
+        advertise(server.url)
+        try:
+            _serve(settings, server.url)
+        finally:
+            withdraw(server.url)
+
+
+def _serve(settings: Settings, redis_url: str) -> None:
+    try:
+        asyncio.run(serve(settings, redis_url))
+    except RedisError as error:
+        raise explain(error, redis_url) from error
+
+
+def command() -> click.Command:
+    """The command, with one option for each setting, so that each is described in one place."""
+
+    def callback(**given: Any) -> None:
+        run(read_settings(**{key: value for key, value in given.items() if value is not None}))
+
+    options: list[click.Parameter] = []
+    for key, field in Settings.model_fields.items():
+        is_flag = field.annotation is bool
+        without_default = field.default is None or field.default is False
+        default = "" if without_default else f" [default: {field.default}]"
+        flag = flag_of(key)
+        if field.default is True:
+            flag, default = f"{flag}/--no-{flag.removeprefix('--')}", " [default: on]"
+        options.append(
+            click.Option(
+                [flag, key],
+                help=f"{field.description}{default}",
+                is_flag=is_flag,
+                default=None,
+                metavar=None if is_flag else _metavar(field.annotation),
+            )
+        )
+    return click.Command(
+        "worker",
+        params=options,
+        callback=callback,
+        help=HELP,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _metavar(annotation: Any) -> str:
+    """What a setting takes: its words where they are few, otherwise a value."""
+    if annotation == bool | None:
+        return "true|false"
+    words = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return "|".join(words) or "VALUE"
