@@ -1,7 +1,9 @@
 """Names, buckets and form of all metrics, for Prometheus.
 
-Where vLLM has a metric, it has vLLM's name behind `promptq:`, its labels and its buckets
-(vllm/v1/metrics/loggers.py), so that a dashboard made for it need only be told another prefix.
+Where vLLM has a metric, it has vLLM's name behind `promptq_`, its labels and its buckets
+(vllm/v1/metrics/loggers.py), so that a dashboard made for it need only be told another prefix
+than `vllm:`. Colons are for rules (https://prometheus.io/docs/practices/naming/), and the names of
+OpenMetrics, which scrapers ask for, have none.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-PREFIX = "promptq:"
+PREFIX = "promptq_"
 ENGINE = "0"
 """The label `engine`, by which vLLM numbers the engines of a process: a worker has one."""
 
@@ -101,7 +103,7 @@ REQUEST_MOST_OUTPUT = Spec("histogram", "request_max_num_generation_tokens",
                            buckets=_REQUEST_TOKENS)
 REQUEST_MAX_TOKENS = Spec("histogram", "request_params_max_tokens", "max_tokens of a request.",
                           buckets=_REQUEST_TOKENS)
-STEP_TOKENS = Spec("histogram", "iteration_tokens_total", "Tokens of an engine step.",
+STEP_TOKENS = Spec("histogram", "iteration_tokens", "Tokens of an engine step.",
                    buckets=_STEP_TOKENS)
 
 # Our own, of workers.

@@ -27,7 +27,7 @@ def test_every_metric_has_a_name_and_buckets_of_its_kind() -> None:
     names = [spec.full_name for spec in metrics.ALL]
     assert len(set(names)) == len(names) > 30
     for spec in metrics.ALL:
-        assert re.fullmatch(r"promptq:[a-z0-9_]+", spec.full_name)
+        assert re.fullmatch(r"promptq_[a-z0-9_]+", spec.full_name)
         assert bool(spec.buckets) == (spec.kind == "histogram")
         assert list(spec.buckets) == sorted(spec.buckets)
 
@@ -45,7 +45,7 @@ def test_a_value_at_a_bound_is_in_that_bucket() -> None:
 def test_the_board_asks_only_for_metrics_and_labels_that_exist() -> None:
     assert len(expressions()) > 30
     for expression in expressions():
-        named = re.findall(r"(promptq:\w+)(\{[^}]*\})?", expression)
+        named = re.findall(r"(promptq_\w+)(\{[^}]*\})?", expression)
         assert named, expression
         for name, selector in named:
             assert name in EXPOSED, expression
@@ -61,7 +61,7 @@ def test_the_board_shows_all_there_is_but_what_repeats_itself() -> None:
     shown = {
         EXPOSED[name].name
         for expression in expressions()
-        for name in re.findall(r"promptq:\w+", expression)
+        for name in re.findall(r"promptq_\w+", expression)
     }
     assert {spec.name for spec in metrics.ALL} - {metrics.REQUEST_MOST_OUTPUT.name} == shown
 

@@ -36,7 +36,8 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     if overview is None:
         return
     yield metrics.WAITING, (overview.model, metrics.ENGINE), float(overview.waiting)
-    for priority, count in overview.priorities.items():
+    # That of requests that bring none is always there, so that an empty queue is no gap in a graph.
+    for priority, count in {0: 0, **overview.priorities}.items():
         yield metrics.QUEUE_WAITING, (queue, str(priority)), float(count)
     yield metrics.QUEUE_DELAYED, (queue,), float(overview.delayed)
     yield metrics.QUEUE_ACTIVE, (queue,), float(overview.active)

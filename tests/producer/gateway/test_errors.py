@@ -407,7 +407,7 @@ def test_redis_that_takes_connections_and_says_nothing(redis_url: str) -> None:
                 assert answer.json()["error"]["code"] == "queue_unavailable"
         assert http.get("/readyz").status_code == 503
         assert http.get("/healthz").status_code == 200
-        assert 'promptq:queue_up{queue="default"} 0.0' in http.get("/metrics").text
+        assert 'promptq_queue_up{queue="default"} 0.0' in http.get("/metrics").text
         network.mend()
         with live_worker(redis_url):
             answer = http.post("/v1/completions", json={"prompt": "Hi"})
