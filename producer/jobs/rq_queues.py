@@ -21,6 +21,7 @@ from rq.timeouts import JobTimeoutException
 
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.producer.clients.connecting import server_url
+from promptq.producer.jobs import upkeep
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS, deliver_webhook
 from promptq.shared.errors import ConfigurationError, PromptqError
@@ -131,6 +132,7 @@ def run_worker(queue: Queue, burst: bool = False) -> None:
     worker = _Worker(
         [queue],
         connection=queue.connection,
+        job_class=_Job,
         serializer=JSONSerializer,
         job_monitoring_interval=_MONITOR_SECONDS,
         maintenance_interval=_LOST_SECONDS,
@@ -174,8 +176,27 @@ class JobScheduler:
         self._scheduler.release_locks()
 
 
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    f"{function.__module__}.{function.__qualname__}": function
+    for function in (run_batch_job, deliver_webhook, upkeep.reap, upkeep.sweep, upkeep.roll_up)
+}
+
+
+class _Job(Job):
+    @property
+    def func(self) -> Callable[..., object]:
+        """One of ours; RQ would import whatever bears the name, from wherever that is."""
+        try:
+            return _FUNCTIONS[str(self.func_name)]
+        except KeyError:
+            raise ConfigurationError(
+                f"{self.func_name} is none of this version's jobs: an earlier version left it, and"
+                " only that runs it (docs/operations.md, Updates)"
+            ) from None
+
+
 class _Worker(Worker):
-    def get_heartbeat_ttl(self, job: Job) -> int:
+    def get_heartbeat_ttl(self, job: Job, *_: Any, **__: Any) -> int:
         """How soon a job counts as lost whose worker was killed; RQ would wait for 90 s."""
         return _MONITOR_SECONDS + _LOST_SECONDS
 

@@ -93,7 +93,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
     try:
         with EmbeddedServer() as server:
             console.print(f"[green]✓[/] server   {server.url}")
-            with _running_worker(server.url, worker_args) as worker:
+            with _running_worker(server.url, worker_args, console) as worker:
                 asyncio.run(_interruptible(_play(console, server.url, worker)))
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
         console.print("\nstopped; nothing is left running")
@@ -102,10 +102,20 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 
 @contextmanager
-def _running_worker(url: str, args: Sequence[str]) -> Iterator[WorkerProcess]:
-    env = {f"{ENV_PREFIX}REDIS_URL": url}
+def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[WorkerProcess]:
+    """It says no more than what is not as it should be."""
+    env = {
+        f"{ENV_PREFIX}REDIS_URL": url,
+        f"{ENV_PREFIX}LOG_LEVEL": "warning",
+        f"{ENV_PREFIX}LOG_FORMAT": "console",
+    }
     slots = ["--max-num-seqs", str(SLOTS), "--queue", "default"]
-    worker = WorkerProcess([*slots, *args], env, lambda _: None)
+
+    def show(line: str) -> None:
+        if not line.startswith("ready"):
+            console.out(line, highlight=False)
+
+    worker = WorkerProcess([*slots, *args], env, show)
     try:
         yield worker
     finally:

@@ -307,6 +307,20 @@ def test_a_server_that_refuses_strikes_nothing_off(
     assert [at for at, _, _ in receiving.calls] == ["/ok"]
 
 
+@pytest.mark.parametrize("name", ["producer.jobs.webhooks.deliver_webhook", "os.system"])
+def test_what_is_no_job_of_this_version_is_refused(
+    name: str, jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither is a name imported that an earlier version gave, nor one that somebody put there."""
+    jobs.queue.enqueue_call(name, args=(f"touch {tmp_path}/ran",))
+    jobs.work()
+    (failed,) = jobs.failed()
+    result = failed.latest_result()
+    assert result is not None
+    assert f"{name} is none of this version's jobs" in str(result.exc_string)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_secret(settings: JobsSettings, tmp_path: Path) -> None:
     """That of the settings; without one, it is made once, for its owner's eyes alone."""
     assert load_secret(settings) == b"a secret of thirty-two bytes ..."

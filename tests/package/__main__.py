@@ -1,0 +1,30 @@
+"""The package as strangers meet it: installed from its wheel, beside other people's folders.
+
+Run it with ``python -m tests.package``, with ``--newest`` on the newest versions of all but torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from tests.package import building, strangers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.package", description=__doc__)
+    parser.add_argument("--newest", action="store_true", help="not the versions of constraints.txt")
+    newest = parser.parse_args().newest
+    with tempfile.TemporaryDirectory(prefix="promptq-package-") as name:
+        folder = Path(name)
+        wheel = building.build(folder / "dist")
+        building.check_contents(wheel)
+        strangers.check_client(building.install(folder / "client", wheel, newest=newest), folder)
+        python = building.install(folder / "all", wheel, "all", newest=newest)
+        strangers.check_everything(python, folder)
+    print("the package works as it is installed")
+
+
+if __name__ == "__main__":
+    main()

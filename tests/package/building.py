@@ -1,0 +1,57 @@
+"""Builds the wheel by way of the sdist, looks into it, and installs it into a clean environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("producer", "worker", "shared")
+TORCH = "torch==2.13.0"
+"""The one version of which there is a build for CPUs alone wherever tests run."""
+
+
+def build(folder: Path) -> Path:
+    """The wheel, made of the sdist, which is made of the checkout."""
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """All that the checkout's folders hold is in it, and nothing else."""
+    listed = ["git", "-C", str(ROOT), "ls-files", *FOLDERS]
+    tracked = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
+    expected = {f"promptq/{path}" for path in tracked} | {"promptq/__init__.py", "promptq/py.typed"}
+    with zipfile.ZipFile(wheel) as file:
+        held = {name for name in file.namelist() if ".dist-info/" not in name}
+    assert held == expected, f"missing: {expected - held}, too much: {held - expected}"
+    print(f"{wheel.name}: {len(held)} files, as in the checkout")
+
+
+def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
+    """The interpreter of a new environment that has the wheel with these extras."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
+    chosen = [wanted, TORCH] if "all" in extras and newest else [wanted]
+    constraints = [] if newest else ["--constraint", str(ROOT / "constraints.txt")]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        *constraints,
+        *chosen,
+    ]
+    subprocess.run(command, check=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    listed = [str(python), "-m", "pip", "check"]
+    subprocess.run(listed, check=True, stdout=subprocess.DEVNULL)
+    return python

@@ -1,0 +1,59 @@
+"""The client on old and new versions of redis-py, as programs have them that need them elsewhere.
+
+``python -m tests.package.redis_py 5.2.1 6.4.0``; without versions on all that are to work.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.package.building import ROOT
+
+VERSIONS = ["5.2.1", "5.3.1", "6.0.0", "6.4.0", "7.0.1", "7.4.1", "8.1.0"]
+"""kombu 5.5 allows up to 5.2.1, kombu 5.6 what is below 6.5."""
+
+TESTS = [
+    *(f"tests/producer/test_{name}.py" for name in ("clients", "stream", "subscriptions")),
+    *(f"tests/shared/test_{name}.py" for name in ("connection", "sentinel", "enqueue", "cancel")),
+]
+TOOLS = ["fakeredis[lua]", "hypothesis", "pytest", "pytest-asyncio", "pytest-xdist"]
+
+
+def check(version: str) -> str:
+    """What went wrong on this version; nothing, if nothing did."""
+    with tempfile.TemporaryDirectory(prefix=f"promptq-redis-py-{version}-") as folder:
+        python, constraints = f"{folder}/venv/bin/python", Path(folder, "constraints.txt")
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        kept = [line for line in lines if not line.startswith("redis==")]
+        constraints.write_text("\n".join([*kept, f"redis=={version}"]))
+        install = ["-m", "pip", "install", "--quiet", "--no-compile"]
+        said = ""
+        for command in (
+            [sys.executable, "-m", "venv", f"{folder}/venv"],
+            [python, *install, "--constraint", constraints, f"{ROOT}[cli,server]", *TOOLS],
+            [python, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+            said = done.stdout + done.stderr
+            if done.returncode:
+                return said
+        print(f"redis-py {version}: {said.splitlines()[-1]}", flush=True)
+    return ""
+
+
+def main() -> None:
+    versions = sys.argv[1:] or VERSIONS
+    with ThreadPoolExecutor(2) as pool:
+        failures = dict(zip(versions, pool.map(check, versions), strict=True))
+    failed = {version: said for version, said in failures.items() if said}
+    for version, said in failed.items():
+        print(f"redis-py {version}:\n{said}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
