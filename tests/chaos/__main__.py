@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos.driver import Run
+from tests.chaos.earlier import LAST_RELEASE, check_out
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.outcome import Outcome
 from tests.chaos.records import Queue
@@ -29,6 +30,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a new folder for logs and records")
     parser.add_argument(
         "--queues", nargs="+", type=Queue, default=list(Queue), help="which there are, of all"
+    )
+    parser.add_argument(
+        "--beside-last-release", action="store_true", help="share the queues with the last release"
     )
     parser.add_argument("--mutant", choices=[*MUTANTS, "all"], help="broken scripts, to be caught")
     options = parser.parse_args()
@@ -58,10 +62,17 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
             folder.mkdir(parents=True, exist_ok=False)
         if mutant:
             print(f"mutant {mutant}", flush=True)
-        chaos = Run(
-            *(seed, options.seconds, folder, options.load), queues=options.queues, mutant=mutant
-        )
-        return asyncio.run(chaos.run())
+        with tempfile.TemporaryDirectory(prefix="promptq-earlier-") as checkout:
+            earlier = None
+            if options.beside_last_release:
+                earlier = check_out(Path(checkout) / LAST_RELEASE, own_environment=True)
+            chaos = Run(
+                *(seed, options.seconds, folder, options.load),
+                queues=options.queues,
+                mutant=mutant,
+                earlier=earlier,
+            )
+            return asyncio.run(chaos.run())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import redis.asyncio
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from tests.chaos.auditor import Violation, check_endings, check_refusals
+from tests.chaos.earlier import SHARES, Release
 from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.chaos.group import ProcessGroup
 from tests.chaos.mutants import VARIABLE
@@ -77,7 +78,8 @@ class Run:
     """One run in `folder`, which keeps the logs and the records.
 
     `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
-    that name of `mutants.py`, and the run is over at the first violation.
+    that name of `mutants.py`, and the run is over at the first violation. With an `earlier` release
+    half of the clients are of that, and the fleet is updated and rolled back under way.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Run:
         queues: Iterable[Queue] = Queue,
         means: Mapping[Fault, float] = MEAN_SECONDS,
         mutant: str = "",
+        earlier: Release | None = None,
     ) -> None:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
@@ -97,6 +100,7 @@ class Run:
         self._queues = list(queues)
         self._means = means
         self._mutant = mutant
+        self._earlier = earlier
         self._environment = {VARIABLE: mutant}
         self._group = ProcessGroup()
         self._server = PersistentServer(folder, self._group)
@@ -119,7 +123,10 @@ class Run:
                 {queue: WORKERS[queue] for queue in self._queues},
                 *(as_role("worker", self._proxy.url(Role.WORKERS)), self._folder, self._group),
                 self._environment,
+                self._earlier,
             )
+            if self._earlier is not None:
+                self._fleet.share_with_earlier(SHARES[0])
             await self._fleet.start()
             references = {}
             if Queue.REAL in self._queues:
@@ -193,14 +200,17 @@ class Run:
         for number in range(_NUM_CLIENTS):
             name = f"clients-{number}"
             rates = [f"{it}={RATES[it] * self._scale / _NUM_CLIENTS}" for it in self._queues]
+            is_earlier = self._earlier is not None and number % 2 == 0
+            release = self._earlier if is_earlier else None
             with (self._folder / f"{name}.log").open("ab") as log:
                 process = await self._group.spawn(
-                    sys.executable,
+                    str(release.python) if release else sys.executable,
                     *["-m", "tests.chaos.clients", name, str(self.outcome.seed), *urls],
                     *[str(self._folder / f"{name}.jsonl"), *rates],
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **self._environment},
+                    env={**(release.environment if release else os.environ), **self._environment},
+                    cwd=release.folder if release else None,
                 )
             self._clients.append(process)
 
@@ -208,6 +218,10 @@ class Run:
         """Carry out the schedule."""
         started = time.monotonic()
         self._faults_end = started + self.outcome.seconds
+        if self._earlier is not None:
+            updating = asyncio.create_task(self._update())
+            self._hurting.add(updating)
+            updating.add_done_callback(self._hurting.discard)
         for planned in schedule(self.outcome.seed, self.outcome.seconds, self._means):
             await asyncio.sleep(max(0.0, started + planned.at - time.monotonic()))
             task = asyncio.create_task(self._inflict(planned))
@@ -215,6 +229,12 @@ class Run:
             task.add_done_callback(self._hurting.discard)
         await asyncio.sleep(max(0.0, self._faults_end - time.monotonic()))
         await asyncio.gather(*self._hurting)
+
+    async def _update(self) -> None:
+        """From the earlier release to this one and back, a part of the fleet at a time."""
+        for share in SHARES:
+            self._fleet.share_with_earlier(share)
+            await asyncio.sleep(self.outcome.seconds / len(SHARES))
 
     async def _catch(self, references: dict[str, Expected]) -> bool:
         """Carry out the schedule until what has ended shows a violation; whether it did."""

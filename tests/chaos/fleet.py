@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.chaos.earlier import EarlierWorker, Release
 from tests.chaos.endings import Ending
 from tests.chaos.group import ProcessGroup
 from tests.chaos.nursery import Nursery, WorkerProcess
@@ -42,6 +43,7 @@ class Place:
         group: ProcessGroup,
         nursery: Nursery,
         environment: Mapping[str, str],
+        earlier: Release | None = None,
     ) -> None:
         self.queue = queue
         self.name = f"{queue}-{number}"
@@ -49,12 +51,16 @@ class Place:
         """Of its processes."""
         self.is_ready = False
         self.is_frozen = False
+        self.is_to_be_earlier = False
+        """Whether the next process is of the earlier release."""
+        self.is_earlier = False
         self._url = url
-        self._log = folder / f"{self.name}.log"
+        self._folder = folder
+        self._earlier = earlier
         self._group = group
         self._nursery = nursery
         self._environment = environment
-        self._process: WorkerProcess | None = None
+        self._process: WorkerProcess | EarlierWorker | None = None
         self._sent: set[signal.Signals] = set()
         self._last_words = ""
         self._was_ready = False
@@ -129,15 +135,21 @@ class Place:
                 *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
                 *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
             ]
-            self._process = self._nursery.start(arguments, self._environment, self._group.id)
+            self.is_earlier = self._earlier is not None and self.is_to_be_earlier
+            if self._earlier is not None and self.is_earlier:
+                self._process = await self._earlier.start_worker(
+                    arguments, self._environment, self._group
+                )
+            else:
+                self._process = self._nursery.start(arguments, self._environment, self._group.id)
             await self._read(self._process)
             code = await self._process.wait()
             self.endings.append(self._ending(code))
             self.is_ready = False
             await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _read(self, process: WorkerProcess) -> None:
-        with self._log.open("ab") as log:
+    async def _read(self, process: WorkerProcess | EarlierWorker) -> None:
+        with (self._folder / log_name(self.name, self.is_earlier)).open("ab") as log:
             async for line in process.lines():
                 if line.startswith(b"ready"):
                     self.is_ready = self._was_ready = True
@@ -151,6 +163,10 @@ class Place:
         return Ending(self.queue, code, sent, self._was_ready, self._last_words, is_last)
 
 
+def log_name(place: str, is_earlier: bool) -> str:
+    return f"{place}.earlier.log" if is_earlier else f"{place}.log"
+
+
 class Fleet:
     """All workers of a run. `environment` is added to that of the processes."""
 
@@ -161,10 +177,11 @@ class Fleet:
         folder: Path,
         group: ProcessGroup,
         environment: Mapping[str, str],
+        earlier: Release | None = None,
     ) -> None:
         self._nursery = Nursery()
         self.places = [
-            Place(queue, number, url, folder, group, self._nursery, environment)
+            Place(queue, number, url, folder, group, self._nursery, environment, earlier)
             for queue, count in counts.items()
             for number in range(count)
         ]
@@ -173,6 +190,14 @@ class Fleet:
         await asyncio.to_thread(self._nursery.warm_up)
         for place in self.places:
             place.start()
+
+    def share_with_earlier(self, share: float) -> None:
+        """Have so much of each queue's workers be of the earlier release, by draining others."""
+        for number, place in enumerate(self.places):
+            wanted = number % 2 < 2 * share
+            if place.is_to_be_earlier is not wanted:
+                place.is_to_be_earlier = wanted
+                place.send(signal.SIGTERM)
 
     def of(self, queue: Queue) -> list[Place]:
         """Those that can be hurt: ready, and not frozen."""

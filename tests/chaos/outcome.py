@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import redis
@@ -31,6 +32,8 @@ class Outcome:
     num_events: int = 0
     num_carried_on: int = 0
     """Streams in which several attempts speak."""
+    passed_on: Counter[str] = field(default_factory=Counter)
+    """How often one went from a worker of one release to a worker of the other, by which."""
     violations: list[Violation] = field(default_factory=list)
     caught_after: float | None = None
     """Seconds of faults until a mutant was caught; None if only the end told, or nothing did."""
@@ -69,18 +72,31 @@ class Outcome:
         states = [snapshots[it.queue].requests.get(it.request_id, {}).get("state") for it in sent]
         told = zip(sent, states, strict=True)
         self.requests = Counter((it.queue, f"{it.kind} {state}") for it, state in told)
-        seen = self._counted(record for path in paths for record in read_seen(path))
         logs = sorted(folder.glob("*.log"))
-        claimed = (claim for path in logs for claim in read_claimed(path))
+        claimed = [(path, claim) for path in logs for claim in read_claimed(path)]
+        of_earlier = {
+            (claim.request_id, claim.attempt): path.name.endswith(".earlier.log")
+            for path, claim in claimed
+        }
+        seen = self._counted((it for path in paths for it in read_seen(path)), of_earlier)
         self.violations = [
             *(Violation("leaked key", "", f"{name} is no queue's") for name in strays),
-            *audit(sent, seen, snapshots, references, claimed),
+            *audit(sent, seen, snapshots, references, (claim for _, claim in claimed)),
         ]
 
-    def _counted(self, streams: Iterable[Seen]) -> Iterator[Seen]:
+    def _counted(
+        self, streams: Iterable[Seen], of_earlier: Mapping[tuple[str, int], bool]
+    ) -> Iterator[Seen]:
         self.num_streams = self.num_events = self.num_carried_on = 0
+        self.passed_on.clear()
         for stream in streams:
             self.num_streams += 1
             self.num_events += len(stream.events)
-            self.num_carried_on += len({it.attempt for it in stream.events}) > 1
+            attempts = list(dict.fromkeys(it.attempt for it in stream.events))
+            self.num_carried_on += len(attempts) > 1
+            for pair in pairwise(of_earlier.get((stream.request_id, it)) for it in attempts):
+                if pair == (True, False):
+                    self.passed_on["from the earlier release to this one"] += 1
+                elif pair == (False, True):
+                    self.passed_on["from this release to the earlier one"] += 1
             yield stream

@@ -46,6 +46,8 @@ def _lines(outcome: Outcome) -> Iterator[str]:
         f" {outcome.num_streams:,} streams with {outcome.num_events:,} events,"
         f" {outcome.num_carried_on:,} of them carried on by another worker"
     )
+    for way, count in sorted(outcome.passed_on.items()):
+        yield f"{count:,} streams passed {way}"
     yield f"{len(outcome.violations):,} violations"
     for violation in outcome.violations[:_MOST_SHOWN]:
         yield f"  {violation}"

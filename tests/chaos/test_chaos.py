@@ -8,7 +8,10 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.driver import Run
+from tests.chaos.earlier import check_out
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.records import Queue
 from tests.chaos.report import report
@@ -25,6 +28,21 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
     assert set(outcome.faults) == set(Fault)
     assert outcome.num_deaths > 10
     assert outcome.num_carried_on > 10
+
+
+async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Path) -> None:
+    """`make chaos ARGS=--beside-last-release` does so with all queues and its own versions."""
+    try:
+        earlier = check_out(tmp_path / "earlier", own_environment=False)
+    except subprocess.CalledProcessError:
+        pytest.skip("the last release is not in this clone's history")
+    (tmp_path / "run").mkdir()
+    seed = random.randrange(10**6)
+    run = Run(seed, 18, tmp_path / "run", 2.0, queues=[Queue.VOLUME], earlier=earlier)
+    outcome = await run.run()
+    print(report(outcome))
+    assert not outcome.violations, report(outcome)
+    assert len(outcome.passed_on) == 2, report(outcome)
 
 
 async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:
