@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-sampling bench-grammar bench-lock chaos fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -13,6 +13,27 @@ demo: $(SET_UP)
 # In two processes: ARGS="-n 0" keeps it to one.
 test: $(SET_UP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# The wheel, in dist/, made of the sdist.
+wheel: $(SET_UP)
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist
+
+# The package as strangers meet it: the wheel in an environment of its own, in an empty folder.
+test-package: $(SET_UP)
+	@$(BIN)/python -m tests.package
+
+# The same with the newest version of everything but torch.
+test-newest: $(SET_UP)
+	@$(BIN)/python -m tests.package --newest
+
+# The client on old and new versions of redis-py: ARGS="5.2.1 6.4.0" for some of them.
+test-redis-py: $(SET_UP)
+	@$(BIN)/python -m tests.package.redis_py $(ARGS)
+
+# The last release and this one on the same queues, under faults, updated and rolled back.
+test-update: $(SET_UP)
+	@$(BIN)/python -m tests.chaos --beside-last-release --seconds 600 $(ARGS)
 
 # Every state that the queue's scripts can reach in small worlds; docs/reliability.md says which.
 states: $(SET_UP)
@@ -61,6 +82,10 @@ bench-gateway: $(SET_UP)
 bench-gpu: $(SET_UP)
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
+# What a program pays that imports the client.
+bench-import: $(SET_UP)
+	@$(BIN)/python -m benchmarks.client_import $(ARGS)
+
 # What sampling takes of a decode step.
 bench-sampling: $(SET_UP)
 	@$(BIN)/python -m benchmarks.sampling $(ARGS)
@@ -87,7 +112,7 @@ soak: $(SET_UP)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(SET_UP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
