@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock chaos fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -98,6 +98,10 @@ bench-grammar: $(SET_UP)
 bench-lock: $(SET_UP)
 	@OMP_WAIT_POLICY=passive OMP_PLACES=cores OMP_PROC_BIND=close \
 		$(BIN)/python -m benchmarks.interpreter_lock $(ARGS)
+
+# This checkout against another one, in alternating pairs: ARGS="../earlier".
+bench-pairs: $(SET_UP)
+	@$(BIN)/python -m benchmarks.pairs $(ARGS)
 
 # Real processes under seeded faults, and an audit: make chaos ARGS="--seconds 3600 --seed 7".
 chaos: $(SET_UP)
