@@ -10,6 +10,8 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import click
@@ -64,9 +66,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, on_signal)
+    _handle_signals(asyncio.get_running_loop(), on_signal)
 
     tracing = start_tracing("promptq-worker", settings.otlp_endpoint)
     client = await _unless(stop, _open_when_there(redis_url, settings.redis_wait))
@@ -105,6 +105,21 @@ async def serve(settings: Settings, redis_url: str) -> None:
             await asyncio.to_thread(tracing.close)
     if worker.intake.is_preparing:
         _leave_at_once()
+
+
+def _handle_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[], None]) -> None:
+    """Call it in the loop at each SIGTERM and SIGINT.
+
+    A handler of the loop's own would go with it, and a signal that comes again while the process
+    ends would make a failure of what ended well.
+    """
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(on_signal)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
 
 
 async def _unless(

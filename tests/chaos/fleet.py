@@ -75,6 +75,10 @@ class Place:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
+    @property
+    def is_draining(self) -> bool:
+        return signal.SIGTERM in self._sent
+
     def send(self, signal_number: signal.Signals) -> bool:
         """Signal the process, if there is one that is ready."""
         if self.pid is None or not self.is_ready:
@@ -195,8 +199,8 @@ class Fleet:
         """Have so much of each queue's workers be of the earlier release, by draining others."""
         for number, place in enumerate(self.places):
             wanted = number % 2 < 2 * share
-            if place.is_to_be_earlier is not wanted:
-                place.is_to_be_earlier = wanted
+            place.is_to_be_earlier = wanted
+            if place.is_earlier is not wanted and not place.is_draining:
                 place.send(signal.SIGTERM)
 
     def of(self, queue: Queue) -> list[Place]:

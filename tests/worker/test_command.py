@@ -123,6 +123,30 @@ def test_told_to_stop_while_it_waits_for_a_server_it_ends(number: signal.Signals
             assert process.wait() == 0
 
 
+TOLD_AGAIN_AT_THE_END = """
+import os, signal, sys
+from promptq.worker import command
+from promptq.worker.__main__ import main
+serve = command._serve
+def told_again(*args):
+    serve(*args)
+    os.kill(os.getpid(), signal.SIGTERM)
+command._serve = told_again
+main()
+"""
+
+
+def test_told_to_stop_again_as_it_ends_it_has_ended_well(worker_url: str) -> None:
+    """By an impatient supervisor, when all is given back and only the interpreter is left."""
+    options = ["--model", "model-free", "--redis", worker_url]
+    command = [sys.executable, "-c", TOLD_AGAIN_AT_THE_END, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
 LOADING_FOR_EVER = """
 import sys, time
 from promptq.worker import command
