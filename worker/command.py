@@ -125,8 +125,9 @@ def _handle_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[], Non
 async def _unless(
     stop: asyncio.Event, starting: Awaitable[T], give_up: Callable[[], object] = lambda: None
 ) -> T:
-    """What comes of a part of the start. Told to stop before that, the process ends: it holds
-    nothing yet, and a model that loads in a thread would go on for minutes.
+    """Await a stage of the start, or end the process if it is told to stop first.
+
+    It holds nothing yet, and a model that loads in a thread would go on for minutes.
     """
     part, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((part, stopping), return_when=asyncio.FIRST_COMPLETED)

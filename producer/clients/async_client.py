@@ -79,7 +79,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """`producer.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
+    """`promptq.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
 
     It connects at the first call, or on entering `async with`. Any number of tasks may use it at
     once: at most 32 calls are on their way, more wait for their turn, and all streams together keep

@@ -20,7 +20,7 @@ from promptq.shared.server.connection import explain, without_password
 
 HOW_TO_GET_A_SERVER = (
     "start `promptq up` in another terminal, or give the URL of a server"
-    " (--redis or PROMPTQ_REDIS_URL)"
+    " (--redis of a command, an argument of a client, or PROMPTQ_REDIS_URL)"
 )
 
 

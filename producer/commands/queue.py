@@ -44,7 +44,10 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     if found.workers:
         console.print(workers_table(found.workers))
     else:
-        console.print("No worker is alive: start one with [bold]promptq worker[/].")
+        console.print(
+            "No worker is alive: start one with [bold]promptq worker[/]."
+            " One that was just started loads its model first."
+        )
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:

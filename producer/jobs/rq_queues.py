@@ -183,9 +183,13 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
 
 
 class _Job(Job):
+    """RQ would import functions by whatever names stand in a job, from wherever these are."""
+
+    success_callback = failure_callback = stopped_callback = None
+
     @property
     def func(self) -> Callable[..., object]:
-        """One of ours; RQ would import whatever bears the name, from wherever that is."""
+        """One of ours. Raises ConfigurationError if the job names another."""
         try:
             return _FUNCTIONS[str(self.func_name)]
         except KeyError:

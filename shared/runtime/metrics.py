@@ -1,9 +1,9 @@
 """Names, buckets and form of all metrics, for Prometheus.
 
 Where vLLM has a metric, it has vLLM's name behind `promptq_`, its labels and its buckets
-(vllm/v1/metrics/loggers.py), so that a dashboard made for it need only be told another prefix
-than `vllm:`. Colons are for rules (https://prometheus.io/docs/practices/naming/), and the names of
-OpenMetrics, which scrapers ask for, have none.
+(vllm/v1/metrics/loggers.py), so that a dashboard made for it need only be told another prefix than
+`vllm:`; `iteration_tokens` alone has lost its `_total`, which is for counters. Colons are for rules
+(https://prometheus.io/docs/practices/naming/), and OpenMetrics, which scrapers ask for, has none.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each is a file in a folder of the user's own: the one for running programs if the system gives one
 (`XDG_RUNTIME_DIR`), else one in HOME. A folder that another user owns, or may write to, is not
-believed: who writes there could have everybody's requests sent to a server of his.
+believed, for requests would go to whatever server that user named.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def is_free(port: int) -> bool:
 def advertise(url: str) -> None:
     """Let later commands of this user find the server without being told its address."""
     folder = _folder()
-    with suppress(OSError):  # nowhere to write; they are to be told the address, then
+    with suppress(OSError):  # nowhere to write: commands then need the address
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_ours(folder):
-            _file(folder, url).write_text(url)
+            whole = folder / f"new-{os.getpid()}"
+            whole.write_text(url)
+            whole.rename(_file(folder, url))  # a reader finds all of it or nothing
 
 
 def withdraw(url: str) -> None:
@@ -85,7 +87,10 @@ def _living(file: Path) -> str | None:
         url = file.read_text()
     except OSError:
         return None
-    port = urlsplit(url).port
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        port = None
     if port is None or is_free(port):
         file.unlink(missing_ok=True)  # its server was killed
         return None

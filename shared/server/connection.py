@@ -186,7 +186,7 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
         from redis.maint_notifications import MaintNotificationsConfig
 
         options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
-    if _REDIS_PY < 6:  # which otherwise tries only to connect again, and not to ask again
+    if _REDIS_PY < 6:  # which would connect again, but not send again
         options["retry_on_error"] = list(_WORTH_TRYING)
     if not url.startswith("unix:"):
         options["socket_keepalive"] = True  # who only listens would else never learn of it

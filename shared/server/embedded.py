@@ -53,6 +53,9 @@ class EmbeddedServer:
             # Absolute, as the server reads the path of its log from within its folder.
             self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
             self._log = self._dir / "server.log"
+            # A server reads a dump only where it appends to no file, and begins to do so later.
+            has_appended = (self._dir / "appendonlydir").exists()
+            self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
             with _locked(self._dir) as lock:
                 self._shell = self._spawn(lock, is_temporary=data_dir is None)
             if self._wait_until_ready():
@@ -86,7 +89,7 @@ class EmbeddedServer:
 
         command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
-        command += ["--appendonly", "no" if is_temporary else "yes"]
+        command += ["--appendonly", "no" if is_temporary or self._is_restoring else "yes"]
         removed_at_the_end = str(self._dir) if is_temporary else ""
         return subprocess.Popen(
             ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", removed_at_the_end, *command],
@@ -102,8 +105,12 @@ class EmbeddedServer:
         with redis.Redis(port=self.port) as client:
             while time.monotonic() < deadline:
                 try:
-                    # Somebody else's server may have got the port first.
-                    return Path(client.config_get("dir")["dir"]).resolve() == self._dir.resolve()
+                    found = Path(client.config_get("dir")["dir"])
+                    if found.resolve() != self._dir.resolve():
+                        return False  # somebody else's server got the port first
+                    if self._is_restoring:
+                        _append_from_now_on(client)
+                    return True
                 except redis.RedisError:
                     if "Failed listening" in self._log_text():
                         return False
@@ -112,6 +119,14 @@ class EmbeddedServer:
 
     def _log_text(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+def _append_from_now_on(client: redis.Redis) -> None:
+    """And wait until what is there is in the file: before that a server refuses to end."""
+    client.config_set("appendonly", "yes")
+    busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
+    while any(map(client.info("persistence").get, busy)):
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -16,13 +16,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from promptq.producer.batches.local_batch import run_batch
+    from promptq.producer.batches.local_batch import run_batch as run_batch
     from promptq.producer.clients.async_client import AsyncClient
     from promptq.producer.clients.sync_client import Client
 
     __version__: str
 
-__all__ = ["AsyncClient", "Client", "__version__", "run_batch"]
+# Without `run_batch`, which needs an extra that whoever looks through the names may not have.
+__all__ = ["AsyncClient", "Client", "__version__"]
 
 _HOMES = {
     "AsyncClient": "promptq.producer.clients.async_client",

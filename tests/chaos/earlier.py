@@ -17,8 +17,8 @@ REVISION = "5a4f609"
 """What the last release was made of. The next release moves both."""
 
 SHARES = (1.0, 0.5, 0.0, 0.5, 1.0, 0.5)
-"""How much of the fleet is the earlier release in each part of a run: it is updated, rolled back
-halfway through and updated again."""
+"""How much of the fleet is the earlier release in each part of a run: it is updated, rolled
+back, and updated again to half."""
 
 _ROOT = Path(__file__).parents[2]
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
@@ -34,7 +34,7 @@ class Release:
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which `import promptq`, and the folders of before there was one, find its code."""
+        """In which its code is found: `promptq`, or the three folders of 0.1."""
         path = os.pathsep.join((f"{self.folder}/src", str(self.folder)))
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 

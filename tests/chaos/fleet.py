@@ -157,6 +157,8 @@ class Place:
             async for line in process.lines():
                 if line.startswith(b"ready"):
                     self.is_ready = self._was_ready = True
+                    if self._earlier and self.is_earlier is not self.is_to_be_earlier:
+                        self.send(signal.SIGTERM)  # it was started before it was known
                 if not line.startswith(b"{"):  # those are of its log
                     self._last_words = line.decode(errors="replace").strip()
                 log.write(line)

@@ -33,7 +33,7 @@ class Outcome:
     num_carried_on: int = 0
     """Streams in which several attempts speak."""
     passed_on: Counter[str] = field(default_factory=Counter)
-    """How often one went from a worker of one release to a worker of the other, by which."""
+    """How often one went from a worker of one release to a worker of the other, by direction."""
     violations: list[Violation] = field(default_factory=list)
     caught_after: float | None = None
     """Seconds of faults until a mutant was caught; None if only the end told, or nothing did."""

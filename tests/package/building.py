@@ -10,8 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("producer", "worker", "shared")
-TORCH = "torch==2.13.0"
-"""The one version of which there is a build for CPUs alone wherever tests run."""
 
 
 def build(folder: Path) -> Path:
@@ -39,7 +37,7 @@ def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
-    chosen = [wanted, TORCH] if "all" in extras and newest else [wanted]
+    chosen = [wanted, _tested_torch()] if "all" in extras and newest else [wanted]
     constraints = [] if newest else ["--constraint", str(ROOT / "constraints.txt")]
     command = [
         str(python),
@@ -55,3 +53,9 @@ def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
     listed = [str(python), "-m", "pip", "check"]
     subprocess.run(listed, check=True, stdout=subprocess.DEVNULL)
     return python
+
+
+def _tested_torch() -> str:
+    """The newest one would bring gigabytes of CUDA along."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch=="))

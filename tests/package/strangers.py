@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
 
 STRANGER = 'raise SystemExit("a stranger\'s code was run")\n'
@@ -31,9 +32,8 @@ ENQUEUE = """
 import sys
 from promptq import Client
 
-before = set(sys.modules)
 with Client(sys.argv[1]) as client:
-    print(client.enqueue("Once upon a time", max_tokens=3))
+    print(client.state(client.enqueue("Once upon a time", max_tokens=3)))
 """
 TYPED = """
 from promptq import Client
@@ -96,7 +96,10 @@ def check_client(python: Path, folder: Path) -> None:
     }.items():
         said = stranger.run("sh", "-c", f"{command} 2>&1 | tail -n 1")
         assert f"pip install 'promptq[{extras}]'" in said, said
-    print("a client without extras says what the rest needs")
+    with EmbeddedServer() as server:
+        said = stranger.run("python", "-c", ENQUEUE, server.url)
+        assert said.strip() == "waiting", said
+    print("a client without extras enqueues, and says what the rest needs")
     program = stranger.folder / "typed.py"
     program.write_text(TYPED)
     checker = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]

@@ -97,6 +97,22 @@ def test_takes_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Ready to accept" in (tmp_path / "deep" / "data" / "server.log").read_text()
 
 
+def test_a_dump_of_another_server_is_restored_and_kept(tmp_path: Path) -> None:
+    with EmbeddedServer(data_dir=tmp_path / "first") as server:
+        with redis.Redis(port=server.port) as client:
+            client.set("key", "value")
+            client.save()
+        (tmp_path / "second").mkdir()
+        (tmp_path / "first" / "dump.rdb").rename(tmp_path / "second" / "dump.rdb")
+    for value in (b"value", b"later"):
+        with (
+            EmbeddedServer(data_dir=tmp_path / "second") as server,
+            redis.Redis(port=server.port) as client,
+        ):
+            assert client.get("key") == value
+            client.set("key", "later")
+
+
 def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
     with (
         EmbeddedServer(data_dir=tmp_path),

@@ -112,7 +112,7 @@ class Prefetcher:
     def start(self) -> None:
         """Begin to claim. Raises RuntimeError if it runs already."""
         if self.is_running:
-            raise RuntimeError("the intake runs already")
+            raise RuntimeError("the prefetcher runs already")
         self.metrics.started_at = self._fill_changed_at = time.monotonic()
         self._task = asyncio.create_task(self._run(), name="intake")
 
@@ -134,7 +134,7 @@ class Prefetcher:
     def task(self) -> asyncio.Task[None]:
         """The running task, for whoever watches over it. Raises RuntimeError before `start`."""
         if self._task is None:
-            raise RuntimeError("the intake was not started")
+            raise RuntimeError("the prefetcher was not started")
         return self._task
 
     @property

@@ -13,6 +13,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import redis.asyncio
@@ -103,7 +104,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[WorkerProcess]:
-    """It says no more than what is not as it should be."""
+    """Of what it says once it is ready, its warnings and errors are shown."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",
@@ -112,7 +113,7 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
     slots = ["--max-num-seqs", str(SLOTS), "--queue", "default"]
 
     def show(line: str) -> None:
-        if not line.startswith("ready"):
+        if worker.is_ready and not line.startswith("ready"):
             console.out(line, highlight=False)
 
     worker = WorkerProcess([*slots, *args], env, show)
@@ -151,10 +152,15 @@ async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
 
 async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
     started = time.monotonic()
-    with console.status("worker   loads the model; at first it also compiles native code ..."):
+    loading = "worker   loads the model; at first it also compiles native code ..."
+    if not console.is_terminal:  # which shows no status
+        console.print(f"  {loading}")
+    with console.status(loading):
         while not worker.is_ready:
             _check_alive(worker)
             await asyncio.sleep(_LOOK_SECONDS)
+    for warning in takewhile(lambda line: not line.startswith("ready"), [*worker.last_lines]):
+        console.out(warning, highlight=False)
     console.print(f"[green]✓[/] worker   ready after {time.monotonic() - started:.1f} s")
 
 

@@ -23,7 +23,7 @@ from promptq.producer.commands.local_fleet.processes import (
 )
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
-from promptq.shared.server.advertised import advertise, withdraw
+from promptq.shared.server.advertised import advertise, is_free, withdraw
 from promptq.shared.server.connection import open_redis, without_password
 from promptq.shared.server.embedded import PREFERRED_PORT, EmbeddedServer
 
@@ -69,6 +69,10 @@ class StopSignals:
 
 def run_up(options: UpOptions, console: Console) -> None:
     """Run until told to stop. Raises PromptqError when something does not start."""
+    if options.http_port and not is_free(options.http_port):
+        raise ConfigurationError(
+            f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
+        )
     signals = StopSignals()
     try:
         with _server(options) as url:

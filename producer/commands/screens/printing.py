@@ -109,7 +109,10 @@ class StreamPrinter:
             if stats.paused:
                 self._say("the request waits: the queue is paused; `promptq resume` ends that")
             elif not stats.workers:
-                self._say("the request waits: no worker is alive; start one with `promptq worker`")
+                self._say(
+                    "the request waits: no worker is alive (one that was just started loads its"
+                    " model first); start one with `promptq worker`"
+                )
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""BackgroundCancels requests whose client has left, behind its back."""
+"""Cancels requests whose client has left, behind its back."""
 
 from __future__ import annotations
 

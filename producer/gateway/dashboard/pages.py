@@ -1,4 +1,4 @@
-"""The dashboard: its page, and what the page shows. What it does is in `dashboard_actions`."""
+"""The dashboard: its page, and what the page shows. What it does is in actions.py."""
 
 from __future__ import annotations
 

@@ -312,12 +312,14 @@ def test_what_is_no_job_of_this_version_is_refused(
     name: str, jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither is a name imported that an earlier version gave, nor one that somebody put there."""
-    jobs.queue.enqueue_call(name, args=(f"touch {tmp_path}/ran",))
+    job = jobs.queue.enqueue_call(name, args=(f"touch {tmp_path}/ran",))
+    jobs.redis.hset(job.key, "failure_callback_name", "tests.producer.jobs.imported.never")
     jobs.work()
     (failed,) = jobs.failed()
     result = failed.latest_result()
     assert result is not None
     assert f"{name} is none of this version's jobs" in str(result.exc_string)
+    assert "tests.producer.jobs.imported" not in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

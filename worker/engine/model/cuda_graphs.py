@@ -2,7 +2,7 @@
 
 A graph works on fixed addresses and for a fixed number of rows. So a step's inputs are copied into
 buffers that stay, and padded up to the next size that a graph was captured for. Padding rows are
-written nowhere and see nothing (see triton_paged.py); what comes of them is dropped.
+written nowhere and see nothing (see triton_kernels/paged.py); what comes of them is dropped.
 """
 
 from __future__ import annotations

@@ -278,8 +278,9 @@ def _why_no_native_code(loaded: LoadedModel) -> str:
     try:
         load_native()
     except NativeCodeError as error:
-        logger.warning("no native code, so a worker makes a fifth of the tokens or less: %s", error)
-        return str(error)
+        cost = "models of the Llama kind make a fifth of the tokens or less"
+        logger.warning("no native code, so %s: %s", cost, error)
+        return "it could not be made"
     return ""
 
 

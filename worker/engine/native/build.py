@@ -19,6 +19,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "src"
+_UNFINISHED = "building-"
 _FLAGS = [
     "-fPIC",
     "-std=c++20",
@@ -50,7 +51,11 @@ def load_native() -> None:
     backends: Any = torch.backends
     if not backends.mkldnn.is_available():
         raise NativeCodeError("this torch is built without oneDNN")
-    library = _library()
+    try:
+        library = _library()
+    except OSError as error:
+        reason = f"{error.filename} cannot be used ({error.strerror})"
+        raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a folder that can") from error
     ops: Any = torch.ops
     try:
         ops.load_library(str(library))
@@ -79,7 +84,8 @@ def _library() -> Path:
     if compiler is None:
         made = sorted(folder.glob(f"{name}-*.so"))
         if not made:
-            raise NativeCodeError(f"there is no compiler ({_compiler()}); install g++ or set CXX")
+            wrong = "which CXX names" if os.environ.get("CXX") else "install g++ or set CXX"
+            raise NativeCodeError(f"there is no compiler {_compiler()}; {wrong}")
         return made[-1]
     library = folder / f"{name}-{_version_of(compiler)}.so"
     if not library.exists():
@@ -105,11 +111,13 @@ def _processor() -> str:
 
 def _compile(compiler: str, library: Path) -> None:
     logger.info("compiling native code, once for this machine, into %s", library)
+    _remove_unfinished(library.parent)
     home = Path(torch.__file__).parent
     include, lib = home / "include", home / "lib"
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        prefix = f"{_UNFINISHED}{os.getpid()}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=library.parent) as folder:
             sources = sorted(_SOURCES.glob("*.cpp"))
             objects = [Path(folder, source.stem + ".o") for source in sources]
             settings = [
@@ -128,8 +136,16 @@ def _compile(compiler: str, library: Path) -> None:
             _run([[compiler, *_FLAGS, "-shared", *linked, "-o", str(built)]])
             built.rename(library)  # whole or not at all, should two workers build at once
     except OSError as error:
-        reason = f"{library} cannot be written ({error.strerror}); let it, or set XDG_CACHE_HOME"
-        raise NativeCodeError(reason) from error
+        reason = f"{library} cannot be written ({error.strerror})"
+        raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a folder that can") from error
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """What processes left that were ended while they compiled."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        pid = left.name.removeprefix(_UNFINISHED).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _run(commands: Iterable[list[str]]) -> None:

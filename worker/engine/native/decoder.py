@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of the weights that it computes with."""
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
-"""The kinds of patterns as native/src/pieces.h numbers them."""
+"""The kinds of patterns as native/src/attention/pieces.h numbers them."""
 
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}

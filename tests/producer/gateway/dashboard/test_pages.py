@@ -368,7 +368,7 @@ async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
     await page.evaluate(hide, True)
 
     async def num_commands() -> int:
-        await asyncio.sleep(1.5)  # the sampler reads once a second
+        await asyncio.sleep(1.5)  # the poller reads once a second
         return int((await connection.info("commandstats"))["cmdstat_zcard"]["calls"])
 
     before = await num_commands()
