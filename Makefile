@@ -21,7 +21,7 @@ wheel: $(SET_UP)
 
 # The package as strangers meet it: the wheel in an environment of its own, in an empty folder.
 test-package: $(SET_UP)
-	@$(BIN)/python -m tests.package
+	@$(BIN)/python -m tests.package $(ARGS)
 
 # The same with the newest version of everything but torch.
 test-newest: $(SET_UP)

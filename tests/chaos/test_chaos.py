@@ -15,7 +15,7 @@ from tests.chaos.earlier import check_out
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.records import Queue
 from tests.chaos.report import report
-from tests.chaos.schedule import Fault, schedule
+from tests.chaos.schedule import MEAN_SECONDS, Fault, schedule
 
 SECONDS = 75.0
 """Of faults. Loading models before and ending all afterwards takes half as long again."""
@@ -38,7 +38,12 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
         pytest.skip("the last release is not in this clone's history")
     (tmp_path / "run").mkdir()
     seed = random.randrange(10**6)
-    run = Run(seed, 18, tmp_path / "run", 2.0, queues=[Queue.VOLUME], earlier=earlier)
+    often = {
+        **MEAN_SECONDS,
+        Fault.KILL: 0.6,
+    }  # so that many streams go both ways in so short a time
+    options = {"queues": [Queue.VOLUME], "means": often, "earlier": earlier}
+    run = Run(seed, 14, tmp_path / "run", 3.0, **options)
     outcome = await run.run()
     print(report(outcome))
     assert not outcome.violations, report(outcome)

@@ -15,10 +15,12 @@ from tests.package import building, strangers
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.package", description=__doc__)
     parser.add_argument("--newest", action="store_true", help="not the versions of constraints.txt")
-    newest = parser.parse_args().newest
+    parser.add_argument("--wheel", type=Path, help="one that is built already")
+    options = parser.parse_args()
+    newest = options.newest
     with tempfile.TemporaryDirectory(prefix="promptq-package-") as name:
         folder = Path(name)
-        wheel = building.build(folder / "dist")
+        wheel = options.wheel or building.build(folder / "dist")
         building.check_contents(wheel)
         strangers.check_client(building.install(folder / "client", wheel, newest=newest), folder)
         python = building.install(folder / "all", wheel, "all", newest=newest)
