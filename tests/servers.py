@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 
+from tests.ports import free_port
 from tests.roles import acl_file_for_tests
 
 
@@ -35,9 +35,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("redis-server")
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--dir", str(folder), "--aclfile", str(acl_file_for_tests(folder))]

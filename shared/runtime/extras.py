@@ -39,11 +39,11 @@ def _needs(extra: str) -> Iterator[str]:
         found = _REQUIREMENT.match(requirement)
         if found is None or found["of"] != extra or "sys_platform" in requirement:
             continue
-        if found["name"] != "promptq":
+        if found["name"] == "promptq":
+            for other in (found["extras"] or "").split(","):
+                yield from _needs(other.strip())
+        else:
             yield found["name"]
-        for other in re.split(r"\s*,\s*", found["extras"] or "") if found["extras"] else ():
-            if found["name"] == "promptq":
-                yield from _needs(other)
 
 
 def _is_installed(name: str) -> bool:

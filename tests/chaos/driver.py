@@ -200,8 +200,7 @@ class Run:
         for number in range(_NUM_CLIENTS):
             name = f"clients-{number}"
             rates = [f"{it}={RATES[it] * self._scale / _NUM_CLIENTS}" for it in self._queues]
-            is_earlier = self._earlier is not None and number % 2 == 0
-            release = self._earlier if is_earlier else None
+            release = self._earlier if number % 2 == 0 else None
             with (self._folder / f"{name}.log").open("ab") as log:
                 process = await self._group.spawn(
                     str(release.python) if release else sys.executable,

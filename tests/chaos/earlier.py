@@ -20,6 +20,9 @@ SHARES = (1.0, 0.5, 0.0, 0.5, 1.0, 0.5)
 """How much of the fleet is the earlier release in each part of a run: it is updated, rolled
 back, and updated again to half."""
 
+EARLIER_LOG = ".earlier.log"
+"""How the name of a log ends that workers of the earlier release write."""
+
 _ROOT = Path(__file__).parents[2]
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
 

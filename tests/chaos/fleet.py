@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.chaos.earlier import EarlierWorker, Release
+from tests.chaos.earlier import EARLIER_LOG, EarlierWorker, Release
 from tests.chaos.endings import Ending
 from tests.chaos.group import ProcessGroup
 from tests.chaos.nursery import Nursery, WorkerProcess
@@ -139,9 +139,10 @@ class Place:
                 *["--lease-ms", str(LEASE_MS), "--max-crashes", str(MAX_CRASHES[self.queue])],
                 *["--drain-seconds", str(_DRAIN_SECONDS), "--log-format", "json"],
             ]
-            self.is_earlier = self._earlier is not None and self.is_to_be_earlier
-            if self._earlier is not None and self.is_earlier:
-                self._process = await self._earlier.start_worker(
+            earlier = self._earlier if self.is_to_be_earlier else None
+            self.is_earlier = earlier is not None
+            if earlier is not None:
+                self._process = await earlier.start_worker(
                     arguments, self._environment, self._group
                 )
             else:
@@ -153,11 +154,12 @@ class Place:
             await asyncio.sleep(_RESTART_SECONDS)
 
     async def _read(self, process: WorkerProcess | EarlierWorker) -> None:
-        with (self._folder / log_name(self.name, self.is_earlier)).open("ab") as log:
+        suffix = EARLIER_LOG if self.is_earlier else ".log"
+        with (self._folder / f"{self.name}{suffix}").open("ab") as log:
             async for line in process.lines():
                 if line.startswith(b"ready"):
                     self.is_ready = self._was_ready = True
-                    if self._earlier and self.is_earlier is not self.is_to_be_earlier:
+                    if self.is_earlier is not self.is_to_be_earlier:
                         self.send(signal.SIGTERM)  # it was started before it was known
                 if not line.startswith(b"{"):  # those are of its log
                     self._last_words = line.decode(errors="replace").strip()
@@ -167,10 +169,6 @@ class Place:
     def _ending(self, code: int | None, is_last: bool = False) -> Ending:
         sent = frozenset(self._sent)
         return Ending(self.queue, code, sent, self._was_ready, self._last_words, is_last)
-
-
-def log_name(place: str, is_earlier: bool) -> str:
-    return f"{place}.earlier.log" if is_earlier else f"{place}.log"
 
 
 class Fleet:

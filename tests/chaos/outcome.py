@@ -12,6 +12,7 @@ import redis
 
 from promptq.shared.protocol.keys import Keys
 from tests.chaos.auditor import Snapshot, Violation, audit
+from tests.chaos.earlier import EARLIER_LOG
 from tests.chaos.records import Expected, Queue, Seen, read_claimed, read_seen, read_sent
 from tests.chaos.snapshot import find_strays, take_snapshot
 
@@ -75,7 +76,7 @@ class Outcome:
         logs = sorted(folder.glob("*.log"))
         claimed = [(path, claim) for path in logs for claim in read_claimed(path)]
         of_earlier = {
-            (claim.request_id, claim.attempt): path.name.endswith(".earlier.log")
+            (claim.request_id, claim.attempt): path.name.endswith(EARLIER_LOG)
             for path, claim in claimed
         }
         seen = self._counted((it for path in paths for it in read_seen(path)), of_earlier)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -39,19 +38,10 @@ def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
     wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
     chosen = [wanted, _tested_torch()] if "all" in extras and newest else [wanted]
     constraints = [] if newest else ["--constraint", str(ROOT / "constraints.txt")]
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-compile",
-        *constraints,
-        *chosen,
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
-    listed = [str(python), "-m", "pip", "check"]
-    subprocess.run(listed, check=True, stdout=subprocess.DEVNULL)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet", "--no-compile"]
+    subprocess.run([*install, *constraints, *chosen], check=True)
+    subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
     return python
 
 

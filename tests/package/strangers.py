@@ -56,7 +56,6 @@ class Stranger:
     def __init__(
         self, python: Path, folder: Path, name: str, *, path: str = "", cache: Path | None = None
     ) -> None:
-        self.python = python
         self.folder = folder / name
         for package in ("shared", "worker", "producer"):
             (self.folder / "packages" / package).mkdir(parents=True)
@@ -76,12 +75,12 @@ class Stranger:
             command, cwd=self.folder / "empty", env=self.environment, text=True, **options
         )
 
-    def run(self, *command: str, code: int = 0) -> str:
-        """What a command says, which has to end so."""
+    def run(self, *command: str) -> str:
+        """What a command says, which has to end well."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with self.start(*command, **pipes) as process:
             said = process.communicate()[0]
-        assert process.returncode == code, f"{command} ended with {process.returncode}:\n{said}"
+        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{said}"
         assert "stranger" not in said
         return said
 
