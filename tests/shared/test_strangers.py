@@ -11,9 +11,10 @@ from redis.exceptions import ResponseError
 
 from promptq.shared.errors import QueueFullError, RequestExistsError
 from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import FinishReason, RequestState
-from promptq.shared.protocol.rows import RowStatus
+from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.shared.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
@@ -268,6 +269,51 @@ def test_whoever_needs_a_key_of_another_type_is_refused_whole(client: Any, name:
     assert queue.count() == (2 if name == "delayed" else 0), "the others wait for their backoff"
     assert queue.run(scripts.cancel(["a", "b"], "any")) == [CancelStatus.CANCELLED] * 2
     assert queue.is_empty()
+
+
+NO_EVENTS = [
+    '{"index":0,"token_ids":["y"],"text":""}',
+    '{"index":0,"token_ids":[0.5],"text":""}',
+    '{"index":0,"token_ids":[7],"text":null}',
+    '{"index":0,"token_ids":[7],"text":{}}',
+    '{"index":0,"token_ids":[7],"text":"","logprobs":[1e999]}',
+    '{"index":0,"token_ids":[7],"text":"","usage":[1e999],"error":{"a":[1e999]}}',
+]
+
+
+@pytest.mark.parametrize("entry", NO_EVENTS)
+@pytest.mark.parametrize("end", ["cancel", "reap", "publish"])
+def test_a_log_that_a_stranger_wrote_into_keeps_no_request_from_its_end(
+    client: Any, entry: str, end: str
+) -> None:
+    """Nor others: one call ends it whole, and the calls after it go on."""
+    queue = RequestQueue(client, lease_ms=50, max_crashes=1)
+    put(queue, "a")
+    (claim,) = queue.take_batch(ROOM)
+    client.xadd(queue.keys.tokens("a"), {"event": entry}, id="1-0")
+    if end == "publish":
+        failed = TokenEvent(
+            index=1, token_ids=[], text="", finish_reason=FinishReason.ERROR, attempt=1,
+            usage=Usage(prompt_tokens=1, completion_tokens=1),
+        )  # fmt: skip
+        queue.publish([Row.of("a", claim.fence, failed)])
+    elif end == "cancel":
+        client.hset(queue.keys.request("a"), "cancelled", "1")
+        queue.publish([], [held(claim)])
+    else:
+        time.sleep(0.1)
+        queue.reap()
+        put(queue, "b")
+        claim_of_both = {it.request_id: it for it in queue.take_batch(ROOM)}
+        assert claim_of_both["a"].is_spoilt
+        queue.run(scripts.cancel(["a"], "any"))
+        queue.publish([], [held(claim_of_both["a"])])
+    record = queue.run(lookups.record(queue.keys, "a"))
+    assert record["state"] == ("failed" if end == "publish" else "cancelled")
+    result = Result.model_validate_json(record["result"])
+    assert result.finish_reason == ("error" if end == "publish" else "cancelled")
+    assert client.zscore(queue.keys.leases, "a") is None
+    queue.reap()
 
 
 @pytest.mark.parametrize("kind", ["text", "list of no lengths"])

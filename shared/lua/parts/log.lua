@@ -17,17 +17,39 @@ local function log_events(id)
   return events
 end
 
--- The whole log as one result. Built by hand where cjson would turn an empty array into {}.
-local function fold_log(id)
+-- Whether a decoded entry of a log is an event as workers write it: anybody who may write to the server
+-- may have put something else there.
+local function is_event(value)
+  if type(value) ~= 'table' or type(value.text) ~= 'string' or type(value.token_ids) ~= 'table' then
+    return false
+  end
+  for at, token_id in pairs(value.token_ids) do
+    if type(at) ~= 'number' or type(token_id) ~= 'number' then return false end
+    if token_id % 1 ~= 0 or token_id < 0 or token_id >= 2 ^ 53 then return false end
+  end
+  return true
+end
+
+-- JSON of a decoded value; nil of what JSON cannot say, as a number that was too large for one.
+local function encoded(value)
+  local worked, text = pcall(cjson.encode, value)
+  return worked and text or nil
+end
+
+-- The log and the last event as one result; entries that are no events are left out. Built by hand where
+-- cjson would turn an empty array into {}.
+local function fold_log(id, last_event)
   local texts, token_ids, logprobs, last = {}, {}, {}, {}
-  for _, json in ipairs(log_events(id)) do
+  local events = log_events(id)
+  events[#events + 1] = last_event
+  for _, json in ipairs(events) do
     local parsed, event = pcall(cjson.decode, json)
-    if parsed and type(event) == 'table' and type(event.token_ids) == 'table' then
+    if parsed and is_event(event) then
       last = event
-      texts[#texts + 1] = last.text
-      for _, token_id in ipairs(last.token_ids) do token_ids[#token_ids + 1] = exact(token_id) end
-      if type(last.logprobs) == 'table' then
-        for _, item in ipairs(last.logprobs) do logprobs[#logprobs + 1] = cjson.encode(item) end
+      texts[#texts + 1] = event.text
+      for _, token_id in ipairs(event.token_ids) do token_ids[#token_ids + 1] = exact(token_id) end
+      for _, item in ipairs(type(event.logprobs) == 'table' and event.logprobs or {}) do
+        logprobs[#logprobs + 1] = type(item) == 'table' and encoded(item) or nil
       end
     end
   end
@@ -37,9 +59,9 @@ local function fold_log(id)
     '"logprobs":' .. (#logprobs > 0 and '[' .. table.concat(logprobs, ',') .. ']' or 'null'),
   }
   for _, name in ipairs({'finish_reason', 'usage', 'stats', 'error'}) do
-    if type(last[name]) == 'string' or type(last[name]) == 'table' then
-      parts[#parts + 1] = cjson.encode(name) .. ':' .. cjson.encode(last[name])
-    end
+    local value = last[name]
+    local text = (type(value) == 'string' or type(value) == 'table') and encoded(value)
+    if text then parts[#parts + 1] = cjson.encode(name) .. ':' .. text end
   end
   return '{' .. table.concat(parts, ',') .. '}'
 end

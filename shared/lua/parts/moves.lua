@@ -42,12 +42,12 @@ local function wants_webhook(payload)
   return payload and string.find(payload, '"webhook_url"', 1, true) ~= nil
 end
 
--- Append and publish the last event (`count`, as text, tokens come before its end), fold the log into the result, let go of every hold. `result`
--- is given by a worker that has it at hand; otherwise the log is read once more. So is the exact
--- length of the prompt, where the hash does not say it yet.
+-- Append and publish the last event (`count`, as text, tokens come before its end), keep the result, let go
+-- of every hold. `result` is given by a worker that has it at hand; otherwise the log is folded into it,
+-- before anything is written. The exact length of the prompt is given where the hash does not say it yet.
 local function finish(id, reason, count, event, tenant, result, prompt_tokens)
+  result = result or fold_log(id, event)
   redis.pcall('XADD', tokens_key(id), count .. '-1', 'event', event)
-  result = result or fold_log(id)
   redis.pcall('PEXPIRE', tokens_key(id), log_ttl())
   publish_event(id, event)
   local key = request_key(id)

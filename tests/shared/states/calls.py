@@ -114,6 +114,23 @@ def lose(request_id: str) -> Move:
     return Move("lose", f"delete the hash of {request_id}", (call,), (request_id,))
 
 
+NO_EVENTS = (
+    '{"index":0,"token_ids":["y"],"text":"","logprobs":null,"finish_reason":null,"attempt":1}',
+    '{"index":0,"token_ids":[7],"text":null,"logprobs":null,"finish_reason":null,"attempt":1}',
+    '{"index":0,"token_ids":[7],"text":"","logprobs":[{"logprob":1e999}],"finish_reason":null,"attempt":1}',
+    '{"index":0,"token_ids":{"a":1.5},"text":"","usage":[[1e999]],"error":{"type":[]}}',
+    "[" * 2000,
+)
+"""What a stranger may have written into a log."""
+
+
+@cache
+def spoil(request_id: str, count: int, event: str) -> Move:
+    call = plain("XADD", KEYS.tokens(request_id), f"{count}-0", "event", event)
+    text = f"a stranger writes {event[:60]} into the log of {request_id}"
+    return Move("spoil", text, (call,), (request_id,))
+
+
 @cache
 def sweep() -> Move:
     return Move("sweep", "somebody sweeps", (scripts.sweep(limit=1000),), (), is_fair=True)
@@ -218,7 +235,7 @@ def publish_row(spec: Spec, attempt: int, fence: str, index: int, is_fair: bool)
 
 
 @cache
-def fail(spec: Spec, attempt: int, fence: str, index: int) -> Move:
+def fail(spec: Spec, attempt: int, fence: str, index: int, is_fair: bool) -> Move:
     event = TokenEvent(
         index=index,
         token_ids=[],
@@ -231,7 +248,8 @@ def fail(spec: Spec, attempt: int, fence: str, index: int) -> Move:
     row = Row.of(spec.request_id, fence, event)
     text = f"{_name(attempt)} ends {spec.request_id} with an error behind {index} tokens"
     call = scripts.publish(LEASE_MS, [row], [])
-    return Move("fail", text, (call,), (spec.request_id,), ((row, attempt),))
+    rows = ((row, attempt),)
+    return Move("fail", text, (call,), (spec.request_id,), rows, is_fair=is_fair)
 
 
 def step(rows: list[tuple[Row, int]], holders: list[tuple[Held, int]]) -> Move:

@@ -40,6 +40,10 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
             yield f"{request_id} was cancelled when it was handed out"
         if step.before.is_past_deadline(request_id):
             yield f"{request_id} was past its deadline when it was handed out"
+        if step.before.is_spoilt(request_id):
+            if not claim.is_spoilt:
+                yield f"{request_id} was handed out as if nobody had written into its log"
+            continue
         log = [TokenEvent.model_validate_json(event) for _, event in step.before.log(request_id)]
         if claim.events != log or claim.is_spoilt:
             yield f"{request_id} was handed out with {claim.events} instead of its log"

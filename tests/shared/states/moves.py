@@ -39,6 +39,7 @@ priority    what waits gets another, from somebody who read the payload as it is
 half        a plain client puts a hash in, and no id into `pending`
 drop        a plain client takes an id out of `pending`
 lose        the hash of what stands nowhere is deleted
+spoil       a stranger writes into the log of a request what is no event
 sweep       the upkeep that lets go of what nothing refers to
 grace       what a sweep has noticed has been so for an hour
 ==========  ======================================================================================
@@ -149,7 +150,8 @@ def _publish(world: World, view: View, spec: Spec) -> Iterator[Move]:
         for index in range(start, min(top + 2, spec.num_tokens)):
             is_healthy = attempt == newest == world.losses + 1 and index == top
             yield calls.publish_row(spec, attempt, fence, index, is_fair=is_healthy)
-        yield calls.fail(spec, attempt, fence, top)
+        is_healthy = attempt == newest == world.losses + 1 and view.is_spoilt(spec.request_id)
+        yield calls.fail(spec, attempt, fence, top, is_fair=is_healthy)
 
 
 def _hold(world: World, view: View, spec: Spec) -> Iterator[Move]:
@@ -217,6 +219,14 @@ def _stray(world: World, view: View, spec: Spec) -> Iterator[Move]:
         yield calls.to_the_past("grace", text, orphans, request_id, LONG_PAST, is_fair=True)
 
 
+def _spoil(world: World, view: View, spec: Spec) -> Iterator[Move]:
+    request_id = spec.request_id
+    is_there = view.is_accepted(request_id) and not view.is_final(request_id)
+    if is_there and not view.is_spoilt(request_id):
+        for event in calls.NO_EVENTS:
+            yield calls.spoil(request_id, view.count(request_id) + 1, event)
+
+
 def _claims_in_session(world: World, view: View) -> Iterator[Move]:
     last, _ = view.claimed.get(SESSION, ("", ()))
     new = "s1" if last == "s0" else "s0"
@@ -281,5 +291,6 @@ _GROUPS = (
     _pass_time,
     _forget,
     _stray,
+    _spoil,
 )
 """What may happen to each request."""

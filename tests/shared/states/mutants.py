@@ -6,7 +6,7 @@ from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
 from tests.shared.states.world import Spec, World
 from tests.shared.states.worlds import SMALL
 
-TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, AGAIN, STRAY = (
+TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, AGAIN, STRAY, SPOILT = (
     SMALL[name]
     for name in (
         "two requests, each losing its worker once",
@@ -19,6 +19,7 @@ TWO, PLAIN, DEAD, ONCE, LOST, LATE, ALL, MOVED, AGAIN, STRAY = (
         "two requests, one of a tenant, that get other priorities",
         "one request by plain commands with a deadline, put in again",
         "one request that plain commands leave behind",
+        "one request into whose log a stranger writes",
     )
 )
 LEFT_OVER = World(
@@ -68,8 +69,22 @@ MUTANTS = (
     Mutant(
         "a_result_is_the_whole_stream",
         ALL_SCRIPTS,
-        "    texts[#texts + 1] = last.text\n",
-        "    texts[1] = last.text\n",
+        "      texts[#texts + 1] = event.text\n",
+        "      texts[1] = event.text\n",
+    ),
+    Mutant(  # a token of the log that is no number
+        "scripts_raise_no_errors",
+        ALL_SCRIPTS,
+        "if parsed and is_event(event) then",
+        "if parsed then",
+        SPOILT,
+    ),
+    Mutant(  # a number of the log that JSON cannot say
+        "scripts_raise_no_errors",
+        ALL_SCRIPTS,
+        "local worked, text = pcall(cjson.encode, value)",
+        "local worked, text = true, cjson.encode(value)",
+        SPOILT,
     ),
     Mutant(
         "what_has_ended_goes_and_what_lives_stays",

@@ -61,9 +61,12 @@ def nothing_is_held_after_the_end(world: World, view: View) -> Problems:
 
 def a_log_is_the_answer_so_far(world: World, view: View) -> Problems:
     """A log has the request's tokens from the first, each once, in order, none changed; its entries
-    are named after their ends; attempts never decrease.
+    are named after their ends; attempts never decrease. (A log that a stranger spoilt may hold
+    anything.)
     """
     for request_id, spec in world.by_id.items():
+        if view.is_spoilt(request_id):
+            continue
         count = attempt = 0
         for entry_id, json in view.log(request_id):
             event = TokenEvent.model_validate_json(json)
@@ -84,6 +87,8 @@ def there_is_one_last_event(world: World, view: View) -> Problems:
     keeps it, and its reason agrees with the state.
     """
     for request_id in world.by_id:
+        if view.is_spoilt(request_id):
+            continue
         events = [TokenEvent.model_validate_json(event) for _, event in view.log(request_id)]
         fields, state = view.fields(request_id), view.state(request_id)
         for event in events[:-1]:
@@ -112,9 +117,16 @@ _STATES_AFTER = {
 
 
 def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
-    """The result in the hash says what the log says, folded, and counts its tokens."""
+    """The result in the hash says what the log says, folded, and counts its tokens. (Of a log that
+    a stranger spoilt it is one that can be read, with the reason of the end.)
+    """
     for request_id in world.by_id:
         if not (view.is_final(request_id) and view.log(request_id)):
+            continue
+        if view.is_spoilt(request_id):
+            result = Result.model_validate_json(view.fields(request_id)["result"])
+            if result.finish_reason != view.fields(request_id)["finish_reason"]:
+                yield f"{request_id} ended as {result.finish_reason} by its result"
             continue
         events = [TokenEvent.model_validate_json(event) for _, event in view.log(request_id)]
         if not events[-1].is_last:

@@ -33,7 +33,7 @@ class Step:
 
     def appended(self, request_id: str) -> list[TokenEvent]:
         """What the move added to a request's log."""
-        if self.after is self.before:
+        if self.after is self.before or self.move.kind == "spoil":
             return []
         new = self.after.log(request_id)[len(self.before.log(request_id)) :]
         return [TokenEvent.model_validate_json(event) for _, event in new]
@@ -100,6 +100,8 @@ def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
     """What is published on a request's channel is what its log gets, byte for byte and in order;
     or once more the last event of a request that had ended.
     """
+    if step.move.kind == "spoil":
+        return
     for request_id in step.world.by_id:
         heard = [text for at, text in step.outcome.heard if at == KEYS.events(request_id)]
         old, new = step.before.log(request_id), step.after.log(request_id)

@@ -19,6 +19,9 @@ import json
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from pydantic import ValidationError
+
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 
 NOW_MS = 1_790_000_000_000
@@ -177,6 +180,10 @@ class View:
     def log(self, request_id: str) -> tuple[LogEntry, ...]:
         return self.logs.get(request_id, ())
 
+    def is_spoilt(self, request_id: str) -> bool:
+        """Whether its log holds what no worker writes."""
+        return any(not _is_event(event) for _, event in self.log(request_id))
+
     def count(self, request_id: str) -> int:
         """How many tokens the log holds."""
         log = self.log(request_id)
@@ -208,6 +215,15 @@ class View:
     def is_dead_for_long(self, request_id: str) -> bool:
         """Whether it is a dead letter that was kept for its time."""
         return self.dead.get(request_id, NOW_MS) <= LONG_DEAD
+
+
+@cache
+def _is_event(text: str) -> bool:
+    try:
+        TokenEvent.model_validate_json(text)
+    except ValidationError:
+        return False
+    return True
 
 
 @cache

@@ -89,6 +89,13 @@ SMALL = {
         losses=1,
         num_workers=1,
     ),
+    "one request into whose log a stranger writes": World(
+        (Spec("r1", 100, num_tokens=2),),
+        REQUIRED | {"spoil", "fail", "release", "break", "tidy"},
+        losses=1,
+        num_workers=1,
+        max_crashes=2,
+    ),
 }
 LARGE = {
     "one request, everything": _ONE,
@@ -128,7 +135,7 @@ WALKED = World(
         Spec("r5", 500, idempotency_key="once"),
         Spec("r6", 600, requeue_of="r1"),
     ),
-    ALL | {"priority", "overtaken", "together", "half", "drop", "sweep", "grace"},
+    ALL | {"priority", "overtaken", "together", "half", "drop", "sweep", "grace", "spoil"},
     losses=3,
     num_workers=3,
     all_positions=True,
