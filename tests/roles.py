@@ -1,7 +1,7 @@
-"""The roles of deploy/redis.acl on the servers that tests start.
+"""The roles of `promptq acl` on the servers that tests start, for all queues.
 
-What is tested connects as a producer, a subscriber or a worker. What a test looks at or breaks by
-hand goes by the server's default user, who may do anything; deploy/redis.acl itself turns it off.
+What is tested connects in its role. What a test looks at or breaks by hand goes by the server's
+default user, who may do anything; deploy/redis.acl itself turns it off.
 
 Without roles run: fakeredis, which knows none; the servers that `promptq up`, `demo` and `server`
 start, which are for one user of one machine; those whose test stops them, or sets a password or
@@ -11,7 +11,6 @@ scripts' calls in a cluster, which are about slots (its worker and client have r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -21,10 +20,9 @@ import redis.asyncio
 from redis.commands.core import AsyncScript, Script
 
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from promptq.shared.server.acl import ROLES, acl_file, user_rules
 
 ACL_FILE = Path(__file__).parents[1] / "deploy" / "redis.acl"
-
-ROLES = ("producer", "subscriber", "worker", "jobs")
 
 _ROLE_OF_SCRIPT = {
     "enqueue": "producer",
@@ -32,7 +30,7 @@ _ROLE_OF_SCRIPT = {
     "requeue": "producer",
     "purge": "producer",
     "waiting": "producer",
-    "limit": "producer",
+    "limit": "gateway",
     "priorities": "producer",
     "reprioritise": "producer",
     "claim": "worker",
@@ -52,39 +50,42 @@ def as_role(role: str, url: str) -> str:
     With an empty role it is the default user's.
     """
     parts = urlsplit(url)
-    credentials = f"{role}:change-me-{role}@" if role else ""
+    credentials = f"{role}:{password_of(role)}@" if role else ""
     return urlunsplit(parts._replace(netloc=credentials + parts.netloc.rpartition("@")[2]))
 
 
 def acl_file_for_tests(folder: Path) -> Path:
-    """A copy of deploy/redis.acl that leaves the default user on, for a server's `aclfile`."""
+    """Users for a server's `aclfile`, which leaves the default user on."""
     copy = folder / "redis.acl"
-    copy.write_text("".join(f"{line}\n" for line in _lines()))
+    copy.write_text(acl_file("*", {role: password_of(role) for role in ROLES}))
     return copy
 
 
 def bring_in_roles(url: str) -> None:
-    """Give a server that runs already the users of deploy/redis.acl, the default one kept."""
+    """Give a server that runs already a user for each role."""
     with redis.Redis.from_url(url) as client:
-        for line in _lines():
-            _, name, *rules = line.split()
-            client.execute_command("ACL", "SETUSER", name, "reset", *rules)
+        for role in ROLES:
+            rules = user_rules(role, "*", password_of(role))
+            client.execute_command("ACL", "SETUSER", role, *rules)
 
 
-def _lines() -> Iterator[str]:
-    for line in ACL_FILE.read_text().splitlines():
-        if line.strip() and not line.startswith("user default "):
-            yield line
+def password_of(role: str) -> str:
+    """As in deploy/redis.acl."""
+    return f"change-me-{role}"
 
 
 def refusals(url: str) -> list[str]:
-    """What the server refused to any role since `forget_refusals`, also inside scripts."""
+    """What the server refused to any role since `forget_refusals`, also inside scripts.
+
+    Not what a subscriber's stream asks for once, and then does without: the request's record.
+    """
     with redis.Redis.from_url(as_role("", url)) as client:
         entries: Any = client.acl_log()
     return [
         f"{entry['username']} may not {entry['object']} ({entry['context']})"
         for entry in entries
         if entry["username"] in ROLES
+        and not (entry["username"] == "subscriber" and ":request:" in entry["object"])
     ]
 
 
@@ -139,4 +140,4 @@ def _role_of(script: str) -> str:
 def _options(client: Any, role: str) -> dict[str, Any]:
     known = client.connection_pool.connection_kwargs
     where = {name: known[name] for name in ("host", "port", "db")}
-    return {**where, "username": role, "password": f"change-me-{role}"}
+    return {**where, "username": role, "password": password_of(role)}

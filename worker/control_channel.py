@@ -1,4 +1,8 @@
-"""Listens on the queue's control channel: new work, cancels and drains."""
+"""Listens on the queue's channels: new work and cancels on `control`, drains on `drain`.
+
+Producers may publish on `control`, and are not to end workers. Where nobody has a role, so that all
+may do everything, a drain is heeded there too, as earlier releases send it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import get_logger
@@ -29,8 +33,11 @@ async def listen(
     """
     while True:
         try:
+            heeded = {keys.drain.encode()}
+            if not await _has_role(client):
+                heeded.add(keys.control.encode())
             async with client.pubsub() as channel:
-                await channel.subscribe(keys.control)
+                await channel.subscribe(keys.control, keys.drain)
                 while True:
                     message = await _next(channel)
                     if message["type"] == "subscribe":
@@ -42,11 +49,20 @@ async def listen(
                         on_pending()
                     elif kind == b"cancel":
                         on_cancel(name.decode("ascii", "replace"))
-                    elif kind == b"drain":
+                    elif kind == b"drain" and message["channel"] in heeded:
                         on_drain(name.decode("ascii", "replace") if colon else None)
         except (RedisError, OSError) as error:
             get_logger().warning("control channel lost, subscribing again", error=str(error))
             await asyncio.sleep(_RECONNECT_SECONDS)
+
+
+async def _has_role(client: Any) -> bool:
+    """Whether this connection is that of a user of its own, not the server's default one."""
+    try:
+        user: bytes = await client.execute_command("ACL", "WHOAMI")
+    except NoPermissionError:
+        return True
+    return user != b"default"
 
 
 async def _next(channel: Any) -> dict[str, Any]:

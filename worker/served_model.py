@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.claims import ModelIdentity
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.api.messages import Engine
@@ -49,8 +48,6 @@ class Served:
     """How it computes, in words: native code, or why not."""
     grammars: Grammars | None = None
     """What makes outputs match a schema; None for an engine that cannot be told."""
-    tool_call_style: ToolCallStyle | None = None
-    """How the model writes the call of a tool; None where there is no model."""
 
 
 def parse_size(text: str) -> int:
@@ -123,13 +120,16 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
             async_scheduling=runner.device.type == "cuda",
         ),
         tokenizer=tokenizer,
-        identity=ModelIdentity(_shown_name(settings.model), _fingerprint(name)),
+        identity=ModelIdentity(
+            _shown_name(settings.model),
+            _fingerprint(name),
+            tool_call_style(tokenizer.chat_template),
+        ),
         end_token_ids=runner.end_token_ids,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         way=_way(runner),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
-        tool_call_style=tool_call_style(tokenizer.chat_template),
     )
 
 

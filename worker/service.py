@@ -19,7 +19,7 @@ from promptq.shared.protocol.events import ErrorInfo, Result, TokenEvent, Usage
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import Row
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
@@ -133,8 +133,6 @@ class Worker:
     async def start(self) -> None:
         """Begin to claim. Raises ModelMismatchError if the queue belongs to another model."""
         await self._queue.take_batch(Room(max_count=0, token_budget=0))
-        if (style := self.served.tool_call_style) is not None:
-            await self._queue.run(scripts.tell_tool_call_style(self._queue.keys, style))
         self.engine.start()
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())

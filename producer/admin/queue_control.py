@@ -18,14 +18,15 @@ def set_paused(keys: Keys, paused: bool) -> Generator[Call[Any], Any, None]:
     """Yields calls, is sent what they give."""
     yield scripts.set_paused(keys, paused)
     if not paused:
-        yield scripts.tell_workers(keys, "pending")
+        yield scripts.wake_workers(keys)
 
 
 def drain_workers(keys: Keys, worker_id: str | None) -> Generator[Call[Any], Any, list[str]]:
     """Tell all workers, or one, to drain; gives those that live. Yields calls as `set_paused`."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
-    yield scripts.tell_workers(keys, "drain" if worker_id is None else f"drain:{worker_id}")
+    yield scripts.tell_to_drain(keys.drain, worker_id)
+    yield scripts.tell_to_drain(keys.control, worker_id)  # where earlier releases listen
     return [it for it in alive if worker_id is None or it == worker_id]
 
 

@@ -32,7 +32,8 @@ class QueueStats(BaseModel):
 
 def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
     """Yields calls, is sent what they give."""
-    model, paused = yield Call("", ["HMGET", keys.config, "model", "paused"], list)
+    (model,) = yield Call("", ["HMGET", keys.model, "model"], list)
+    told_before, paused = yield Call("", ["HMGET", keys.config, "model", "paused"], list)
     counts = {}
     counts["pending"] = yield lookups.count(keys)
     for name in ("delayed", "leases", "dead"):
@@ -45,7 +46,7 @@ def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
             workers.append(worker)
     return QueueStats(
         queue=keys.queue,
-        model=(model or b"").decode(),
+        model=(model or told_before or b"").decode(),  # earlier releases told in `config`
         paused=paused == b"1",
         waiting=counts["pending"],
         delayed=counts["delayed"],

@@ -114,7 +114,8 @@ def follow(
 
     A request whose log was folded into its result gives one event with all that is left. Only if
     the stream began at a later index, where the borders of its text are lost with the log, that
-    event has `index` 0 and holds everything.
+    event has `index` 0 and holds everything. A user who may not read requests' records streams what
+    log and channel tell, and waits where a log is gone or never was.
 
     Raises RequestNotFoundError, StreamChangedError, TimeoutError after `timeout` seconds, and what
     redis-py raises when the server stays away.
@@ -151,6 +152,7 @@ class _Stream:
         self._text_from: int | None = None  # index of the first event delivered
         self._text_length = 0
         self._token_ids = array("q")  # delivered, from `_text_from` on
+        self._is_barred = False  # from the request's record
         self._was_cut = False  # from the server, which may have lost writes meanwhile
         self._ended = False
         self._silence = silence
@@ -197,8 +199,8 @@ class _Stream:
         if event.index < self._position and self._text_from is not None:
             event = yield from self._beyond(event)
         if event.is_last and self._was_cut:  # what took the place of lost tokens may be unheard
-            _, _, result = yield from self._ask(_ending(self._keys, self._id), _NOTHING)
-            if result is not None:
+            record = yield from self._read_record()
+            if record is not None and (result := record[2]) is not None:
                 self._check(0, result.token_ids)
         yield self._delivered(event)
 
@@ -256,8 +258,10 @@ class _Stream:
         """Deliver what the log has, or where it has nothing new, what the record tells."""
         if (yield from self._read_log()):
             return
-        ending = _ending(self._keys, self._id)
-        has_state, last_event, result = yield from self._ask(ending, _NOTHING)
+        record = yield from self._read_record()
+        if record is None:
+            return  # only the log and the channel tell
+        has_state, last_event, result = record
         over = last_event is not None and result is not None
         if not over and (has_state or (yield from self._is_known())):
             return  # it waits or runs, and there is nothing new
@@ -282,6 +286,19 @@ class _Stream:
                 break
             yield from self._continue(event)
         return self._ended or self._position > before
+
+    def _read_record(self) -> Generator[Action, Any, _Ending | None]:
+        """What the record tells of the end; None where this user may not read it.
+
+        It is tried once a stream, so that the server's log of refusals stays short.
+        """
+        if self._is_barred:
+            return None
+        try:
+            return (yield from self._ask(_ending(self._keys, self._id), _NOTHING))
+        except redis.exceptions.NoPermissionError:
+            self._is_barred = True
+            return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
         """Whether a record that says nothing belongs to a request that plain commands enqueued.

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from promptq.producer.commands.acl import acl
 from promptq.producer.commands.batches import batch, jobs
 from promptq.producer.commands.keys import keys
 from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
@@ -58,7 +59,7 @@ def promptq(
 _PANELS = {
     "Processes": (up, worker, gateway, jobs, server, demo),
     "Requests": (submit, watch, cancel, reprioritise, batch),
-    "Queue": (stats, top, pause, resume, drain, dead, keys, settings),
+    "Queue": (stats, top, pause, resume, drain, dead, keys, acl, settings),
 }
 _SETTINGS: dict[object, dict[str, Any]] = {
     up: _PASS_THROUGH,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class ModelIdentity:
 
     name: str = ""
     fingerprint: str = ""
+    tool_call_style: ToolCallStyle | None = None
+    """How it writes the call of a tool; None where there is no model."""
 
 
 @dataclass(frozen=True, slots=True)

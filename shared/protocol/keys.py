@@ -64,6 +64,11 @@ class Keys:
         return self.prefix + "control"
 
     @property
+    def drain(self) -> str:
+        """A channel: workers that are to finish and exit."""
+        return self.prefix + "drain"
+
+    @property
     def leases(self) -> str:
         return self.prefix + "leases"
 
@@ -82,6 +87,11 @@ class Keys:
     @property
     def config(self) -> str:
         return self.prefix + "config"
+
+    @property
+    def model(self) -> str:
+        """What the queue serves, as its first worker said."""
+        return self.prefix + "model"
 
     @property
     def workers(self) -> str:

@@ -15,7 +15,7 @@ class ToolCallStyle:
     after: str = ""
 
     def to_json(self) -> str:
-        """As it stands in the queue's config."""
+        """As it stands in the queue's key `model`."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -27,7 +27,6 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import CancelMode, CancelStatus, PriorityStatus, Reaped, Swept
 from promptq.shared.protocol.request import PROTOCOL_VERSION, NewRequest
 from promptq.shared.protocol.rows import Published, Row, RowStatus
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.shared.protocol.worker_stats import SLOTS, SlotStats, WorkerStats
 from promptq.shared.queue.call import Call, text_of, texts_of
 
@@ -88,7 +87,7 @@ def claim(
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
-    args.append(context.number)
+    args += [context.number, model.tool_call_style.to_json() if model.tool_call_style else ""]
 
     def parse(reply: list[Any]) -> Claims:
         kind = text_of(reply[0])
@@ -222,14 +221,16 @@ def set_paused(keys: Keys, paused: bool) -> Call[int]:
     return Call("", ["HSET", keys.config, "paused", int(paused)], int)
 
 
-def tell_tool_call_style(keys: Keys, style: ToolCallStyle) -> Call[int]:
-    """Say how the queue's model writes the call of a tool."""
-    return Call("", ["HSET", keys.config, "tool_call_style", style.to_json()], int)
+def wake_workers(keys: Keys) -> Call[int]:
+    """Tell workers that there is something to claim."""
+    return Call("", ["PUBLISH", keys.control, "pending"], int)
 
 
-def tell_workers(keys: Keys, message: str) -> Call[int]:
-    """Send a message on the control channel."""
-    return Call("", ["PUBLISH", keys.control, message], int)
+def tell_to_drain(channel: str, worker_id: str | None) -> Call[int]:
+    """Tell all workers, or one, to finish what runs and to exit."""
+    return Call(
+        "", ["PUBLISH", channel, "drain" if worker_id is None else f"drain:{worker_id}"], int
+    )
 
 
 def heartbeat(

@@ -325,7 +325,7 @@ async def check_that_answers_are_ones_own(url: str) -> None:
     connection.send_command("PING")
     assert connection.can_read(timeout=20)
     client.connection_pool.release(connection)
-    assert client.exists("promptq:nothing") == 0
+    assert client.exists("promptq:{a}:request:nothing") == 0
     client.close()
     async_client = await open_async_redis(url)
     async_connection: Any = await async_client.connection_pool.get_connection(*named)
@@ -334,5 +334,5 @@ async def check_that_answers_are_ones_own(url: str) -> None:
     while not await can_read():
         await asyncio.sleep(0.002)
     await async_client.connection_pool.release(async_connection)
-    assert await async_client.exists("promptq:nothing") == 0
+    assert await async_client.exists("promptq:{a}:request:nothing") == 0
     await async_client.aclose()

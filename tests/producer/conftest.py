@@ -27,6 +27,12 @@ from tests.producer.playing import (
 from tests.roles import QueueClient, as_role
 
 
+@pytest.fixture
+def redis_url(redis_url: str) -> str:
+    """For an operator: tests play a worker by hand, and steer; commands run in a role each."""
+    return as_role("operator", redis_url)
+
+
 @pytest.fixture(params=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> str:
     """Which client reads."""
@@ -44,7 +50,7 @@ def read(server: Any, kind: str) -> Iterator[Callable[..., Reader]]:
     def read(request_id: str, *, from_index: int = 0, silence_seconds: float = 60.0) -> Reader:
         """A silence so long shows that nothing but the rule under test brought the events."""
         options = {"silence_seconds": silence_seconds}
-        readers.append(start(partial(connect, "subscriber"), request_id, options, from_index))
+        readers.append(start(partial(connect, "producer"), request_id, options, from_index))
         return readers[-1]
 
     return read
@@ -102,9 +108,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def _role_of(args: tuple[str, ...]) -> str:
     """Who gives a command."""
-    if args[0] == "watch" or args[:2] in (("dead", "list"), ("dead", "show")):
-        return "subscriber"
-    return {"up": "worker", "worker": "worker", "jobs": "jobs"}.get(args[0], "producer")
+    roles = {"up": "worker", "worker": "worker", "jobs": "jobs", "gateway": "gateway"}
+    steering = dict.fromkeys(("keys", "pause", "resume", "drain"), "operator")
+    return (roles | steering).get(args[0], "producer")
 
 
 @pytest.fixture

@@ -209,13 +209,13 @@ async def test_a_server_that_became_a_replica_is_left_for_where_its_address_lead
     network, old, new = moved
     with open_redis(network.url) as client, new.client() as at_new:
         asynchronous = await open_async_redis(network.url)
-        client.set("promptq:who", "sync")
-        await asynchronous.set("promptq:who", "async")
+        client.set("promptq:{a}:request:who", "sync")
+        await asynchronous.set("promptq:{a}:request:who", "async")
         move(network, old, new)
-        client.set("promptq:who", "sync again")
-        assert at_new.get("promptq:who") == b"sync again"
-        await asynchronous.set("promptq:who", "async again")
-        assert at_new.get("promptq:who") == b"async again"
+        client.set("promptq:{a}:request:who", "sync again")
+        assert at_new.get("promptq:{a}:request:who") == b"sync again"
+        await asynchronous.set("promptq:{a}:request:who", "async again")
+        assert at_new.get("promptq:{a}:request:who") == b"async again"
         await asynchronous.aclose()
 
 
@@ -227,4 +227,4 @@ def test_a_server_that_stays_a_replica_is_named_as_what_it_is(
         move(network, old, new)
         network.lead_to(old.port)
         with pytest.raises(redis.exceptions.ReadOnlyError):
-            client.set("promptq:k", "1")
+            client.set("promptq:{a}:request:k", "1")

@@ -48,11 +48,13 @@ class QueueWatch:
 
     async def _read(self) -> QueueView:
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.hmget(self._keys.config, "model", "tool_call_style")
+        for key in (self._keys.model, self._keys.config):  # earlier releases told in `config`
+            pipeline.hmget(key, "model", "tool_call_style")
         pipeline.time()
         latest_first: Any = {"desc": True, "byscore": True, "offset": 0, "num": 1}
         pipeline.zrange(self._keys.workers, "+inf", "-inf", withscores=True, **latest_first)
-        (model, style), (seconds, _), latest = await pipeline.execute()
+        told, told_before, (seconds, _), latest = await pipeline.execute()
+        model, style = told if told[0] is not None else told_before
         return QueueView(
             model=(model or b"").decode(),
             tool_call_style=ToolCallStyle.from_json(style) if style else None,

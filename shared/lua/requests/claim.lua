@@ -16,6 +16,7 @@
 --      14 nonce of the last call of the session that gave something, as far as the worker knows
 --      15 how many to skip behind the first few: 0 at first, then what the last reply said
 --      16 number of the call within its session, from 1 on; left out: a call that is late is not known
+--      17 how the model writes the call of a tool, as JSON; '' or left out: not told
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
@@ -68,12 +69,25 @@ end
 
 if is_late then return {'ok', now_text, 0, 0} end
 if #given_before == 0 and config('paused') == '1' then return {'paused'} end
-if fingerprint ~= '' then
-  redis.call('HSETNX', prefix .. 'config', 'fingerprint', fingerprint)
-  redis.call('HSETNX', prefix .. 'config', 'model', model)
-  if config('fingerprint') ~= fingerprint then
-    return {'model', config('model'), config('fingerprint')}
+
+-- What the queue serves, as its first worker said. Earlier releases look for that in `config`, which a
+-- worker with a role of its own may only read.
+local model_key, config_key = prefix .. 'model', prefix .. 'config'
+local function tell_model(...)
+  redis.call('HSET', model_key, ...)
+  if not redis.acl_check_cmd or redis.acl_check_cmd('HSET', config_key, ...) then
+    redis.call('HSET', config_key, ...)
   end
+end
+if fingerprint ~= '' then
+  local told = redis.call('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
+  local name, known, style = told[1], told[2], ARGV[17] or ''
+  if not known then
+    name, known = config('model', model), config('fingerprint', fingerprint)
+    tell_model('model', name, 'fingerprint', known)
+  end
+  if known ~= fingerprint then return {'model', name, known} end
+  if style ~= '' and style ~= told[3] then tell_model('tool_call_style', style) end
 end
 
 local preemptible = {}

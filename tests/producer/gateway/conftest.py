@@ -29,7 +29,7 @@ def start_gateway(redis_url: str) -> Iterator[Callable[..., LiveGateway]]:
 
 @pytest.fixture(scope="session")
 def lasting_gateway(embedded_url: str) -> Iterator[LiveGateway]:
-    with live_gateway(embedded_url) as gateway:
+    with live_gateway(as_role("gateway", embedded_url)) as gateway:
         yield gateway
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -16,8 +17,10 @@ from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import Caller, caller_of
 from promptq.producer.gateway.http.protocol import BoundedProtocol
 from promptq.producer.settings import GatewaySettings
+from promptq.shared.server.acl import ROLES
 from promptq.worker.served_model import Served
 from tests.helpers import running_worker
+from tests.roles import as_role
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,12 @@ def beside(living: Callable[[], AbstractAsyncContextManager[Any]]) -> Iterator[A
 async def serving(
     redis_url: str, caller: Caller | None = None, **settings: Any
 ) -> AsyncIterator[LiveGateway]:
-    """A gateway under uvicorn, as the command runs it; with a caller, everybody is that one."""
+    """A gateway under uvicorn, as the command runs it; with a caller, everybody is that one.
+
+    In its own role, where the URL has one.
+    """
+    if urlsplit(redis_url).username in ROLES:
+        redis_url = as_role("gateway", redis_url)
     app = create_app(GatewaySettings(redis_url=redis_url, **settings))
     if caller is not None:
         app.dependency_overrides[caller_of] = lambda: caller

@@ -43,7 +43,7 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
         with Client(url("producer")) as client:
             client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/status/500"))
         async with (
-            redis.asyncio.Redis.from_url(url("producer")) as producing,
+            redis.asyncio.Redis.from_url(url("gateway")) as producing,
             running_worker(url("worker")),
         ):
             await Batches(producing, KEYS).add(batch)

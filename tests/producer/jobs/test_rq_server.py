@@ -67,7 +67,7 @@ async def test_the_queue_is_elsewhere(
         )
         await until_ready(process)
         batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
-        producing = as_role("producer", url)
+        producing = as_role("gateway", url)
         async with redis.asyncio.Redis.from_url(producing) as connection:
             await Batches(connection, KEYS).add(batch)
         with Client(producing) as client:

@@ -1,0 +1,151 @@
+"""Users for the server's access control list (ACL): a role for each kind of process of one queue.
+
+What a role may do is said by its commands and by the names of keys and channels. Scripts cannot be
+told apart, since the server runs them with the rights of whoever calls them: a role that enqueues
+by a script may also write the same keys by hand. docs/security.md says what follows from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from promptq.shared.protocol.keys import Keys
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "waiting": ("pending", "pending:*", "tenants", "tenants:*", "backlog", "deadlines", "delayed"),
+    "requests": ("request:*", "idempotency:*"),
+    "logs": ("tokens:*",),
+    "leases": ("leases", "webhooks", "dead"),
+    "outputs": ("outputs",),
+    "claims": ("claimed:*", "alone", "orphans"),
+    "workers": ("workers", "worker:*", "slots:*"),
+    "statistics": ("statistics", "statistics:*"),
+    "model": ("model",),
+    "config": ("config",),
+    "api_keys": ("api_keys",),
+    "used": ("api_keys:*",),
+    "rates": ("rate:*",),
+    "batches": ("batch:*", "batches:*"),
+    "upkeep": ("jobs:*", "upkeep"),
+}
+"""The queue's keys by what they are about, each as a pattern behind the queue's prefix."""
+
+ALL_QUEUES = "*"
+"""Stands in the place of a queue's name for users of all queues."""
+
+_READ = (
+    "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
+    " xrange xread xrevrange zcard zmscore zrange zscore"
+)
+_WRITE = (
+    "del hdel hincrby hset hsetnx lpush ltrim persist pexpire sadd set srem xadd zadd zrem"
+    " zremrangebyscore"
+)
+_LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
+_SCRIPTS = "evalsha publish script|load spublish"
+_LOOK_THROUGH = "dbsize scan"
+"""They tell the names of all keys of the database, those of others too."""
+
+_RQ_COMMANDS = (
+    "blmove expire hincrbyfloat lmove lrem llen lpos rpush scard setex sismember xlen"
+    " zrangebyscore zremrangebyrank zrevrange"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a kind of process may do: families of keys, channels, commands."""
+
+    writes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+    commands: str = ""
+    others: tuple[str, ...] = ()
+    """Rules for keys and channels that are not the queue's."""
+
+    def rules(self, queue: str) -> list[str]:
+        """As the server's ACL has them."""
+        prefix = Keys("all").prefix.replace("all", queue)
+        keys = [f"~{prefix}{it}" for family in self.writes for it in FAMILIES[family]]
+        keys += [f"%R~{prefix}{it}" for family in self.reads for it in FAMILIES[family]]
+        channels = [f"&{prefix}{it}" for it in self.channels]
+        commands = [f"+{it}" for it in sorted(set(self.commands.split()))]
+        # A category takes away what was given before it, so the single commands come last.
+        return [
+            *("reset", "on", *keys, *channels, *self.others, "-@all", "+@connection"),
+            *("-@dangerous", "-@admin", "+info", "+time", *commands),
+        ]
+
+
+_ENQUEUEING = ("waiting", "requests", "logs", "leases")
+
+ROLES: dict[str, Role] = {
+    "producer": Role(
+        writes=_ENQUEUEING,
+        reads=("outputs", "workers", "statistics", "model", "config"),
+        channels=("control", "events:*"),
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} multi exec discard watch unwatch",
+    ),
+    "subscriber": Role(
+        reads=("logs", "config"),
+        channels=("events:*",),
+        commands=f"xrange xread hget {_LISTEN}",
+    ),
+    "worker": Role(
+        writes=(
+            *_ENQUEUEING,
+            *("outputs", "claims", "workers", "statistics", "model", "rates"),
+        ),
+        reads=("config",),
+        channels=("control", "drain", "events:*"),
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} acl|whoami scan",
+    ),
+    "gateway": Role(
+        writes=(*_ENQUEUEING, "config", "used", "rates", "batches"),
+        reads=("outputs", "workers", "statistics", "model", "api_keys"),
+        channels=("control", "drain", "events:*"),
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
+        " multi exec discard watch unwatch",
+    ),
+    "jobs": Role(
+        writes=(*_ENQUEUEING, "rates", "batches", "upkeep", "statistics"),
+        reads=("outputs", "workers", "model", "config"),
+        channels=("control", "events:*"),
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_RQ_COMMANDS} {_LOOK_THROUGH}"
+        " multi exec discard watch unwatch",
+        others=("~rq:*", "&rq:*"),
+    ),
+    "operator": Role(
+        writes=tuple(FAMILIES),
+        channels=("control", "drain", "events:*"),
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
+        " multi exec discard watch unwatch",
+    ),
+}
+"""By name. `operator` is who creates API keys, pauses the queue and sets weights and limits."""
+
+
+def user_rules(role: str, queue: str, password: str) -> list[str]:
+    """The rules of a role's user, as `ACL SETUSER NAME` and an ACL file take them."""
+    first, *rest = ROLES[role].rules(queue)
+    return [first, f">{password}", *rest]
+
+
+def user_name(role: str, queue: str) -> str:
+    """Of a queue's role: plain for the queue `default` and for all, else with the queue's name."""
+    return role if queue in ("default", ALL_QUEUES) else f"{role}-{queue}"
+
+
+def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
+    """Lines of a server's `aclfile`: the users of a queue, by the passwords of their roles.
+
+    Raises ConfigurationError for what is no queue's name.
+    """
+    if queue != ALL_QUEUES:
+        Keys(queue)
+    lines = [
+        " ".join(["user", user_name(role, queue), *user_rules(role, queue, passwords[role])])
+        for role in ROLES
+    ]
+    return "".join(f"{line}\n" for line in lines)

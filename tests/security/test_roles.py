@@ -1,0 +1,256 @@
+"""Each command of each role on each kind of key, held against the table in docs/security.md."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from promptq import Client
+from promptq.shared.errors import RedisAuthError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.acl import FAMILIES, ROLES
+from tests.helpers import text_of
+from tests.integration.faults import OwnServer, started
+from tests.producer.playing import Run
+from tests.roles import ACL_FILE, as_role, password_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+KEYS = Keys("default")
+FAULTY = "tests.integration.faulty_worker"
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "blmove": ("KEY", "KEY", "LEFT", "RIGHT", "0.01"),
+    "copy": ("KEY", "KEY"),
+    "evalsha": ("0" * 40, "1", "KEY"),
+    "expire": ("KEY", "1000"),
+    "get": ("KEY",),
+    "hdel": ("KEY", "f"),
+    "hexists": ("KEY", "f"),
+    "hget": ("KEY", "f"),
+    "hincrby": ("KEY", "f", "1"),
+    "hincrbyfloat": ("KEY", "f", "1"),
+    "hmget": ("KEY", "f"),
+    "hset": ("KEY", "f", "1"),
+    "hsetnx": ("KEY", "f", "1"),
+    "hstrlen": ("KEY", "f"),
+    "lmove": ("KEY", "KEY", "LEFT", "RIGHT"),
+    "lpos": ("KEY", "1"),
+    "lpush": ("KEY", "1"),
+    "lrange": ("KEY", "0", "1"),
+    "lrem": ("KEY", "1", "1"),
+    "ltrim": ("KEY", "0", "1"),
+    "pexpire": ("KEY", "100000"),
+    "rpush": ("KEY", "1"),
+    "sadd": ("KEY", "1"),
+    "set": ("KEY", "1"),
+    "setex": ("KEY", "1000", "1"),
+    "sismember": ("KEY", "1"),
+    "srandmember": ("KEY", "1"),
+    "srem": ("KEY", "1"),
+    "xadd": ("KEY", "*", "f", "1"),
+    "xrange": ("KEY", "-", "+"),
+    "xread": ("STREAMS", "KEY", "0"),
+    "xrevrange": ("KEY", "+", "-"),
+    "zadd": ("KEY", "1", "1"),
+    "zmscore": ("KEY", "1"),
+    "zrange": ("KEY", "0", "1"),
+    "zrangebyscore": ("KEY", "0", "1"),
+    "zrem": ("KEY", "1"),
+    "zremrangebyrank": ("KEY", "0", "1"),
+    "zremrangebyscore": ("KEY", "0", "1"),
+    "zrevrange": ("KEY", "0", "1"),
+    "zscore": ("KEY", "1"),
+}
+"""Of commands about a key; of those that are not here, the key alone."""
+
+CHANNEL_COMMANDS = {
+    "publish": "publish",
+    "spublish": "publish",
+    "subscribe": "subscribe",
+    "ssubscribe": "subscribe",
+}
+OF_NO_KEY = {
+    *("info", "time", "multi", "exec", "discard", "watch", "unwatch", "scan", "dbsize"),
+    *("script|load", "acl|whoami", "unsubscribe", "sunsubscribe", "client|list"),
+    *CHANNEL_COMMANDS,
+}
+
+WRITES_BY_NATURE = {
+    *("blmove", "del", "evalsha", "expire", "hdel", "hincrby", "hincrbyfloat", "hset", "hsetnx"),
+    *("lmove", "lpush", "lrem", "ltrim", "persist", "pexpire", "rpush", "sadd", "set", "setex"),
+    *("srem", "xadd", "zadd", "zrem", "zremrangebyrank", "zremrangebyscore"),
+}
+
+OTHERS = {
+    "another queue's": ("promptq:{other}:config", "promptq:{other}:request:1"),
+    "RQ's, of these jobs": ("rq:queue:promptq-default-webhooks",),
+    "RQ's, of other software": ("rq:queue:default", "rq:job:other"),
+    "all others": ("session:1", "promptq", "promptq:default:pending"),
+}
+"""Keys that are not the queue's, by their rows in the docs."""
+
+CHANNELS = {
+    "`control`": KEYS.control,
+    "`drain`": KEYS.drain,
+    "`events:*`": KEYS.events("sample"),
+    "all others": Keys("other").control,
+}
+
+READ, WRITE = "read", "read, write"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+    admin = {"username": "admin", "password": password_of("admin")}
+    folder = tmp_path_factory.mktemp("server") / "own"
+    with OwnServer(folder, "--aclfile", str(ACL_FILE), connect=admin) as server:
+        yield server
+
+
+def table(heading: str) -> dict[str, dict[str, str]]:
+    """The table of the docs below this heading: what stands in a row, by the role of its column."""
+    _, _, rest = DOCS.read_text().partition(f"\n### {heading}\n")
+    lines = [line for line in rest.partition("\n#")[0].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = rows[0][1:]
+    return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows[2:]}
+
+
+def may(client: Any, *command: str) -> bool:
+    try:
+        client.execute_command(*command)
+    except redis.exceptions.NoPermissionError:
+        return False
+    except redis.exceptions.ResponseError:  # it was let in, and is of another type, or no script
+        return True
+    return True
+
+
+def commands_of(role: str) -> list[str]:
+    rules = ROLES[role].rules("default")
+    return [it[1:] for it in rules if it.startswith("+") and not it.startswith("+@")]
+
+
+def keys_of(row: str) -> tuple[str, ...]:
+    if row in OTHERS:
+        return OTHERS[row]
+    names = re.findall(r"`([^`]+)`", row)
+    return tuple(KEYS.prefix + name.replace("*", "sample") for name in names)
+
+
+def test_the_docs_have_each_kind_of_key_and_each_role() -> None:
+    told = table("Keys")
+    names = {f"`{name}`" for patterns in FAMILIES.values() for name in patterns}
+    assert {it for row in told for it in re.findall(r"`[^`]+`", row)} == names
+    assert told.keys() >= OTHERS.keys()
+    assert table("Channels").keys() == CHANNELS.keys()
+    for cells in (*told.values(), *table("Channels").values()):
+        assert cells.keys() == ROLES.keys()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_command_of_a_role_reaches_the_keys_that_the_docs_say(
+    server: OwnServer, role: str
+) -> None:
+    wrong = []
+    commands = [it for it in commands_of(role) if it not in OF_NO_KEY]
+    with redis.Redis.from_url(as_role(role, server.url)) as client:
+        for row, cells in table("Keys").items():
+            assert cells[role] in ("", READ, WRITE)
+            for key, command in itertools.product(keys_of(row), commands):
+                is_write = command in WRITES_BY_NATURE
+                expected = cells[role] == WRITE or (cells[role] == READ and not is_write)
+                arguments = [key if it == "KEY" else it for it in ARGUMENTS.get(command, ("KEY",))]
+                if may(client, command, *arguments) != expected:
+                    wrong.append(f"{command} {key}: the docs say {cells[role]!r}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_hears_and_speaks_on_the_channels_that_the_docs_say(
+    server: OwnServer, role: str
+) -> None:
+    wrong = []
+    for row, cells in table("Channels").items():
+        for command, word in CHANNEL_COMMANDS.items():
+            arguments = (CHANNELS[row], *(("x",) if word == "publish" else ()))
+            # In RESP3 the answer to SUBSCRIBE would come beside the answers to commands.
+            with redis.Redis.from_url(as_role(role, server.url), protocol=2) as client:
+                expected = word in cells[role].split(", ") and command in commands_of(role)
+                if may(client, command, *arguments) != expected:
+                    wrong.append(f"{command} {row}: the docs say {cells[role]!r}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_may_touch_the_server_itself(server: OwnServer, role: str) -> None:
+    refused = (
+        *("flushall", "flushdb", "config|get|*", "debug|sleep|0", "eval|return 1|0", "keys|*"),
+        *("monitor", "module|list", "shutdown|nosave", "replicaof|no|one", "save", "bgsave"),
+        *("script|kill", "script|flush", "function|list", "migrate|h|1|k|0|1", "acl|list"),
+        *("acl|setuser|x", "client|list", "client|kill|1.1.1.1:1", "restore|k|0|x", "sort|k"),
+        *("copy|a|b", "rename|a|b", "object|encoding|k", "swapdb|0|1", "slowlog|get"),
+    )
+    with redis.Redis.from_url(as_role(role, server.url)) as client:
+        assert [it for it in refused if may(client, *it.split("|"))] == []
+
+
+def test_the_file_that_is_shipped_is_what_the_command_prints(run: Run) -> None:
+    """But for the passwords, which are new each time."""
+
+    def without_passwords(text: str) -> str:
+        return re.sub(r" >\S+", " >***", text)
+
+    printed = [run("acl", url="").stdout for _ in range(2)]
+    assert without_passwords(printed[0]) == without_passwords(ACL_FILE.read_text())
+    assert printed[0] != printed[1]
+    assert min(map(len, re.findall(r" >(\S+)", printed[0]))) >= 24
+    for_others = run("acl", "gold", "*", url="").stdout
+    assert "user worker-gold reset" in for_others
+    assert "~promptq:{gold}:pending " in for_others
+    assert "user worker reset" in for_others
+    refused = run("acl", "a:b", url="")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("promptq: queue: ")
+
+
+def test_a_producer_ends_no_worker_and_an_operator_does(server: OwnServer, tmp_path: Path) -> None:
+    with (
+        started(tmp_path, as_role("worker", server.url), module=FAULTY) as worker,
+        Client(as_role("producer", server.url)) as producer,
+        Client(as_role("operator", server.url)) as operator,
+    ):
+        with redis.Redis.from_url(as_role("producer", server.url)) as forging:
+            for message in ("drain", "drain:x"):
+                assert forging.publish(KEYS.control, message) == 1
+        with pytest.raises(RedisAuthError):
+            producer.drain()
+        with pytest.raises(RedisAuthError):
+            producer.pause()
+        assert producer.generate("a", seed=1, max_tokens=20).text == text_of(1, 20)
+        assert worker.process.poll() is None
+        assert len(operator.drain()) == 1
+        assert worker.wait() == 0
+
+
+def test_a_subscriber_streams_what_runs_and_sees_no_prompt(
+    server: OwnServer, tmp_path: Path
+) -> None:
+    with (
+        Client(as_role("producer", server.url)) as producer,
+        Client(as_role("subscriber", server.url)) as subscriber,
+    ):
+        request_id = producer.enqueue("my secret", seed=3, max_tokens=50)
+        stream = subscriber.stream(request_id)
+        with pytest.raises(RedisAuthError):
+            subscriber.state(request_id)
+        with started(tmp_path, as_role("worker", server.url), module=FAULTY):
+            assert "".join(event.text for event in stream) == text_of(3, 50)
+        again = "".join(event.text for event in subscriber.stream(request_id))
+        assert again == text_of(3, 50), "as long as its log is kept"
