@@ -64,11 +64,21 @@ def acl_file_for_tests(folder: Path) -> Path:
 
 
 def bring_in_roles(url: str) -> None:
-    """Give a server that runs already the users of deploy/redis.acl, the default one kept."""
+    """Give a server that runs already the users of deploy/redis.acl.
+
+    The default one is kept, and needs no password any more.
+    """
+    drop_password(url)
     with redis.Redis.from_url(url) as client:
         for line in _lines():
             _, name, *rules = line.split()
             client.execute_command("ACL", "SETUSER", name, "reset", *rules)
+
+
+def drop_password(url: str) -> None:
+    """Let everybody in as the default user of an embedded server, by any password or none."""
+    with redis.Redis.from_url(url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "nopass")
 
 
 def _lines() -> Iterator[str]:

@@ -30,7 +30,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.runtime.tasks import end
-from promptq.shared.server.connection import open_async_redis
+from promptq.shared.server.connection import open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
 
 SLOTS = 6
@@ -93,7 +93,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
     console = Console(highlight=False)
     try:
         with EmbeddedServer() as server:
-            console.print(f"[green]✓[/] server   {server.url}")
+            console.print(f"[green]✓[/] server   {without_password(server.url)}")
             with _running_worker(server.url, worker_args, console) as worker:
                 asyncio.run(_interruptible(_play(console, server.url, worker)))
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
