@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+_BEGUN = "new-"
 _PRIVATE = 0o700
 _OTHERS = 0o077
 
@@ -39,23 +40,30 @@ def is_free(port: int) -> bool:
 
 
 class Advertisement:
-    """The file of a server that is about to start. The server inherits `descriptor`, its lock."""
+    """The file of a server that is about to start.
 
-    def __init__(self, descriptor: int, file: Path) -> None:
+    The server inherits `descriptor`, its lock. Who ends the server removes `file` first, as it
+    closes its port a moment before it ends.
+    """
+
+    def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
         self.descriptor = descriptor
-        self._file = file
+        self.file = file
+        self._begun = begun
 
     @classmethod
-    def prepare(cls) -> Self | None:
-        """None where there is nowhere to write: commands then need the address."""
+    def prepare(cls, port: int) -> Self | None:
+        """None where there is nowhere to write: no command will find the server."""
         folder = _folder()
         with suppress(OSError):
             folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
             if _is_ours(folder):
                 folder.chmod(_PRIVATE)
-                descriptor, path = tempfile.mkstemp(prefix="new-", dir=folder)  # for its owner only
+                descriptor, path = tempfile.mkstemp(prefix=_BEGUN, dir=folder)  # for its owner only
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return cls(descriptor, Path(path))
+                # Names are not used again: who finds a server dead deletes its file without a look.
+                name = f"{_prefix()}{port}-{Path(path).name.removeprefix(_BEGUN)}"
+                return cls(descriptor, Path(path), folder / name)
         return None
 
     def publish(self, url: str) -> None:
@@ -63,23 +71,17 @@ class Advertisement:
 
         They find the whole address or nothing.
         """
-        # Names are not used again: who finds a server dead may delete its file without a look.
-        name = f"{_prefix()}{urlsplit(url).port}-{self._file.name.removeprefix('new-')}"
         with suppress(OSError):
             os.write(self.descriptor, url.encode())
-            self._file = self._file.rename(self._file.with_name(name))
-        self.release()
+            self._begun.rename(self.file)
+        self.close()
 
-    def release(self) -> None:
-        """Let go of the descriptor; doing it twice does no harm."""
+    def close(self) -> None:
+        """Leave nothing begun; doing it twice does no harm."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-    def withdraw(self) -> None:
-        """Commands find the server before it again, if that still runs."""
-        self.release()
-        self._file.unlink(missing_ok=True)
+        self._begun.unlink(missing_ok=True)
 
 
 def advertised(port: int | None = None) -> str | None:

@@ -47,10 +47,11 @@ _FILES = (
 # The server's standard output says nothing: it is the lock that says that the server lives, so the
 # shell keeps none of it.
 _WAIT_FOR_OWNER = """
-temporary=$1; shift
+temporary=$1; advertised=$2; shift 2
 "$@" <&- & server=$!
 exec >/dev/null
 read -r _
+[ -z "$advertised" ] || rm -f "$advertised"
 kill "$server" 2>/dev/null
 wait "$server"
 [ -z "$temporary" ] || rm -rf "$temporary"
@@ -90,7 +91,7 @@ class EmbeddedServer:
                 # A server reads a dump only where it appends to no file, and begins to do so later.
                 has_appended = (self._dir / "appendonlydir").exists()
                 self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
-                self._advertisement = Advertisement.prepare() if is_advertised else None
+                self._advertisement = Advertisement.prepare(self.port) if is_advertised else None
                 self._shell = self._spawn(lock, is_temporary=data_dir is None)
             if self._wait_until_ready():
                 if self._advertisement is not None:
@@ -115,7 +116,7 @@ class EmbeddedServer:
             self._shell.stdin.close()
         self._shell.wait()
         if self._advertisement is not None:
-            self._advertisement.withdraw()
+            self._advertisement.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,10 +132,11 @@ class EmbeddedServer:
         command += ["--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
         command += ["--appendonly", "no" if is_temporary or self._is_restoring else "yes"]
-        removed_at_the_end = str(self._dir) if is_temporary else ""
+        temporary = str(self._dir) if is_temporary else ""
         alive = self._advertisement
+        advertised = "" if alive is None else str(alive.file)
         return subprocess.Popen(
-            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", removed_at_the_end, *command],
+            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", temporary, advertised, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if alive is None else alive.descriptor,
             stderr=subprocess.DEVNULL,
