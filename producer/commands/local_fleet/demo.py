@@ -25,6 +25,7 @@ from promptq.producer.commands.local_fleet.fleet import WorkersFailedError
 from promptq.producer.commands.local_fleet.processes import WorkerProcess
 from promptq.producer.commands.screens.demo_view import Board, Shown, finished_text, requests_table
 from promptq.producer.commands.screens.render import workers_table
+from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -90,7 +91,7 @@ PARTS: Sequence[Part] = [
 
 def run_demo(worker_args: Sequence[str] = ()) -> int:
     """Run the demo; Ctrl-C ends all that it started. Gives the exit code."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     try:
         with EmbeddedServer() as server:
             console.print(f"[green]✓[/] server   {without_password(server.url)}")
