@@ -34,8 +34,8 @@ def url(
 ) -> None:
     """Print the address of the server that commands talk to, with its password.
 
-    The embedded server has a new password at each start. On a machine with other users,
-    give it by the environment: a command line can be seen by all of them.
+    The embedded server has a new password at each start. Other users of the
+    machine can see command lines: give it by the environment where there are any.
 
     Examples:
 
