@@ -20,7 +20,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
-from tests.producer.playing import PROMPTQ, HandWorker
+from tests.producer.playing import PROMPTQ, HandWorker, old_server
 from tests.roles import QueueClient, as_role
 
 KEYS = Keys("default")
@@ -159,29 +159,22 @@ def test_what_is_kept_of_a_dead_letter(at_terminal: At, worker: HandWorker, redi
     shown = at_terminal("dead", "show", "mine")
     assert f"on w{ESCAPED}" in shown
     assert f"Once{ESCAPED}{MARKUP}" in shown
-    assert r"a\u001b]0;owned" in at_terminal("dead", "show", "mine", "--json")
 
 
-def test_what_a_server_answers(at_terminal: At, worker: HandWorker, redis_url: str) -> None:
+def test_what_a_server_answers(at_terminal: At) -> None:
     """Errors repeat it."""
-    worker.redis.set(KEYS.config, "no hash")
-    assert "WRONGTYPE" in at_terminal("stats")
-    shown = at_terminal("watch", HOSTILE)
-    assert r"a\x1b]0;owned" in shown
+    with old_server(f"6.{HOSTILE.replace(chr(13), '')}") as url:
+        shown = at_terminal("stats", "--redis", url)
+    assert shown.startswith("promptq: ")
+    assert r"Redis 6.a\x1b]0;owned\x07b\x1b[666mc\x9b777md\u202ee" in shown
 
 
-def test_half_a_character_is_no_reason_to_fail(worker: HandWorker, redis_url: str) -> None:
-    """A text may hold what no stream takes."""
-    with Client(redis_url) as client:
-        client.enqueue("Once", request_id="mine")
-    claim = worker.take()
-    worker.channel_only("mine", "")  # it is not heard
-    event = worker.event(claim, "a").to_json().replace('"text":"a"', r'"text":"x\ud800y"')
-    worker.redis.xadd(KEYS.tokens("mine"), {"event": event}, id="1-0")
-    worker.finish(claim)
-    environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url}
+def test_a_character_that_an_encoding_lacks(worker: HandWorker, redis_url: str) -> None:
+    """It is no reason to fail."""
+    answer(worker, redis_url, "caf\u00e9 \u2013 \u202e")
+    environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([*PROMPTQ, "watch", "mine"], capture_output=True, env=environment)
-    assert b"Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == (0, b"caf\xe9 \\u2013 \\u202e\n")
 
 
 def test_everything_that_is_drawn() -> None:
