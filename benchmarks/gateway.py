@@ -109,10 +109,12 @@ def serve(url: str, load: Load) -> None:
 def observe(url: str, file: Path) -> None:
     """Note what the channels bring until it is ended, and write it to `file`."""
     noted: Noted = []
+    host = urlsplit(url)
 
     class Subscriber(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            cast(asyncio.Transport, transport).write(b"PSUBSCRIBE promptq:*:events:*\r\n")
+            commands = f"AUTH {host.password}\r\nPSUBSCRIBE promptq:*:events:*\r\n"
+            cast(asyncio.Transport, transport).write(commands.encode())
 
         def data_received(self, data: bytes) -> None:
             noted.append((time.monotonic(), data))
@@ -120,7 +122,6 @@ def observe(url: str, file: Path) -> None:
     async def run() -> None:
         over, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, over.set)
-        host = urlsplit(url)
         await loop.create_connection(Subscriber, host.hostname, host.port)
         print("ready", flush=True)
         await over.wait()

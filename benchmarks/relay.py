@@ -57,12 +57,14 @@ class Relay:
 
 
 class _Subscriber(asyncio.Protocol):
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, password: str) -> None:
         self._relay = relay
+        self._password = password
         self._reader = hiredis.Reader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(b"PSUBSCRIBE promptq:*:events:*\r\n")
+        commands = f"AUTH {self._password}\r\nPSUBSCRIBE promptq:*:events:*\r\n"
+        cast(asyncio.Transport, transport).write(commands.encode())
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -88,7 +90,9 @@ async def serve(url: str) -> None:
     loop, host = asyncio.get_running_loop(), urlsplit(url)
     async with AsyncClient(url) as client:
         relay = Relay(client)
-        await loop.create_connection(lambda: _Subscriber(relay), host.hostname, host.port)
+        await loop.create_connection(
+            lambda: _Subscriber(relay, host.password or ""), host.hostname, host.port
+        )
         server = await loop.create_server(lambda: _Server(relay), "127.0.0.1", 0, backlog=4096)
         port = server.sockets[0].getsockname()[1]
         print(f"ready at http://127.0.0.1:{port}, a bare relay", flush=True)

@@ -6,6 +6,7 @@ import sys
 
 from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.extras import require
+from promptq.shared.runtime.printable import printable
 
 
 def main() -> None:
@@ -16,7 +17,8 @@ def main() -> None:
 
         command()(prog_name="promptq worker")
     except PromptqError as error:
-        sys.exit(f"promptq worker: {error}")
+        said = printable(str(error), keep="\n\t")  # it may repeat what a stranger wrote
+        sys.exit(f"promptq worker: {said}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from redis.exceptions import RedisError
 from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import configure_logs
+from promptq.shared.runtime.printable import printable
 from promptq.shared.runtime.settings import Settings, flag_of, read_settings
 from promptq.shared.runtime.tracing import start_tracing
-from promptq.shared.server.advertised import advertise, advertised, withdraw
+from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import explain, open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.liveness.watchdog import watched
@@ -144,9 +145,11 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
     `error` is said as it would be in the end.
     """
     if isinstance(error, PromptqError):
-        print(f"promptq worker: {error}", file=sys.stderr)
+        said = printable(str(error), keep="\n\t")
+        print(f"promptq worker: {said}", file=sys.stderr)
     elif error is not None:
-        traceback.print_exception(error)
+        said = "".join(traceback.format_exception(error))
+        print(printable(said, keep="\n\t"), end="", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if error is None else 1)
@@ -210,13 +213,10 @@ def run(settings: Settings) -> None:
     if redis_url is not None:
         _serve(settings, redis_url)
         return
-    with EmbeddedServer() as server:
-        print(f"no Redis given: started an embedded server at {server.url}", flush=True)
-        advertise(server.url)
-        try:
-            _serve(settings, server.url)
-        finally:
-            withdraw(server.url)
+    with EmbeddedServer(is_advertised=True) as server:
+        where = f"{without_password(server.url)} ({how_to_find(server.url)})"
+        print(f"no Redis given: started an embedded server at {where}", flush=True)
+        _serve(settings, server.url)
 
 
 def _serve(settings: Settings, redis_url: str) -> None:

@@ -5,7 +5,8 @@ import path from "node:path";
 const [role, port, count] = process.argv.slice(2);
 const require = createRequire(path.join(process.env.BULLMQ_FOLDER, "package.json"));
 const { Queue, Worker } = require("bullmq");
-const connection = { host: "127.0.0.1", port: Number(port), maxRetriesPerRequest: null };
+const password = process.env.BULLMQ_PASSWORD;
+const connection = { host: "127.0.0.1", port: Number(port), password, maxRetriesPerRequest: null };
 const BULK = 500;
 
 if (role === "worker") {

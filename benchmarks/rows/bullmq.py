@@ -18,6 +18,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     for workload in job.workloads:
         count = len(workload.requests)
         with EmbeddedServer() as server:
+            environment["BULLMQ_PASSWORD"] = server.password
             worker, producer = (
                 subprocess.Popen(
                     ["node", str(_SCRIPT), role, str(server.port), str(count)],

@@ -60,24 +60,24 @@ def run(
     require("promptq batch", "gateway")
     import sys
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     from promptq.producer.batches.local_batch import errors_beside, run_batch
     from promptq.producer.batches.run_options import BatchProgress
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
     fields: dict[str, Any] = {"priority": priority}
     if tenant is not None:
         fields["tenant"] = tenant
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[failed]} failed, {task.fields[in_flight]} in flight"),
         TimeRemainingColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with Bar(*columns, console=SafeConsole(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(input_file.name, total=None, failed=0, in_flight=0)
 
         def show(progress: BatchProgress) -> None:

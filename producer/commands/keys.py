@@ -77,12 +77,11 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
     if as_json:
         print(json.dumps([key.model_dump() for key in found], indent=2))
         return
-    from rich.console import Console
-
     from promptq.producer.commands.screens.render import api_keys_table
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
     if found:
-        console = Console()
+        console = SafeConsole()
         console.print(api_keys_table(found, console.width))
     else:
         print("no keys: the gateway answers on this machine alone")

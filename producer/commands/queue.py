@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from promptq.producer.command_options import AsJson, Queue, Redis, RequestId, open_client
+from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
 
@@ -33,13 +34,11 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     with open_client(redis, queue) as client:
         found = client.stats()
     if as_json:
-        print(found.model_dump_json(indent=2))
+        write(found.model_dump_json(indent=2))
         return
-    from rich.console import Console
-
     from promptq.producer.commands.screens.render import queue_table, workers_table
 
-    console = Console()
+    console = SafeConsole()
     console.print(queue_table(found))
     if found.workers:
         console.print(workers_table(found.workers))
@@ -59,7 +58,7 @@ def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     """
     with open_client(redis, queue) as client:
         client.pause()
-    print(json.dumps({"paused": True}) if as_json else "paused: requests are taken in and wait")
+    write(json.dumps({"paused": True}) if as_json else "paused: requests are taken in and wait")
 
 
 def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
@@ -71,7 +70,7 @@ def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) ->
     """
     with open_client(redis, queue) as client:
         client.resume()
-    print(json.dumps({"paused": False}) if as_json else "resumed")
+    write(json.dumps({"paused": False}) if as_json else "resumed")
 
 
 def drain(
@@ -96,11 +95,11 @@ def drain(
     with open_client(redis, queue) as client:
         told = client.drain(worker)
     if as_json:
-        print(json.dumps({"workers": told}))
+        write(json.dumps({"workers": told}))
     elif told:
-        print("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
+        write("\n".join(f"told {worker_id} to finish and exit" for worker_id in told))
     else:
-        print("no worker is alive" if worker is None else "no such worker is alive")
+        write("no worker is alive" if worker is None else "no such worker is alive")
 
 
 def reprioritise(
@@ -119,7 +118,7 @@ def reprioritise(
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} waits")
-    print(
+    write(
         {
             PriorityStatus.CHANGED: f"it waits with priority {priority}",
             PriorityStatus.ACTIVE: "nothing changed: a worker holds it",
@@ -145,16 +144,14 @@ def list_dead(
     with open_client(redis, queue) as client:
         letters = client.dead_letters(limit)
     if as_json:
-        print(json.dumps([letter.model_dump() for letter in letters], indent=2))
+        write(json.dumps([letter.model_dump() for letter in letters], indent=2))
         return
-    from rich.console import Console
-
     from promptq.producer.commands.screens.render import dead_letters_table
 
     if letters:
-        Console().print(dead_letters_table(letters))
+        SafeConsole().print(dead_letters_table(letters))
     else:
-        print("no dead letters")
+        write("no dead letters")
 
 
 @dead.command()
@@ -170,14 +167,14 @@ def show(
     with open_client(redis, queue) as client:
         letter = client.dead_letter(request_id)
     if as_json:
-        print(letter.model_dump_json(indent=2))
+        write(letter.model_dump_json(indent=2))
         return
-    print(f"{letter.request_id}, buried {clock_text(letter.buried_at)}")
-    print(f"{letter.message}; it had emitted {letter.num_tokens} tokens")
+    write(f"{letter.request_id}, buried {clock_text(letter.buried_at)}")
+    write(f"{letter.message}; it had emitted {letter.num_tokens} tokens")
     for attempt in letter.history:
         since, until = clock_text(attempt.claimed_at), clock_text(attempt.ended_at)
-        print(f"  attempt {attempt.attempt} on {attempt.worker}, {since} to {until}: {attempt.how}")
-    print(letter.payload)
+        write(f"  attempt {attempt.attempt} on {attempt.worker}, {since} to {until}: {attempt.how}")
+    write(letter.payload)
 
 
 @dead.command()
@@ -200,12 +197,12 @@ def requeue(
         for request_id in _chosen(client.dead_ids(_ALL) if everything else request_ids):
             new_ids[request_id] = client.requeue(request_id)
     if as_json:
-        print(json.dumps({"requeued": new_ids}))
+        write(json.dumps({"requeued": new_ids}))
         return
     if not new_ids:
-        print("no dead letters")
+        write("no dead letters")
     for old, new in new_ids.items():
-        print(f"{old} runs again as {new}")
+        write(f"{old} runs again as {new}")
 
 
 @dead.command()
@@ -228,7 +225,7 @@ def purge(
         count = client.purge(chosen)
     if chosen and not count:
         raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
-    print(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
+    write(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
 
 
 def clock_text(milliseconds: int) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from promptq.producer.command_options import Queue, Redis, RequestId, open_client
 from promptq.producer.commands.screens.printing import StreamPrinter
+from promptq.producer.commands.screens.terminal import write
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.queue.request_queue import new_request_id
@@ -89,7 +90,7 @@ def submit(
             client.cancel(request_id)
             raise
         if detach:
-            print(json.dumps({"id": request_id}) if as_json else request_id)
+            write(json.dumps({"id": request_id}) if as_json else request_id)
             return
         raise typer.Exit(StreamPrinter(client, request_id, as_json).submit())
 
@@ -122,7 +123,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
         status = client.cancel(request_id)
     if status is CancelStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} is known")
-    print(
+    write(
         {
             CancelStatus.CANCELLED: "cancelled",
             CancelStatus.FLAGGED: "cancelled; its worker ends it now",

@@ -44,11 +44,10 @@ def settings(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-
     from promptq.producer.commands.screens.render import settings_list
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
-    Console().print(settings_list(rows))
+    SafeConsole().print(settings_list(rows))
 
 
 def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:

@@ -60,9 +60,8 @@ def up(
     promptq up --redis redis://localhost:6379/0
     promptq up --data ./promptq-data
     """
-    from rich.console import Console
-
     from promptq.producer.commands.local_fleet.up import UpOptions, run_up
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
     settings = read_settings()
     options = UpOptions(
@@ -81,7 +80,7 @@ def up(
         "jobs": port is not None,
     }
     require("promptq up", *(extra for extra, is_needed in needed.items() if is_needed))
-    run_up(options, Console())
+    run_up(options, SafeConsole())
 
 
 def worker(context: typer.Context) -> None:
@@ -111,11 +110,10 @@ def server(
     promptq server --port 6399 --data ./promptq-data
     """
     require("promptq server", "server")
-    from rich.console import Console
-
     from promptq.producer.commands.local_fleet.up import run_server
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
-    run_server(port, data, Console())
+    run_server(port, data, SafeConsole())
 
 
 def demo(context: typer.Context) -> None:

@@ -16,6 +16,8 @@ from promptq.producer.command_options import Queue, Redis, open_client
 from promptq.shared.errors import RedisSideError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from promptq.producer.admin.overview import Overview
     from promptq.producer.clients.sync_client import Client
     from promptq.shared.protocol.worker_stats import Sample
@@ -52,11 +54,10 @@ def top(
     promptq top
     promptq top --queue chat --once
     """
-    from rich.console import Console
-
     from promptq.producer.commands.screens.overview_screen import overview_screen
+    from promptq.producer.commands.screens.terminal import SafeConsole
 
-    console = Console()
+    console = SafeConsole()
     with open_client(redis, queue) as client:
         hour = LastHour(client)
 
@@ -67,10 +68,10 @@ def top(
         if once or not console.is_terminal or console.is_dumb_terminal:
             console.print(look())
         else:
-            _watch(look)
+            _watch(console, look)
 
 
-def _watch(look: Callable[[], Any]) -> None:
+def _watch(console: Console, look: Callable[[], Any]) -> None:
     """Show it until somebody has enough. Raises what the first look raises."""
     from rich.console import Group
     from rich.live import Live
@@ -79,7 +80,7 @@ def _watch(look: Callable[[], Any]) -> None:
     shown = look()
     with (
         _keys() as key_pressed,
-        Live(shown, screen=True, auto_refresh=False) as live,
+        Live(shown, console=console, screen=True, auto_refresh=False) as live,
     ):
         try:
             while True:

@@ -1,18 +1,31 @@
 """Where the embedded servers of this user are, so that commands find them without an address.
 
 Each is a file in a folder of the user's own: the one for running programs if the system gives one
-(`XDG_RUNTIME_DIR`), else one in HOME. A folder that another user owns, or may write to, is not
-believed, for requests would go to whatever server that user named.
+(`XDG_RUNTIME_DIR`), else one in HOME. It holds the address with the password, so it is the user's
+alone, and nothing that another user owns or may write to is believed: requests would go to whatever
+server that user named.
+
+The server itself keeps the file locked, as a descriptor that it got from its parent, and the kernel
+takes the lock away when the server ends, however it ends. Who can take the lock therefore knows
+that whatever listens at the address now is another server.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
+
+_BEGUN = "new-"
+_PRIVATE = 0o700
+_OTHERS = 0o077
 
 
 def is_free(port: int) -> bool:
@@ -26,33 +39,80 @@ def is_free(port: int) -> bool:
         return True
 
 
-def advertise(url: str) -> None:
-    """Let later commands of this user find the server without being told its address."""
-    folder = _folder()
-    with suppress(OSError):  # nowhere to write: commands then need the address
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(folder):
-            whole = folder / f"new-{os.getpid()}"
-            whole.write_text(url)
-            whole.rename(_file(folder, url))  # a reader finds all of it or nothing
+class Advertisement:
+    """The file of a server that is about to start.
 
+    The server inherits `descriptor`, its lock. Who ends the server removes `file` first, as it
+    closes its port a moment before it ends.
+    """
 
-def withdraw(url: str) -> None:
-    """Undo `advertise`: commands find the server before it again, if that still runs."""
-    if _is_ours(_folder()):
-        _file(_folder(), url).unlink(missing_ok=True)
+    def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
+        self.descriptor = descriptor
+        self.file = file
+        self._begun = begun
 
-
-def advertised() -> str | None:
-    """The address of this user's embedded server, of several the latest; None if none lives."""
-    if not _is_ours(_folder()):
+    @classmethod
+    def prepare(cls, port: int) -> Self | None:
+        """None where there is nowhere to write: no command will find the server."""
+        folder = _folder()
+        with suppress(OSError):
+            folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+            if _is_ours(folder):
+                folder.chmod(_PRIVATE)
+                descriptor, path = tempfile.mkstemp(prefix=_BEGUN, dir=folder)  # for its owner only
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Names are not used again: who finds a server dead deletes its file without a look.
+                name = f"{_prefix()}{port}-{Path(path).name.removeprefix(_BEGUN)}"
+                return cls(descriptor, Path(path), folder / name)
         return None
-    files = sorted(_folder().glob("server-*"), key=_written_at, reverse=True)
-    return next((url for file in files if (url := _living(file)) is not None), None)
+
+    def publish(self, url: str) -> None:
+        """Let commands find the server, which has the descriptor by now: this process lets it go.
+
+        They find the whole address or nothing.
+        """
+        with suppress(OSError):
+            os.write(self.descriptor, url.encode())
+            self._begun.rename(self.file)
+        self.close()
+
+    def close(self) -> None:
+        """Leave nothing begun; doing it twice does no harm."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        self._begun.unlink(missing_ok=True)
+
+
+def advertised(port: int | None = None) -> str | None:
+    """The address of this user's embedded server, of several the latest; None if none lives.
+
+    With `port` only of one that listens there.
+    """
+    files = sorted(_files(), key=_written_at, reverse=True)
+    living = (url for file in files if (url := _living(file)) is not None)
+    return next((url for url in living if port in (None, urlsplit(url).port)), None)
+
+
+def how_to_find(url: str) -> str:
+    """How other programs of this user get the address, with its password, of one that lives."""
+    if advertised(urlsplit(url).port) == url:
+        return "`promptq url` prints the password"
+    return f"no other command finds it: {_folder()} cannot be used, or is not its user's alone"
+
+
+def liveness_of(url: str) -> Callable[[], bool] | None:
+    """What tells whether the server of an advertised address lives; None for any other address.
+
+    Asked of a connection that is open, but not yet used, a yes is sure: the server lived when the
+    connection was made, and so it was the one that listened.
+    """
+    file = next((file for file in _files() if (_read(file) or ("", False))[0] == url), None)
+    return None if file is None else lambda: _read(file) == (url, True)
 
 
 def _folder() -> Path:
-    """The folder with a file for each server of this user, by its port."""
+    """The folder with a file for each server of this user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and _is_ours(Path(runtime)) and os.access(runtime, os.W_OK):
         return Path(runtime) / "promptq"  # `su` may leave that of another user
@@ -63,16 +123,25 @@ def _folder() -> Path:
     return Path(state) / "promptq"
 
 
-def _file(folder: Path, url: str) -> Path:
-    return folder / f"server-{urlsplit(url).port}"
+def _prefix() -> str:
+    """Of the files of this machine's servers: several machines may share a home."""
+    return f"server-{os.uname().nodename}-"
+
+
+def _files() -> Iterator[Path]:
+    folder, prefix = _folder(), _prefix()
+    if _is_ours(folder):
+        with suppress(OSError):
+            yield from (file for file in folder.iterdir() if file.name.startswith(prefix))
 
 
 def _is_ours(folder: Path) -> bool:
     try:
-        found = folder.stat()
+        found, named = folder.stat(), folder.lstat()  # a link is as good as whoever made it
     except OSError:
         return False
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_shut = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and is_shut and {found.st_uid, named.st_uid} == {os.getuid()}
 
 
 def _written_at(file: Path) -> int:
@@ -83,15 +152,33 @@ def _written_at(file: Path) -> int:
 
 
 def _living(file: Path) -> str | None:
-    try:
-        url = file.read_text()
-    except OSError:
+    found = _read(file)
+    if found is None:
         return None
-    try:
-        port = urlsplit(url).port
-    except ValueError:
-        port = None
-    if port is None or is_free(port):
+    url, is_living = found
+    if not is_living:
         file.unlink(missing_ok=True)  # its server was killed
         return None
     return url
+
+
+def _read(file: Path) -> tuple[str, bool] | None:
+    """The address and whether its server lives; None for a file that is not to be believed."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, errors="replace") as opened:
+        found = os.fstat(descriptor)
+        is_private = found.st_uid == os.getuid() and not found.st_mode & _OTHERS
+        if not stat.S_ISREG(found.st_mode) or not is_private:
+            return None
+        return opened.read(), _is_locked(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
+    except BlockingIOError:
+        return True
+    return False

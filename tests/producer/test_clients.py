@@ -34,10 +34,10 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
-from promptq.shared.server.advertised import advertise
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
 from tests.producer.playing import losing_one_reply, old_server
+from tests.roles import as_role
 
 KEYS = Keys("default")
 Make = Callable[..., Any]
@@ -456,25 +456,17 @@ def test_the_url_of_the_settings(
     make_client: Make, no_server: None, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROMPTQ_REDIS_URL goes before the running `promptq up`."""
-    with EmbeddedServer() as other:
-        advertise(other.url)
+    with EmbeddedServer(is_advertised=True):
         monkeypatch.setenv("PROMPTQ_REDIS_URL", redis_url)
         request_id = make_client().enqueue("Hi")
     assert make_client(redis_url).state(request_id) is RequestState.WAITING
 
 
-def test_the_advertised_server(make_client: Make, no_server: None, redis_url: str) -> None:
+def test_the_advertised_server(make_client: Make, no_server: None) -> None:
     """What `promptq up` started is found without an address."""
-    advertise(redis_url)
-    request_id = make_client().enqueue("Hi")
-    assert make_client(redis_url).state(request_id) is RequestState.WAITING
-
-
-def test_an_advertised_server_that_is_gone(make_client: Make, no_server: None) -> None:
-    """Its owner was killed before it could say so."""
-    advertise(f"redis://127.0.0.1:{free_port()}/0")
-    with pytest.raises(RedisUnavailableError, match=r"no Redis server to talk to.*promptq up"):
-        make_client().enqueue("Hi")
+    with EmbeddedServer(is_advertised=True) as server:
+        request_id = make_client().enqueue("Hi")
+        assert make_client(server.url).state(request_id) is RequestState.WAITING
 
 
 def test_a_server_that_is_not_there(make_client: Make) -> None:
@@ -488,11 +480,9 @@ def test_a_server_that_is_not_there(make_client: Make) -> None:
 def test_wrong_credentials(make_client: Make) -> None:
     """Both a missing and a wrong password are told from a server that is not there."""
     with EmbeddedServer() as server:
-        with redis.Redis.from_url(server.url) as connection:
-            connection.config_set("requirepass", "right")
-        right = server.url.replace("redis://", "redis://:right@")
+        right = server.url
         make_client(right).enqueue("Hi")
-        for url in (server.url, right.replace("right", "wrong")):
+        for url in (as_role("", right), right.replace(server.password, "wrong")):
             with pytest.raises(RedisAuthError, match="credentials"):
                 make_client(url).enqueue("Hi")
 
@@ -502,7 +492,7 @@ def test_a_role_that_may_not(make_client: Make) -> None:
     with EmbeddedServer() as server:
         with redis.Redis.from_url(server.url) as connection:
             connection.execute_command("ACL", "SETUSER", "reader", "on", "nopass", "~*", "+info")
-        client = make_client(server.url.replace("redis://", "redis://reader:x@"))
+        client = make_client(f"redis://reader:x@127.0.0.1:{server.port}/0")
         with pytest.raises(RedisAuthError, match="credentials"):
             client.enqueue("Hi")
 

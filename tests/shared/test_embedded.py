@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import redis
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.server import advertised
+from promptq.shared.server.advertised import advertised
 from promptq.shared.server.embedded import EmbeddedServer
 
 OWNER = """
@@ -99,7 +98,7 @@ def test_takes_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_dump_of_another_server_is_restored_and_kept(tmp_path: Path) -> None:
     with EmbeddedServer(data_dir=tmp_path / "first") as server:
-        with redis.Redis(port=server.port) as client:
+        with redis.Redis.from_url(server.url) as client:
             client.set("key", "value")
             client.save()
         (tmp_path / "second").mkdir()
@@ -107,7 +106,7 @@ def test_a_dump_of_another_server_is_restored_and_kept(tmp_path: Path) -> None:
     for value in (b"value", b"later"):
         with (
             EmbeddedServer(data_dir=tmp_path / "second") as server,
-            redis.Redis(port=server.port) as client,
+            redis.Redis.from_url(server.url) as client,
         ):
             assert client.get("key") == value
             client.set("key", "later")
@@ -132,15 +131,12 @@ def test_later_commands_of_the_same_user_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert advertised.advertised() is None
-    with EmbeddedServer() as server:
-        advertised.advertise(server.url)
-        assert advertised.advertised() == server.url
-        assert os.stat(tmp_path / "promptq").st_mode & 0o077 == 0
-        advertised.withdraw("redis://127.0.0.1:1/0")
-        assert advertised.advertised() == server.url
-    assert advertised.advertised() is None, "it is gone, though nobody withdrew it"
-    advertised.withdraw(server.url)
+    assert advertised() is None
+    with EmbeddedServer(), EmbeddedServer(is_advertised=True) as server:
+        assert advertised() == server.url
+        assert advertised(server.port) == server.url
+        assert advertised(1) is None
+    assert advertised() is None
     assert not list((tmp_path / "promptq").iterdir())
 
 
@@ -148,15 +144,11 @@ def test_of_several_servers_the_latest_that_runs_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with EmbeddedServer() as first:
-        advertised.advertise(first.url)
-        with EmbeddedServer() as second:
-            advertised.advertise(second.url)
-            assert advertised.advertised() == second.url
-            advertised.withdraw(second.url)
-            assert advertised.advertised() == first.url
-            advertised.advertise(second.url)
-        assert advertised.advertised() == first.url, "the second was killed"
+    with EmbeddedServer(is_advertised=True) as first:
+        with EmbeddedServer(is_advertised=True) as second:
+            assert advertised() == second.url
+            assert advertised(first.port) == first.url
+        assert advertised() == first.url
 
 
 def test_a_runtime_folder_that_is_not_there_is_passed_over(
@@ -164,11 +156,10 @@ def test_a_runtime_folder_that_is_not_there_is_passed_over(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with EmbeddedServer() as server:
-        advertised.advertise(server.url)
-        assert advertised.advertised() == server.url
+    with EmbeddedServer(is_advertised=True) as server:
+        assert advertised() == server.url
         monkeypatch.setenv("HOME", str(tmp_path / "somebody-else"))
-        assert advertised.advertised() is None, "another home, another user's"
+        assert advertised() is None, "another home, another user's"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
@@ -176,9 +167,10 @@ def test_a_folder_that_others_may_write_to_is_not_believed(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with EmbeddedServer() as server:
-        advertised.advertise(server.url)
+    with EmbeddedServer(is_advertised=True) as server:
         (tmp_path / "promptq").chmod(mode)
-        assert advertised.advertised() is None
-        advertised.advertise("redis://127.0.0.1:1/0")
-        assert len(list((tmp_path / "promptq").iterdir())) == 1, "nothing is written there either"
+        assert advertised() is None
+        with EmbeddedServer(is_advertised=True):
+            assert len(list((tmp_path / "promptq").iterdir())) == 1, "nothing is written there"
+        (tmp_path / "promptq").chmod(0o700)
+        assert advertised() == server.url

@@ -25,12 +25,13 @@ from promptq.producer.commands.local_fleet.fleet import WorkersFailedError
 from promptq.producer.commands.local_fleet.processes import WorkerProcess
 from promptq.producer.commands.screens.demo_view import Board, Shown, finished_text, requests_table
 from promptq.producer.commands.screens.render import workers_table
+from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.runtime.tasks import end
-from promptq.shared.server.connection import open_async_redis
+from promptq.shared.server.connection import open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
 
 SLOTS = 6
@@ -90,10 +91,10 @@ PARTS: Sequence[Part] = [
 
 def run_demo(worker_args: Sequence[str] = ()) -> int:
     """Run the demo; Ctrl-C ends all that it started. Gives the exit code."""
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     try:
         with EmbeddedServer() as server:
-            console.print(f"[green]✓[/] server   {server.url}")
+            console.print(f"[green]✓[/] server   {without_password(server.url)}")
             with _running_worker(server.url, worker_args, console) as worker:
                 asyncio.run(_interruptible(_play(console, server.url, worker)))
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM

@@ -14,6 +14,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from rich.console import Console
+from rich.markup import escape
 
 from promptq.producer.commands.local_fleet.fleet import Fleet
 from promptq.producer.commands.local_fleet.processes import (
@@ -23,7 +24,7 @@ from promptq.producer.commands.local_fleet.processes import (
 )
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
-from promptq.shared.server.advertised import advertise, is_free, withdraw
+from promptq.shared.server.advertised import how_to_find, is_free
 from promptq.shared.server.connection import open_redis, without_password
 from promptq.shared.server.embedded import PREFERRED_PORT, EmbeddedServer
 
@@ -97,12 +98,8 @@ def _server(options: UpOptions) -> Iterator[str]:
         open_redis(options.redis_url).close()
         yield options.redis_url
         return
-    with start_embedded(options.redis_port, options.data_dir) as server:
-        advertise(server.url)
-        try:
-            yield server.url
-        finally:
-            withdraw(server.url)
+    with _start_embedded(options.redis_port, options.data_dir) as server:
+        yield server.url
 
 
 def run_server(port: int | None, data_dir: Path | None, console: Console) -> None:
@@ -110,21 +107,19 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
     signals = StopSignals()
     try:
         with _server(UpOptions(redis_port=port, data_dir=data_dir)) as url:
-            console.out(f"server ready at {url}", highlight=False)
+            where = f"{without_password(url)} ({how_to_find(url)})"
+            console.out(f"server ready at {where}", highlight=False)
             while not signals.asked_to_drain():
                 time.sleep(_LOOK_SECONDS)
     finally:
         signals.restore()
 
 
-def start_embedded(port: int | None = None, data_dir: Path | None = None) -> EmbeddedServer:
+def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
     """A server on `port`, or else on the port that the docs name, or else on any free one."""
-    if port is not None:
-        return EmbeddedServer(port, data_dir)
-    try:
-        return EmbeddedServer(PREFERRED_PORT, data_dir)
-    except ConfigurationError:
-        return EmbeddedServer(None, data_dir)
+    if port is None:
+        port = PREFERRED_PORT if is_free(PREFERRED_PORT) else None
+    return EmbeddedServer(port, data_dir, is_advertised=True)
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
@@ -148,10 +143,10 @@ def _environment(url: str) -> dict[str, str]:
 
 def _welcome(options: UpOptions, url: str, console: Console) -> None:
     own = options.redis_url is None
-    kept = f"kept in {options.data_dir}" if options.data_dir else "nothing is kept"
+    kept = f"kept in {escape(str(options.data_dir))}" if options.data_dir else "nothing is kept"
     if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
         kept += f"; port {PREFERRED_PORT} is taken"
-    kind = f"embedded, {kept}" if own else "yours"
+    kind = f"embedded, {kept}; {escape(how_to_find(url))}" if own else "yours"
     workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
     lines = [
         "[bold]promptq is up[/]",
@@ -172,7 +167,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         f"  [bold]promptq stats{where}[/]",
     ]
     if own:
-        cli = f"redis-cli -p {urlsplit(url).port}"
+        cli = 'redis-cli -u "$(promptq url)"'
         prefix = f"promptq:{{{options.queue}}}:"
         lines += [
             "or with nothing but redis-cli:",

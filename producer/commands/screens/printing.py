@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from rich.console import Console
+from rich.text import Text
 
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.screens.render import milliseconds
+from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
@@ -32,7 +33,7 @@ class StreamPrinter:
         self._client = client
         self._id = request_id
         self._as_json = as_json
-        self._console = Console(stderr=True, highlight=False)
+        self._console = SafeConsole(stderr=True, highlight=False)
         self._is_interrupted = False
         self._enqueued_at: float | None = None  # unless that was before this process
         self._first_token_ms: float | None = None
@@ -81,14 +82,14 @@ class StreamPrinter:
         if event.token_ids and self._first_token_ms is None and self._enqueued_at is not None:
             self._first_token_ms = (time.monotonic() - self._enqueued_at) * 1000
         if self._as_json:
-            print(event.to_json(), flush=True)
+            write(event.to_json())
         elif event.text:
             self._ends_in_newline = event.text.endswith("\n")
-            print(event.text, end="", flush=True)
+            write(event.text, end="")
 
     def _end_line(self) -> None:
         if not self._ends_in_newline:
-            print(flush=True)
+            write("")
             self._ends_in_newline = True
 
     @contextmanager
@@ -163,7 +164,7 @@ class StreamPrinter:
         return " · ".join(parts)
 
     def _say(self, message: str) -> None:
-        self._console.print(f"promptq: {message}", markup=False, soft_wrap=True)
+        self._console.print(Text(f"promptq: {message}"), soft_wrap=True)
 
 
 def _tokens(count: int) -> str:

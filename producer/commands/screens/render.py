@@ -10,7 +10,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -44,7 +43,7 @@ def byte_size(value: float) -> str:
     return f"{value:.1f} GiB"
 
 
-def plain_table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
+def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[str] = ()) -> Table:
     """A table without frame, numbers to the right, the columns of `left` to the left."""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -78,9 +77,9 @@ def fitting(
 
 def queue_table(stats: QueueStats) -> Table:
     """Counts of requests by where they are."""
-    title = f"queue {stats.queue}"
-    title += f", model {escape(stats.model)}" if stats.model else ""
-    title += ", paused" if stats.paused else ""
+    title = Text(f"queue {stats.queue}", style="bold")
+    title.append(f", model {stats.model}" if stats.model else "")
+    title.append(", paused" if stats.paused else "")
     table = plain_table("waiting", "delayed", "active", "dead letters", title=title)
     counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
     table.add_row(*(f"{count:,}" for count in counts))
@@ -93,8 +92,7 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     for letter in letters:
         buried = f"{datetime.fromtimestamp(letter.buried_at / 1000):%Y-%m-%d %H:%M:%S}"
         counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
-        payload = escape(letter.payload[:80])
-        table.add_row(escape(letter.request_id), buried, *counts, payload)
+        table.add_row(Text(letter.request_id), buried, *counts, Text(letter.payload[:80]))
     return table
 
 
@@ -126,9 +124,9 @@ def workers_table(workers: Sequence[WorkerStats]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
     table.add_column("")
     for worker in workers:
-        table.add_column(escape(worker.worker_id), justify="right", overflow="fold")
+        table.add_column(Text(worker.worker_id), justify="right", overflow="fold")
     for name, values in _facts(workers).items():
-        table.add_row(name, *map(escape, values))
+        table.add_row(name, *map(Text, values))
     return table
 
 

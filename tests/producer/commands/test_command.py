@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ import redis
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
 from tests.producer.jobs.processes import family_of
@@ -378,9 +380,7 @@ def test_a_server_that_is_not_there(run: Run) -> None:
 def test_wrong_credentials(run: Run) -> None:
     """Told apart from a server that is not there."""
     with EmbeddedServer() as server:
-        with redis.Redis.from_url(server.url) as connection:
-            connection.config_set("requirepass", "right")
-        for url in (server.url, server.url.replace("redis://", "redis://:wrong@")):
+        for url in (as_role("", server.url), server.url.replace(server.password, "wrong")):
             done = run("stats", url=url)
             assert done.returncode == 1
             assert re.fullmatch("promptq: .*refused the credentials.*\n", done.stderr)
@@ -440,9 +440,10 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     options = ["--model", "model-free", "--workers", "2", "--port", str(port)]
     process = start("up", *options, url="", PROMPTQ_FILES_DIR=str(tmp_path / "files"))
     welcome = read_until(process, "stops all of it.\n")
-    server = re.search(r"redis://127\.0\.0\.1:\d+/0", welcome)
-    assert server is not None
-    assert f"redis-cli -p {server[0].split(':')[2][:-2]}" in welcome
+    url = run("url", url="").stdout.strip()
+    assert without_password(url) in welcome
+    assert str(urlsplit(url).password) not in welcome
+    assert 'redis-cli -u "$(promptq url)" ' in welcome
     assert f"http://127.0.0.1:{port}/ is the dashboard" in welcome
     not_ready = {"worker 1", "worker 2", "gateway", "jobs"}
     while not_ready:
@@ -452,7 +453,7 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     asked = json.dumps({"prompt": "Hi", "max_tokens": 3}).encode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", asked) as answer:
         assert len(json.load(answer)["choices"][0]["text"]) == 3
-    with redis.Redis.from_url(server[0]) as connection:
+    with redis.Redis.from_url(url) as connection:
         wait_until(lambda: connection.exists(KEYS.upkeep))  # which is the jobs' work
     assert run("submit", "Hi", "--max-tokens", "3", "--seed", "1", url="").stdout != ""
     workers = json.loads(run("stats", "--json", url="").stdout)["workers"]
@@ -592,22 +593,32 @@ def _read_terminal(descriptor: int) -> bytes:
         return b""
 
 
+def url_of_worker(parent: int) -> str:
+    """What the demo tells its worker and nobody else."""
+    while True:
+        for pid in family_of(parent):
+            with suppress(OSError):  # it has just ended
+                environment = Path(f"/proc/{pid}/environ").read_text()
+                if found := re.search(r"(?:^|\0)PROMPTQ_REDIS_URL=([^\0]+)", environment):
+                    return found[1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_demo_that_is_stopped_leaves_nothing(
     start: Start, number: signal.Signals, tmp_path: Path
 ) -> None:
     """Ctrl-C ends the server and the worker too."""
     process = start(*DEMO, url="")
-    url = re.search(r"redis://\S+", read_until(process, "/0\n"))
-    assert url is not None
+    shown = re.search(r"redis://\S+", read_until(process, "/0\n"))
+    assert shown is not None
     if number is signal.SIGTERM:
-        with redis.Redis.from_url(url[0]) as connection:
+        with redis.Redis.from_url(url_of_worker(process.pid)) as connection:
             connection.hset(KEYS.config, "paused", 1)  # or it might be over before the signal
         read_until(process, "ready")
     process.send_signal(number)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (130, "")
-    with redis.Redis.from_url(url[0]) as connection, pytest.raises(redis.ConnectionError):
+    with redis.Redis.from_url(shown[0]) as connection, pytest.raises(redis.ConnectionError):
         connection.ping()
 
 

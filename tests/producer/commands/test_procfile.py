@@ -16,7 +16,7 @@ import redis
 
 from promptq import Client
 from tests.ports import free_port
-from tests.producer.playing import PROMPTQ
+from tests.producer.playing import PROMPTQ, Run
 from tests.roles import as_role, bring_in_roles
 
 PROCFILE = Path(__file__).parents[3] / "Procfile"
@@ -40,10 +40,11 @@ def start_type(tmp_path: Path, environment: dict[str, str]) -> Iterator[StartTyp
     commands = {name: command for name, _, command in lines}
     assert list(commands) == ["server", "worker", "gateway", "jobs"]
     # `promptq` is this tree's, whatever is installed.
-    command = tmp_path / "promptq"
+    command = tmp_path / "bin" / "promptq"
+    command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {" ".join(PROMPTQ)} "$@"\n')
     command.chmod(0o755)
-    found_first = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    found_first = {"PATH": f"{command.parent}:{os.environ['PATH']}"}
     started: list[subprocess.Popen[str]] = []
 
     def start(name: str, settings: dict[str, str]) -> subprocess.Popen[str]:
@@ -68,21 +69,21 @@ def start_type(tmp_path: Path, environment: dict[str, str]) -> Iterator[StartTyp
 
 
 def test_every_process_type_starts_and_finds_the_others(
-    start_type: StartType, tmp_path: Path
+    start_type: StartType, run: Run, tmp_path: Path
 ) -> None:
     """By the port alone, and where the URL of a role is set by that."""
     port = free_port()
-    url = f"redis://127.0.0.1:{port}/0"
     settings = {
         "PROMPTQ_SERVER_PORT": str(port),
         "PROMPTQ_HTTP_PORT": "0",
         "PROMPTQ_MODEL": "model-free",
         "PROMPTQ_FILES_DIR": str(tmp_path),
-        "PROMPTQ_REDIS_URL_WORKER": as_role("worker", url),
-        "PROMPTQ_REDIS_URL_JOBS": as_role("jobs", url),
     }
     ready_line(start_type("server", settings))
+    url = run("url", "--port", str(port), url="").stdout.strip()
     bring_in_roles(url)
+    settings["PROMPTQ_REDIS_URL_WORKER"] = as_role("worker", url)
+    settings["PROMPTQ_REDIS_URL_JOBS"] = as_role("jobs", url)
     others = [start_type(name, settings) for name in ("worker", "jobs", "gateway")]
     *_, line = map(ready_line, others)
     found = re.search(r"http://\S+(?=,)", line)

@@ -360,7 +360,7 @@ def test_a_worker_and_no_wish_to_wait(letters: OpenAI) -> None:
 def test_redis_away() -> None:
     """503 at once, for every endpoint, and all of it works again when the server is back."""
     port = free_port()
-    url = f"redis://127.0.0.1:{port}/0"
+    url = f"redis://default:secret@127.0.0.1:{port}/0"
     asked = {"prompt": "Hi"}
     with live_gateway(url) as gateway, httpx2.Client(base_url=gateway.url, timeout=30) as http:
 
@@ -377,7 +377,7 @@ def test_redis_away() -> None:
             assert http.get("/healthz").status_code == 200
 
         check_away()
-        with EmbeddedServer(port) as server:
+        with EmbeddedServer(port, password="secret") as server:
             bring_in_roles(server.url)
             with live_worker(server.url):
                 answer = http.post("/v1/completions", json=asked)

@@ -498,9 +498,8 @@ def test_whoever_reads_on_cancels_too_unless_it_said_otherwise(
 
 def test_a_stream_outlasts_a_restart_of_redis(tmp_path: Path) -> None:
     """It waits for the server and goes on; the client only sees that nothing comes for a while."""
-    port = free_port()
-    url = f"redis://127.0.0.1:{port}/0"
-    server = EmbeddedServer(port, tmp_path)
+    server = EmbeddedServer(free_port(), tmp_path)
+    url = server.url
     try:
         with (
             live_gateway(url) as gateway,
@@ -510,7 +509,7 @@ def test_a_stream_outlasts_a_restart_of_redis(tmp_path: Path) -> None:
         ):
             reading.next()
             server.stop()
-            server = EmbeddedServer(port, tmp_path)
+            server = EmbeddedServer(server.port, tmp_path, password=server.password)
             worker.send(claim, "b")
             assert reading.text(1) == "b"
             worker.finish(claim, "c")

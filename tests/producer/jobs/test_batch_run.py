@@ -257,7 +257,7 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
         await until(lambda: connection.zcard(KEYS.pending) == 10)
     server.stop()
     await asyncio.sleep(0.05)
-    server = EmbeddedServer(port, tmp_path / "data")
+    server = EmbeddedServer(port, tmp_path / "data", password=server.password)
     bring_in_roles(server.url)
     try:
         with redis.Redis.from_url(as_role("", url)) as connection:

@@ -212,7 +212,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
             kill_all(first.pid)
             first.wait()
         server.stop()
-        server = EmbeddedServer(port, tmp_path / "data")
+        server = EmbeddedServer(port, tmp_path / "data", password=server.password)
         bring_in_roles(server.url)
         running = files / "running" / f"{batch.id}.output.jsonl"
         with redis.Redis.from_url(as_role("", url)) as connection, receiver() as receiving:

@@ -6,6 +6,7 @@ import argparse
 import time
 
 from promptq.shared.server.embedded import EmbeddedServer
+from tests.roles import drop_password
 from tests.shared.states.explore import explore
 from tests.shared.states.walks import walk
 from tests.shared.states.worlds import LARGE, SMALL, WALKED
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--walks", type=int, default=2000, help="how many (2000)")
     options = parser.parse_args()
     with EmbeddedServer() as server:
+        drop_password(server.url)
         print(f"{'states':>9} {'moves':>10} {'deepest':>8} {'seconds':>8}  world", flush=True)
         for name, world in (SMALL | LARGE).items():
             if options.worlds in name:

@@ -9,6 +9,7 @@ import redis
 
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.server.embedded import EmbeddedServer
+from tests.roles import drop_password
 from tests.shared.states import calls
 from tests.shared.states.explore import TooManyStatesError, ViolationError, explore
 from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
@@ -67,6 +68,7 @@ def test_scripts_that_never_settle_are_found_by_their_many_states(embedded_url: 
 def test_a_server_that_goes_away_ends_the_exploration() -> None:
     move = calls.reap(max_crashes=3)
     with EmbeddedServer() as embedded:
+        drop_password(embedded.url)
         server = StatesServer(embedded.port)
         server.step(b"[]", move)
     with pytest.raises(ConnectionError):

@@ -131,9 +131,8 @@ async def test_a_stream_goes_on_while_nobody_can_tell_who_may_read(
 ) -> None:
     """Redis is away: the stream says so, and goes on with what there is."""
     monkeypatch.setattr(page_stream, "CHECK_SECONDS", 0.05)
-    port = free_port()
-    server = EmbeddedServer(port)
-    url = f"redis://127.0.0.1:{port}/0"
+    server = EmbeddedServer(free_port())
+    url = server.url
     path = "/dashboard/api/live/overview"
     try:
         async with (
@@ -153,7 +152,7 @@ async def test_a_stream_goes_on_while_nobody_can_tell_who_may_read(
             server.stop()
             for _ in range(3):
                 await hear("unreachable")
-            server = EmbeddedServer(port)
+            server = EmbeddedServer(server.port, password=server.password)
             await hear("overview")
             async with AsyncClient(url) as client:
                 await client.create_api_key(ApiKey(name="ann"))

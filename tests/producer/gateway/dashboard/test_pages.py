@@ -415,14 +415,14 @@ async def test_of_many_dead_letters_the_latest_are_shown(connection: Any, open_p
 async def test_a_server_that_goes_away_and_comes_back(open_page: Open) -> None:
     """The page says so and goes on by itself."""
     with EmbeddedServer() as server:
-        port, url = int(server.url.split(":")[2].split("/")[0]), server.url
+        url = server.url
         async with serving(url) as gateway:
             page = await open_page("#/", expected="503|net::ERR", url=gateway.url)
             await expect(tile(page, "Waiting")).to_have_text("0")
             server.stop()
             await expect(page.get_by_text("cannot be reached at the moment")).to_be_visible()
             await expect(page.locator(".title .badge")).to_be_hidden()
-            with EmbeddedServer(port):
+            with EmbeddedServer(server.port, password=server.password):
                 async with AsyncClient(url) as client:
                     await client.enqueue("Once")
                 await expect(tile(page, "Waiting")).to_have_text("1")

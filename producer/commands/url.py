@@ -1,0 +1,80 @@
+"""`promptq url`: where the server is, for programs that are no promptq commands."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import typer
+
+from promptq.producer.clients.connecting import HOW_TO_GET_A_SERVER, server_url
+from promptq.producer.command_options import Redis
+from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.server.advertised import advertised
+
+_LOOK_SECONDS = 0.1
+
+
+def url(
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the embedded server on this port, whatever else is set or runs.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a server that is about to start.")
+    ] = 0.0,
+    password: Annotated[
+        bool, typer.Option("--password", help="Print the password alone, for REDISCLI_AUTH.")
+    ] = False,
+    redis: Redis = None,
+) -> None:
+    """Print the address of the server that commands talk to, with its password.
+
+    The embedded server has a new password at each start. Other users of the
+    machine can see command lines: give it by the environment where there are any.
+
+    Examples:
+
+    redis-cli -u "$(promptq url)" ping
+    REDISCLI_AUTH="$(promptq url --password)" redis-cli -p 6399 ping
+    """
+    found = _for_redis_cli(_wait_for_url(redis, port, wait))
+    if not password:
+        print(found)
+        return
+    secret = urlsplit(found).password
+    if secret is None:
+        raise ConfigurationError("the server's address has no password")
+    print(unquote(secret))
+
+
+def _wait_for_url(redis: str | None, port: int | None, seconds: float) -> str:
+    give_up_at = time.monotonic() + seconds
+    while True:
+        try:
+            return server_url(redis) if port is None else _on_port(port)
+        except RedisUnavailableError:
+            if time.monotonic() >= give_up_at:
+                raise
+        time.sleep(_LOOK_SECONDS)
+
+
+def _on_port(port: int) -> str:
+    found = advertised(port)
+    if found is None:
+        raise RedisUnavailableError(
+            f"--port: no embedded server of yours listens on port {port}: {HOW_TO_GET_A_SERVER}"
+        )
+    return found
+
+
+def _for_redis_cli(url: str) -> str:
+    """redis-cli takes a password only behind the name of a user; without one it is `default`'s."""
+    parts = urlsplit(url)
+    if not parts.netloc.startswith(":"):
+        return url
+    return urlunsplit(parts._replace(netloc=f"default{parts.netloc}"))
