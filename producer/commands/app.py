@@ -17,6 +17,7 @@ from promptq.producer.commands.requests import cancel, submit, watch
 from promptq.producer.commands.settings import settings
 from promptq.producer.commands.starting import demo, server, up, worker
 from promptq.producer.commands.top import top
+from promptq.producer.commands.webhooks import webhooks
 from promptq.producer.gateway.server import gateway
 
 app = typer.Typer(
@@ -58,7 +59,7 @@ def promptq(
 _PANELS = {
     "Processes": (up, worker, gateway, jobs, server, demo),
     "Requests": (submit, watch, cancel, reprioritise, batch),
-    "Queue": (stats, top, pause, resume, drain, dead, keys, settings),
+    "Queue": (stats, top, pause, resume, drain, dead, keys, webhooks, settings),
 }
 _SETTINGS: dict[object, dict[str, Any]] = {
     up: _PASS_THROUGH,
