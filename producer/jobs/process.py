@@ -42,15 +42,16 @@ Work = Callable[[JobsSettings], None]
 
 def run_jobs(settings: JobsSettings) -> None:
     """Run until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
-    if WebhookSecrets(settings).has_shared:
-        get_logger().warning(
-            "one secret signs the webhooks of all tenants too: give each its own and take that one"
-            " away (docs/jobs.md, Secrets)"
-        )
+    has_shared_secret = WebhookSecrets(settings).has_shared
     _export(settings)
     stop = _StopSignal()
     _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))).close()
     _open_when_there(settings, lambda: open_jobs_redis(settings)).close()
+    if has_shared_secret:
+        get_logger().warning(
+            "one secret signs the webhooks of all tenants too: give each its own and take that one"
+            " away (docs/jobs.md, Secrets)"
+        )
     processes = _Processes(settings)
     try:
         processes.start()
