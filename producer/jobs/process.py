@@ -175,7 +175,7 @@ class _Processes:
         try:
             work(self._settings)
         except (redis.ConnectionError, redis.TimeoutError, RedisUnavailableError) as error:
-            get_logger().warning("a process lost the server", reason=str(error))
+            get_logger().warning("the server is away", reason=str(error))
             sys.exit(1)
         except StopRequested:  # told to stop while it ended by itself
             sys.exit(1)
