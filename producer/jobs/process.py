@@ -183,6 +183,7 @@ class _Processes:
 
 def _lead(settings: JobsSettings) -> None:
     lead(settings, _StopSignal().is_set)
+    os._exit(0)  # a thread that still waits for a receiver would be waited for
 
 
 def _working(make_queue: MakeQueue) -> Work:

@@ -8,6 +8,7 @@ JSON, never pickled. Nowhere else is a queue or a worker of RQ's made.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import signal
 from collections.abc import Callable
@@ -135,6 +136,14 @@ def _enqueue(queue: Queue, job: AllowedJob, job_id: str, *args: str) -> Job:
         result_ttl=job.result_seconds,
         failure_ttl=job.failure_seconds,
     )
+
+
+def _id_of(queue: Queue, job: AllowedJob) -> str:
+    """The one id of a job of upkeep. RQ's ids have no dots, and names of queues may."""
+    name = queue.name
+    if "." in name:
+        name = f"promptq-{hashlib.sha256(name.encode()).hexdigest()}"
+    return f"{name}-{job.function.__name__}"
 
 
 def run_worker(queue: Queue, burst: bool = False) -> None:
@@ -338,7 +347,7 @@ class _JsonCronJob(CronJob):
 
     def enqueue(self, connection: redis.Redis) -> Job:
         """The job; where the last one is not done yet, that one."""
-        job_id = f"{self._queue.name}-{self._job.function.__name__}"
+        job_id = _id_of(self._queue, self._job)
         last = self._queue.fetch_job(job_id)
         if last is not None and (last.is_queued or last.is_started):
             return last

@@ -54,6 +54,19 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
     jobs.close()
 
 
+def test_a_queue_with_a_dot_in_its_name(own_worker: HandWorker) -> None:
+    """Of which RQ knows none in what it calls a job; nor is it taken for that of another queue."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    for name in ("a.b", "a--b", "a-b"):
+        cron = JsonCron(upkeep_queue(name, jobs))
+        cron.every(5, REAP, name)
+        cron.enqueue_jobs()
+    assert len(own_worker.redis.keys("rq:job:*")) == 3
+    run_worker(upkeep_queue("a.b", jobs), burst=True)
+    assert own_worker.redis.exists(Keys("a.b").upkeep)
+    jobs.close()
+
+
 def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -> None:
     """Where nobody looked for a while, the server may have been away: no lease counts as lost
     before half a lease has passed."""

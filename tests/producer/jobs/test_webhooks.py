@@ -332,7 +332,9 @@ def test_what_strangers_wrote_of_what_waits(
     assert len(receiving.calls) == 2
 
 
-def test_what_a_tenant_may_pile_up(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
+def test_what_a_tenant_may_pile_up(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, run: Run
+) -> None:
     """What comes beyond is dead at once; another tenant's waits as ever."""
     jobs.settings.webhook_max_waiting = 3
     for number in range(5):
@@ -342,6 +344,9 @@ def test_what_a_tenant_may_pile_up(jobs: Jobs, own_worker: HandWorker, receiving
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
     assert set(jobs.waiting()) == {"a0", "a1", "a2"}
+    listed = json.loads(run("webhooks", "dead", "--json").stdout)
+    assert [it["request_id"] for it in listed] == ["a4", "a3"]
+    assert "too many of its tenant's wait" in run("webhooks", "dead").stdout
     assert {(it.request_id, it.tenant, it.attempts) for it in jobs.dead()} == {
         ("a3", "a", 0), ("a4", "a", 0),
     }  # fmt: skip
