@@ -86,7 +86,8 @@ class WebhookSecrets:
 
     def sign(self, tenant: str, webhook_id: str, timestamp: int, body: str) -> str:
         """The `webhook-signature` header: one signature for each secret that is valid."""
-        valid = self.of(tenant) + ([self._shared] if self._shared else [])
+        # The shared one first, for receivers from before there could be two.
+        valid = ([self._shared] if self._shared else []) + self.of(tenant)
         at = datetime.fromtimestamp(timestamp, UTC)
         return " ".join(Webhook(secret).sign(webhook_id, at, body) for secret in valid)
 
