@@ -63,17 +63,32 @@ class JobsSettings(FilesSettings):
         description="a standalone Redis for RQ, no Cluster and no Sentinel; default: the queue's",
     )
     batch_workers: int = Field(2, ge=0, description="batch files that run at once")
+    batch_turn_seconds: float = Field(
+        60.0, gt=0, description="how long a batch runs on while one of another tenant waits"
+    )
     batch_in_flight: int = Field(
         128, ge=1, description="most lines of a batch in the queue or running at once"
     )
     batch_priority: int = Field(
         100, ge=-1000, le=1000, description="of lines that bring none; lower runs sooner"
     )
-    webhook_workers: int = Field(2, ge=1, description="webhooks that are called at once")
+    webhook_workers: int = Field(
+        32, ge=1, description="webhooks that are called at once, of all tenants"
+    )
+    webhook_max_waiting: int = Field(
+        10_000, ge=1, description="webhooks of one tenant that may wait; what comes beyond is dead"
+    )
+    webhook_master_secret: SecretStr | None = Field(
+        None,
+        description="the tenants' secrets for webhooks are made of it: `whsec_` and 24 to 64 bytes"
+        " in base64; default: one is made and kept in `webhook-master-secret` in the folder for"
+        " files",
+    )
     webhook_secret: SecretStr | None = Field(
         None,
-        description="signs webhooks: `whsec_` and 24 to 64 bytes in base64; default: one is made"
-        " and kept in `webhook-secret` in the folder for files",
+        description="signs webhooks of all tenants too, as before release 0.3; unset it once each"
+        " receiver has its tenant's secret; default: what `webhook-secret` in the folder for files"
+        " holds, if it is there",
     )
     webhook_allow_private: bool = Field(
         False, description="call webhooks in private networks and on this machine too"

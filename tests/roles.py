@@ -40,6 +40,7 @@ _ROLE_OF_SCRIPT = {
     "statistics": "worker",
     "sweep": "worker",
     "heartbeat": "worker",
+    "hold": "jobs",
 }
 """Who calls it; the worker calls `cancel` too."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from typing import Any, Literal
 
 import redis
@@ -68,6 +69,11 @@ class BatchRecord(BaseModel):
     @property
     def is_final(self) -> bool:
         return self.status in FINAL
+
+    @property
+    def tenant_as_written(self) -> str:
+        """As `Batches.turns` has it."""
+        return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:
         """OpenAI's batch object."""
@@ -183,6 +189,27 @@ class Batches:
 
     async def is_cancelling(self, batch_id: str) -> bool:
         return bool(await self._redis.hexists(self._keys.batch(batch_id), "cancelling_at"))
+
+    async def turns(self) -> tuple[Counter[str], Counter[str]]:
+        """How many batches of each tenant wait for a process, and how many are run."""
+        try:
+            members = await self._redis.smembers(self._keys.unfinished_batches)
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            members = []  # a stranger made something else of it
+        ids = [batch_id for batch_id in ids_of(members) if is_batch_id(batch_id)]
+        pipeline = self._redis.pipeline(transaction=False)
+        for batch_id in ids:
+            pipeline.exists(self._keys.batch_runner(batch_id))
+            pipeline.hget(self._keys.batch(batch_id), "tenant")
+        answers = await pipeline.execute(raise_on_error=False)
+        waiting: Counter[str] = Counter()
+        run: Counter[str] = Counter()
+        for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):
+            if isinstance(tenant, bytes):  # else its hash is gone, or no hash
+                (run if is_run else waiting)[tenant.decode("utf-8", "replace")] += 1
+        return waiting, run
 
     async def end(self, batch_id: str, status: Status, **changes: Any) -> None:
         """The last change; what is known is kept as long as the files."""

@@ -38,6 +38,9 @@ from promptq.shared.server.connection import open_async_redis
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
+_SHORTEST_TURN_SECONDS = 5.0
+"""So long one runs that only waits for its key's rates, lest those of many take up each other's
+time."""
 _STATUS_AFTER: dict[Ending, Status] = {
     Ending.COMPLETED: "completed",
     Ending.CANCELLED: "cancelled",
@@ -55,7 +58,7 @@ async def _run(settings: JobsSettings, batch_id: str) -> str:
     keys = Keys(settings.queue)
     async with await open_async_redis(server_url(settings.redis_url)) as connection:
         lease = RunnerLease(connection, keys, batch_id)
-        if not await lease.acquire():
+        if not await lease.hold():
             return "somebody else runs it"
         # Where it raises, the lease runs out by itself: the next try should not come at once.
         try:
@@ -63,7 +66,7 @@ async def _run(settings: JobsSettings, batch_id: str) -> str:
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
-            await lease.release()
+            await lease.let_go()
         return ended
 
 
@@ -84,7 +87,7 @@ class _BatchJob:
         self._store = FileStore(settings.files_dir)
         self._log = get_logger(batch_id=batch_id)
         self._stopped = stop_signals()
-        self._looked = self._renewed = time.monotonic()
+        self._began = self._looked = self._renewed = time.monotonic()
         self._told: BatchProgress | None = None
 
     async def run(self) -> str:
@@ -119,7 +122,7 @@ class _BatchJob:
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
             with suppress(redis.RedisError):  # whether it was lost is looked at between lines
-                await self._lease.renew()
+                await self._lease.hold()
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
@@ -173,7 +176,7 @@ class _BatchJob:
             return None
         self._looked = now
         if now - self._renewed > LEASE_MS / 4000:
-            if not await self._lease.renew():
+            if not await self._lease.hold():
                 return Ending.STOPPED
             self._renewed = now
         if (progress := run.progress()) != self._told:
@@ -186,7 +189,23 @@ class _BatchJob:
             self._told = progress
         if await self._batches.is_cancelling(record.id):
             return Ending.CANCELLED
-        return Ending.EXPIRED if time.time() >= record.expires_at else None
+        if time.time() >= record.expires_at:
+            return Ending.EXPIRED
+        return Ending.STOPPED if await self._gives_way(record, run) else None
+
+    async def _gives_way(self, record: BatchRecord, run: BatchRun) -> bool:
+        """Whether it has had its turn, and a batch of another tenant waits for a process.
+
+        One that only waits for its key's rates makes room for anybody else's; any other one for a
+        tenant of whom fewer run.
+        """
+        has_run, turn = time.monotonic() - self._began, self._settings.batch_turn_seconds
+        only_waits = run.only_waits and has_run >= min(turn, _SHORTEST_TURN_SECONDS)
+        if not only_waits and has_run < turn:
+            return False
+        waiting, running = await self._batches.turns()
+        own = record.tenant_as_written
+        return any(only_waits or running[it] < running[own] for it in waiting if it != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
         """Make files of what was written; whatever a process before has done of it stays."""

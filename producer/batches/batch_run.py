@@ -91,6 +91,7 @@ class BatchRun:
         self._in_flight: dict[int, LineRequest] = {}
         self._held_back: dict[int, LineRequest] = {}
         self._full_until = 0.0
+        self._waits_for_rates = False
         self._wait_seconds = _FIRST_WAIT_SECONDS
         self._written: list[NewRequest] = []
         self._let_go_at = time.monotonic()
@@ -118,6 +119,11 @@ class BatchRun:
         return BatchProgress(
             self._total, journal.num_completed, journal.num_failed, len(self._in_flight)
         )
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing of it is in the queue, and what is to come waits for its key's rates."""
+        return self._waits_for_rates and not self._in_flight
 
     async def _round(self, look: Callable[[], Awaitable[Ending | None]]) -> None:
         self._ending = Ending.STOPPED if self._stopped.is_set() else await self._persist(look)
@@ -170,6 +176,7 @@ class BatchRun:
             except RefusedLineError as error:
                 self._journal.add_refusal(error)
                 continue
+            self._waits_for_rates = seconds > 0
             if seconds:
                 self._hold_back(item, seconds)
             elif await self._enqueue(item, item.requests):

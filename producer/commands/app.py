@@ -19,6 +19,7 @@ from promptq.producer.commands.settings import settings
 from promptq.producer.commands.starting import demo, server, up, worker
 from promptq.producer.commands.top import top
 from promptq.producer.commands.url import url
+from promptq.producer.commands.webhooks import webhooks
 from promptq.producer.gateway.server import gateway
 
 app = typer.Typer(
@@ -60,7 +61,7 @@ def promptq(
 _PANELS = {
     "Processes": (up, worker, gateway, jobs, server, demo),
     "Requests": (submit, watch, cancel, reprioritise, batch),
-    "Queue": (stats, top, pause, resume, drain, dead, keys, acl, settings, url),
+    "Queue": (stats, top, pause, resume, drain, dead, keys, webhooks, acl, settings, url),
 }
 _SETTINGS: dict[object, dict[str, Any]] = {
     up: _PASS_THROUGH,

@@ -1,41 +1,63 @@
-"""RQ as we use it: JSON and never pickle, one queue a kind of work, and lost jobs found soon.
+"""RQ as we use it: our jobs and no others, one queue a kind of work, and lost jobs found soon.
 
-Whoever can write to a Redis whose jobs are pickled can run code in its workers. RQ pickles by
-default, and its cron always does, so both are told otherwise here, and nowhere else is a queue of
-RQ's made.
+RQ imports what a job names (its function, callbacks, the class of its instance), sends the HTTP
+requests that stand in a job's hash, follows from job to job, and obeys what comes on its channel.
+None of that is used here, and each way to it is shut; `allowed_jobs` says what may run. Jobs are
+JSON, never pickled. Nowhere else is a queue or a worker of RQ's made.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import redis
-from rq import Queue, Retry, Worker
+from rq import Queue, Worker
 from rq.cron import CronJob, CronScheduler
+from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
-from rq.scheduler import RQScheduler
+from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException
+from rq.utils import now
+from rq.worker_registration import clean_worker_registry, register
 
-from promptq.producer.batches.batch_job import run_batch_job
+from promptq.producer.batch_store.batch_lines import is_batch_id
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.jobs import upkeep
+from promptq.producer.jobs.allowed_jobs import (
+    BATCH_JOB,
+    BATCHES,
+    MAX_DATA_BYTES,
+    UPKEEP,
+    AllowedJob,
+    JobCall,
+    RefusedJobError,
+    read_call,
+    rq_queue_name,
+    unpacked,
+)
 from promptq.producer.settings import JobsSettings
-from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS, deliver_webhook
 from promptq.shared.errors import ConfigurationError, PromptqError
+from promptq.shared.queue.call import ids_of
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_redis, without_password
+
+MakeQueue = Callable[[str, redis.Redis], Queue]
 
 _MONITOR_SECONDS = 5
 _LOST_SECONDS = 15
 _WORKER_TTL_SECONDS = 30
-_RESULT_SECONDS = 600
-_FAILED_SECONDS = 7 * 86_400
 _BATCH_JOB = "promptq-"
-_BATCHES = "-batches"
 _TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
+_JOB_ID = re.compile(rb"[A-Za-z0-9_-]{1,200}")
+_EXECUTION = re.compile(rb"[A-Za-z0-9_-]{1,200}:[A-Za-z0-9_-]{1,200}")
+_FIELDS = ("data", "origin", "status")
+"""All that is read of a job's hash."""
+_REFUSED_SECONDS = 60
+_SHOWN_BYTES = 100
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
@@ -65,27 +87,30 @@ def _not_standalone(url: str, why: str) -> ConfigurationError:
     )
 
 
-def webhook_queue(queue: str, connection: redis.Redis) -> Queue:
-    return _queue(f"promptq-{queue}-webhooks", connection)
-
-
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Apart from webhooks, whose receivers may keep all of their workers waiting."""
-    return _queue(f"promptq-{queue}-upkeep", connection)
+    """Apart from batches, which may keep all of their workers for hours."""
+    return _queue(rq_queue_name(queue, UPKEEP), connection)
 
 
 def batch_queue(queue: str, connection: redis.Redis) -> Queue:
     """Batch files, each of which may take hours."""
-    return _queue(f"promptq-{queue}{_BATCHES}", connection)
+    return _queue(rq_queue_name(queue, BATCHES), connection)
 
 
 def _queue(name: str, connection: redis.Redis) -> Queue:
-    return Queue(name, connection=connection, serializer=JSONSerializer)
+    return _Queue(name, connection=connection, job_class=_Job, serializer=JSONSerializer)
 
 
 def batches_waiting(queue: Queue) -> set[str]:
-    """Ids of batches that wait to be run."""
-    return {job_id.removeprefix(_BATCH_JOB) for job_id in queue.get_job_ids()}
+    """Ids of batches that wait for a worker of RQ's."""
+    client: Any = queue.connection
+    ids = (job_id.removeprefix(_BATCH_JOB) for job_id in ids_of(client.lrange(queue.key, 0, -1)))
+    return {batch_id for batch_id in ids if is_batch_id(batch_id)}
+
+
+def num_workers(queue: Queue) -> int:
+    """How many workers RQ believes to live; one that was killed counts for some seconds."""
+    return Worker.count(queue=queue)
 
 
 def is_taken(queue: Queue, batch_id: str) -> bool:
@@ -99,29 +124,26 @@ def is_taken(queue: Queue, batch_id: str) -> bool:
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> Job:
     """Have a batch run."""
+    return _enqueue(queue, BATCH_JOB, _BATCH_JOB + batch_id, promptq_queue, batch_id)
+
+
+def _enqueue(queue: Queue, job: AllowedJob, job_id: str, *args: str) -> Job:
     return queue.enqueue_call(
-        run_batch_job,
-        args=(promptq_queue, batch_id),
-        job_id=_BATCH_JOB + batch_id,
-        timeout=-1,
-        result_ttl=_RESULT_SECONDS,
-        failure_ttl=_FAILED_SECONDS,
+        job.function,
+        args=args,
+        job_id=job_id,
+        timeout=job.timeout,
+        result_ttl=job.result_seconds,
+        failure_ttl=job.failure_seconds,
     )
 
 
-def enqueue_webhook(
-    queue: Queue, promptq_queue: str, webhook_id: str, url: str, body: str, timeout: float
-) -> Job:
-    """Have a webhook called, again and again for a day."""
-    return queue.enqueue_call(
-        deliver_webhook,
-        args=(promptq_queue, webhook_id, url, body),
-        job_id=webhook_id,
-        timeout=int(2 * timeout) + 10,  # even where each byte comes just in time
-        retry=Retry(max=len(BACKOFF_SECONDS), interval=list(BACKOFF_SECONDS)),
-        result_ttl=_RESULT_SECONDS,
-        failure_ttl=_FAILED_SECONDS,
-    )
+def _id_of(queue: Queue, job: AllowedJob) -> str:
+    """The one id of a job of upkeep. RQ's ids have no dots, and names of queues may."""
+    name = queue.name
+    if "." in name:
+        name = f"promptq-{hashlib.sha256(name.encode()).hexdigest()}"
+    return f"{name}-{job.function.__name__}"
 
 
 def run_worker(queue: Queue, burst: bool = False) -> None:
@@ -133,6 +155,7 @@ def run_worker(queue: Queue, burst: bool = False) -> None:
         [queue],
         connection=queue.connection,
         job_class=_Job,
+        queue_class=_Queue,
         serializer=JSONSerializer,
         job_monitoring_interval=_MONITOR_SECONDS,
         maintenance_interval=_LOST_SECONDS,
@@ -146,68 +169,161 @@ def run_worker(queue: Queue, burst: bool = False) -> None:
 def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: object) -> None:
     log = get_logger(job_id=job.id)
     if isinstance(error, PromptqError | JobTimeoutException):
-        log.warning("job failed", reason=str(error), retries_left=job.retries_left)
+        log.warning("job failed", reason=str(error))
     else:
         log.error("job failed", exc_info=error)
 
 
-class JobScheduler:
-    """Puts webhooks whose next attempt is due back into their queue.
+class _Job(Job):
+    """A job of which nothing is read but its data, its queue's name and its status.
 
-    All bear one name, for the leader alone runs: the lock that RQ keeps by name would for a minute
-    be that of a killed process.
+    The rest of what RQ keeps in a job's hash is not looked at: callbacks and webhooks, other jobs
+    that depend on it, groups, retries, repeats, rates, its result.
     """
 
-    def __init__(self, queue: Queue) -> None:
-        self._scheduler: Any = RQScheduler(  # its methods are untyped
-            [queue.name],
-            connection=queue.connection,
-            serializer=JSONSerializer,
-            logging_level="WARNING",
-            name=queue.name,
-        )
+    def _fetch_status(self) -> JobStatus:
+        client: Any = self.connection
+        return _status_of(client.hget(self.key, "status"))
 
-    def run_once(self) -> None:
-        """To be called once a second, by the leader."""
-        if self._scheduler.acquire_locks():
-            self._scheduler.enqueue_scheduled_jobs()
+    _call: JobCall | RefusedJobError = RefusedJobError("it has no data")
+    taken_from = ""
+    """The queue of RQ's that a worker took it from."""
 
-    def stop(self) -> None:
-        self._scheduler.release_locks()
+    @classmethod
+    def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
+        """Raises NoSuchJobError for an id that RQ would not even look for, too."""
+        if not _JOB_ID.fullmatch(id.encode("utf-8", "replace")):
+            raise NoSuchJobError("that is no job's id")
+        return super().fetch(id, connection=connection, serializer=serializer)
 
+    def refresh(self) -> None:
+        """Raises NoSuchJobError where there is none."""
+        client: Any = self.connection
+        pipeline = client.pipeline(transaction=False)
+        for name in _FIELDS:
+            pipeline.hstrlen(self.key, name)
+        sizes = pipeline.execute(raise_on_error=False)
+        if any(isinstance(size, Exception) for size in sizes) or not sizes[0]:
+            raise NoSuchJobError(f"No such job: {self.key}")
+        small = [it for it, size in zip(_FIELDS, sizes, strict=True) if size <= MAX_DATA_BYTES]
+        values = client.hmget(self.key, small) if small else []
+        self.restore({name.encode(): it for name, it in zip(small, values, strict=True) if it})
 
-_FUNCTIONS: dict[str, Callable[..., object]] = {
-    f"{function.__module__}.{function.__qualname__}": function
-    for function in (run_batch_job, deliver_webhook, upkeep.reap, upkeep.sweep, upkeep.roll_up)
-}
+    def restore(self, raw_data: Any) -> None:
+        """What RQ keeps of a job, as far as it is looked at."""
+        self.data = raw_data.get(b"data", b"")
+        self.origin = raw_data.get(b"origin", b"").decode("ascii", "replace")
+        self._status = _status_of(raw_data.get(b"status"))
+        self._instance, self._args, self._kwargs = None, (), {}
+        try:
+            self._call = read_call(unpacked(self.data))
+        except RefusedJobError as error:
+            self._call, self._func_name = error, "refused"
+            self.timeout = _REFUSED_SECONDS
+            self.failure_ttl = BATCH_JOB.failure_seconds
+        else:
+            job = self._call.job
+            self._func_name, self.timeout = job.name, job.timeout
+            self.result_ttl, self.failure_ttl = job.result_seconds, job.failure_seconds
+            self._args = tuple(self._call.arguments.model_dump().values())
 
-
-class _Job(Job):
-    """RQ would import functions by whatever names stand in a job, from wherever these are."""
-
-    success_callback = failure_callback = stopped_callback = None
+    def _execute(self) -> str:
+        """Raises RefusedJobError for all but our own, before anything is imported."""
+        if isinstance(self._call, RefusedJobError):
+            raise self._call
+        return self._call.bind(self.taken_from)()
 
     @property
-    def func(self) -> Callable[..., object]:
-        """One of ours. Raises ConfigurationError if the job names another."""
-        try:
-            return _FUNCTIONS[str(self.func_name)]
-        except KeyError:
-            raise ConfigurationError(
-                f"{self.func_name} is none of this version's jobs: an earlier version left it, and"
-                " only that runs it (docs/operations.md, Updates)"
-            ) from None
+    def func(self) -> Any:
+        """RQ imports it by its name."""
+        raise RefusedJobError("no job's function is looked up by its name")
+
+
+def _status_of(raw: bytes | None) -> JobStatus:
+    return next((it for it in JobStatus if it.value.encode() == raw), JobStatus.CREATED)
+
+
+class _Queue(Queue):
+    """Takes what may be a job off RQ's list, and follows from none to another."""
+
+    @classmethod
+    def lmove(cls, connection: redis.Redis, queue_key: str, timeout: int | None) -> Any:
+        while True:
+            taken = super().lmove(connection, queue_key, timeout)
+            if taken is None or _JOB_ID.fullmatch(taken[1]):
+                return taken
+            intermediate = cls.from_queue_key(queue_key, connection=connection).intermediate_queue
+            connection.lrem(intermediate.key, 0, taken[1])
+            get_logger().warning("job struck off", job_id=repr(taken[1][:_SHOWN_BYTES]))
+
+    def move_dependents_to_ready(self, *_: Any, **__: Any) -> dict[str, list[str]]:
+        """None of our jobs waits for another."""
+        return {}
+
+    def enqueue_dependents(self, *_: Any, **__: Any) -> dict[str, list[str]]:
+        return {}
+
+
+class _StartedJobs(StartedJobRegistry):
+    def get_queue(self) -> Queue:
+        return _queue(self.name, self.connection)
 
 
 class _Worker(Worker):
+    def execute_job(self, job: Job, queue: Queue) -> None:
+        job.origin = queue.name  # whatever its hash says
+        if isinstance(job, _Job):
+            job.taken_from = queue.name
+        super().execute_job(job, queue)
+
+    def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
+        """Says that it lives, and again that it is there, should the server have lost that."""
+        super().heartbeat(timeout, pipeline)
+        if pipeline is None:
+            register(self)
+
+    def subscribe(self) -> None:
+        """RQ's channel would tell a worker to end, or to kill its job."""
+
     def get_heartbeat_ttl(self, job: Job, *_: Any, **__: Any) -> int:
         """How soon a job counts as lost whose worker was killed; RQ would wait for 90 s."""
         return _MONITOR_SECONDS + _LOST_SECONDS
 
     def handle_warm_shutdown_request(self) -> None:
         """A batch is told to stop where it is; anything else is short and ends by itself."""
-        if self.horse_pid and self.queues[0].name.endswith(_BATCHES):
+        if self.horse_pid and self.queues[0].name.endswith(f"-{BATCHES}"):
             self.kill_horse(signal.SIGTERM)
+
+    def clean_registries(self) -> None:
+        """Of RQ's lists those that ours are in: jobs of killed workers fail, old ones go."""
+        [queue] = self.queues
+        if queue.acquire_maintenance_lock():
+            try:
+                self._clean(queue)
+            except redis.ResponseError as error:
+                get_logger().warning("a list of RQ's is spoilt", reason=str(error))
+            finally:
+                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+        self.last_cleaned_at = now()  # type: ignore[assignment] # RQ's own type is None
+
+    def _clean(self, queue: Queue) -> None:
+        client: Any = self.connection
+        started = _StartedJobs(queue=queue)
+        strange = [it for it in client.zrange(started.key, 0, -1) if not _EXECUTION.fullmatch(it)]
+        if strange:
+            client.zrem(started.key, *strange)
+        started.cleanup(exception_handlers=self._exc_handlers)
+        queue.finished_job_registry.cleanup()
+        queue.failed_job_registry.cleanup()
+        clean_worker_registry(queue)
+        waiting = queue.intermediate_queue
+        for job_id in set(client.lrange(waiting.key, 0, -1)):
+            if not _JOB_ID.fullmatch(job_id):
+                client.lrem(waiting.key, 0, job_id)
+        waiting.cleanup(self, queue)
+
+    def clean_group_registries(self) -> None:
+        """There are no groups."""
 
 
 class JsonCron(CronScheduler):
@@ -217,30 +333,22 @@ class JsonCron(CronScheduler):
         super().__init__(queue.connection, logging_level="WARNING")
         self._queue = queue
 
-    def every(self, seconds: int, func: Callable[..., object], *args: str) -> None:
-        """Run a function that often."""
-        self._cron_jobs.append(_JsonCronJob(self._queue, func, args, seconds))
+    def every(self, seconds: int, job: AllowedJob, promptq_queue: str) -> None:
+        """Run a job that often."""
+        self._cron_jobs.append(_JsonCronJob(self._queue, job, promptq_queue, seconds))
 
 
 class _JsonCronJob(CronJob):
-    def __init__(
-        self, queue: Queue, func: Callable[..., object], args: tuple[str, ...], seconds: int
-    ) -> None:
-        super().__init__(queue.name, func=func, args=args, interval=seconds)
+    def __init__(self, queue: Queue, job: AllowedJob, promptq_queue: str, seconds: int) -> None:
+        super().__init__(queue.name, func=job.function, args=(promptq_queue,), interval=seconds)
         self._queue = queue
-        self._function = func
+        self._job = job
+        self._promptq_queue = promptq_queue
 
     def enqueue(self, connection: redis.Redis) -> Job:
         """The job; where the last one is not done yet, that one."""
-        job_id = f"{self._queue.name}-{self._function.__name__}"
+        job_id = _id_of(self._queue, self._job)
         last = self._queue.fetch_job(job_id)
         if last is not None and (last.is_queued or last.is_started):
             return last
-        return self._queue.enqueue_call(
-            self._function,
-            args=self.args,
-            job_id=job_id,
-            timeout=60,
-            result_ttl=_RESULT_SECONDS,
-            failure_ttl=_RESULT_SECONDS,
-        )
+        return _enqueue(self._queue, self._job, job_id, self._promptq_queue)

@@ -2,7 +2,8 @@
 
 The host is resolved once, every address it has is checked, and the connection goes to one that was:
 a name that means something else a moment later gains nothing. No redirect is followed, no proxy
-is asked, and nothing of the answer is read but its status.
+is asked, and nothing of the answer is read but its status. All of it together has an end too, so
+that a receiver cannot hold a caller by a byte now and then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from urllib.parse import urlsplit
 
@@ -51,10 +55,12 @@ def post(
     timeout: float,
     allow_private: bool = False,
 ) -> int:
-    """The status of the answer. `timeout` in seconds is for each of connecting, sending, answering.
+    """The status of the answer. `timeout` in seconds is for each wait, three times that for all.
 
-    Raises AddressRefusedError, and OSError or http.client.HTTPException for what may pass.
+    Looking up the host takes what the system's resolver allows. Raises AddressRefusedError, and
+    OSError or http.client.HTTPException for what may pass.
     """
+    until = time.monotonic() + 3 * timeout
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -64,34 +70,70 @@ def post(
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         connection.default_port = _PORTS[parts.scheme]  # which the Host header leaves out
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.sock = _connect(host, port, timeout, allow_private)
+        connection.sock = _connect(host, port, timeout, until, allow_private)
+        end = _End(connection, until)
         try:
             if parts.scheme == "https":
-                connection.sock = _tls().wrap_socket(connection.sock, server_hostname=host)
+                connection.sock = tls_context().wrap_socket(
+                    connection.sock, server_hostname=host, do_handshake_on_connect=False
+                )
+                connection.sock.do_handshake()
             connection.request("POST", target, body, dict(headers))
-            return connection.getresponse().status
+            status = connection.getresponse().status
         finally:
+            end.cancel()
             connection.close()
+        if end.has_come:
+            raise TimeoutError("it took too long")
+        return status
     except OSError:  # a certificate that does not hold is a ValueError too
         raise
     except (ValueError, http.client.InvalidURL) as error:
         raise AddressRefusedError(f"it is no URL to call: {error}") from None
 
 
-def _connect(host: str, port: int, timeout: float, allow_private: bool) -> socket.socket:
+class _End:
+    """Cuts a connection at a time (monotonic seconds), whatever it is just doing."""
+
+    def __init__(self, connection: http.client.HTTPConnection, until: float) -> None:
+        self.has_come = False
+        self._connection = connection
+        self._timer = threading.Timer(max(0.0, until - time.monotonic()), self._cut)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _cut(self) -> None:
+        self.has_come = True
+        if self._connection.sock is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(self._connection.sock, socket.SHUT_RDWR)  # below any TLS
+
+
+def _connect(
+    host: str, port: int, timeout: float, until: float, allow_private: bool
+) -> socket.socket:
     addresses = [it[4] for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         if not (allow_private or is_public(str(address[0]))):
             raise AddressRefusedError(f"{host!r} is in a private network, at {address[0]}")
     last: OSError = OSError(f"{host!r} has no address")
     for address in addresses:
+        left = until - time.monotonic()
+        if left <= 0:
+            break
         try:
-            return socket.create_connection((str(address[0]), port), timeout)
+            found = socket.create_connection((str(address[0]), port), min(timeout, left))
         except OSError as error:
             last = error
+        else:
+            found.settimeout(timeout)
+            return found
     raise last
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()

@@ -1,59 +1,150 @@
-"""How webhooks are signed, and with what.
+"""With what webhooks are signed: a secret for each tenant, made of one that nobody is told.
 
-Signatures are those of https://www.standardwebhooks.com, so that its libraries verify them.
+It goes by tenant and not by URL: whoever names another's URL still gets his own signature only, and
+that other's receiver refuses it. No secret lies in Redis. Signatures are those of
+https://www.standardwebhooks.com, made by its library.
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import hmac
 import os
 import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, SecretStr, TypeAdapter, ValidationError
+from standardwebhooks.webhooks import Webhook
 
 from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
 
+OVERLAP_SECONDS = 86_400
+"""So long the secret before the current one signs too."""
 _PREFIX = "whsec_"
 
 
-def load_secret(settings: JobsSettings) -> bytes:
-    """The key of the signatures: that of the settings, or one that is made once and kept.
+class Rotation(BaseModel):
+    """Which of its secrets a tenant has, and since when (Unix seconds)."""
 
-    Raises ConfigurationError.
+    version: Annotated[int, Field(ge=2, le=10**9)]
+    since: float
+
+
+_ROTATIONS = TypeAdapter(dict[str, Rotation])
+
+
+class WebhookSecrets:
+    """The secrets of a queue's tenants. '' is the tenant without a name.
+
+    All methods raise ConfigurationError where the folder for files cannot be used.
     """
-    if settings.webhook_secret is not None:
-        return _decode(settings.webhook_secret.get_secret_value())
-    path = secret_file(settings)
-    try:
-        if not path.exists():
-            _make(path)
-        return _decode(path.read_text().strip())
-    except OSError as error:
-        raise ConfigurationError(
-            f"files_dir ({ENV_PREFIX}FILES_DIR): the secret of webhooks cannot be kept in"
-            f" {path.parent}: {error.strerror}"
-        ) from error
+
+    def __init__(self, settings: JobsSettings, clock: Callable[[], float] = time.time) -> None:
+        self._queue = settings.queue
+        self._clock = clock
+        self._rotations = settings.files_dir / "webhook-rotations.json"
+        self._master = _load_master(settings)
+        self._shared = _shared_secret(settings)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether one secret, that of earlier releases, still signs for all tenants too."""
+        return self._shared is not None
+
+    def of(self, tenant: str) -> list[str]:
+        """The tenant's own that are valid now, the newest first."""
+        rotation = self._read().get(self._name(tenant))
+        if rotation is None:
+            return [self._make(tenant, 1)]
+        versions = [rotation.version]
+        if self._clock() < rotation.since + OVERLAP_SECONDS:
+            versions.append(rotation.version - 1)
+        return [self._make(tenant, version) for version in versions]
+
+    def rotate(self, tenant: str) -> str:
+        """The tenant's next secret, valid from now on beside the last one."""
+        with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
+            found = self._read()
+            last = found.get(self._name(tenant))
+            version = 2 if last is None else last.version + 1
+            found[self._name(tenant)] = Rotation(version=version, since=self._clock())
+            new = self._rotations.with_suffix(".new")
+            new.unlink(missing_ok=True)
+            new.touch(0o600)
+            new.write_bytes(_ROTATIONS.dump_json(found))
+            new.replace(self._rotations)
+        return self._make(tenant, version)
+
+    def sign(self, tenant: str, webhook_id: str, timestamp: int, body: str) -> str:
+        """The `webhook-signature` header: one signature for each secret that is valid."""
+        # The shared one first, for receivers from before there could be two.
+        valid = ([self._shared] if self._shared else []) + self.of(tenant)
+        at = datetime.fromtimestamp(timestamp, UTC)
+        return " ".join(Webhook(secret).sign(webhook_id, at, body) for secret in valid)
+
+    def _name(self, tenant: str) -> str:
+        return f"{self._queue}:{tenant}"
+
+    def _make(self, tenant: str, version: int) -> str:
+        """Nobody can tell the master from it, nor another tenant's."""
+        what = f"promptq webhook {version} {self._queue} {tenant}".encode()
+        return _encode(hmac.digest(self._master, what, hashlib.sha256))
+
+    def _read(self) -> dict[str, Rotation]:
+        with _explained(self._rotations):
+            try:
+                return _ROTATIONS.validate_json(self._rotations.read_bytes())
+            except FileNotFoundError:
+                return {}
+            except ValidationError as error:
+                raise ConfigurationError(
+                    f"{self._rotations} is no list of rotations: {error.errors()[0]['msg']}"
+                ) from None
 
 
-def secret_file(settings: JobsSettings) -> Path:
-    """Where a secret of our own making lies."""
+def master_file(settings: JobsSettings) -> Path:
+    """Where a master secret of our own making lies."""
+    return settings.files_dir / "webhook-master-secret"
+
+
+def shared_file(settings: JobsSettings) -> Path:
+    """Where releases before 0.3 kept the one secret of all receivers."""
     return settings.files_dir / "webhook-secret"
 
 
-def sign(key: bytes, webhook_id: str, timestamp: int, body: str) -> str:
-    """The `webhook-signature` header: HMAC-SHA256 of `id.timestamp.body`."""
-    digest = hmac.digest(key, f"{webhook_id}.{timestamp}.{body}".encode(), hashlib.sha256)
-    return "v1," + base64.b64encode(digest).decode()
+def _load_master(settings: JobsSettings) -> bytes:
+    """That of the settings, or one that is made once and kept."""
+    if settings.webhook_master_secret is not None:
+        return _decode(settings.webhook_master_secret, "webhook_master_secret")
+    path = master_file(settings)
+    with _explained(path):
+        if not path.exists():
+            _make_once(path)
+        return _decode(SecretStr(path.read_text().strip()), "webhook_master_secret")
 
 
-def _make(path: Path) -> None:
+def _shared_secret(settings: JobsSettings) -> str | None:
+    secret, path = settings.webhook_secret, shared_file(settings)
+    with _explained(path):
+        if secret is None and path.exists():
+            secret = SecretStr(path.read_text().strip())
+    return None if secret is None else _encode(_decode(secret, "webhook_secret"))
+
+
+def _make_once(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = path.with_name(f"{path.name}.{os.getpid()}")
     own.touch(0o600)
-    own.write_text(_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
+    own.write_text(_encode(secrets.token_bytes(32)) + "\n")
     try:
         os.link(own, path)  # which fails where another process was first
     except FileExistsError:
@@ -62,13 +153,37 @@ def _make(path: Path) -> None:
         own.unlink()
 
 
-def _decode(secret: str) -> bytes:
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"files_dir ({ENV_PREFIX}FILES_DIR): the secrets of webhooks cannot be kept in"
+            f" {path.parent}: {error.strerror}"
+        ) from error
+
+
+def _encode(key: bytes) -> str:
+    return _PREFIX + base64.b64encode(key).decode()
+
+
+def _decode(secret: SecretStr, name: str) -> bytes:
+    text = secret.get_secret_value()
+    try:
+        key = base64.b64decode(text.removeprefix(_PREFIX), validate=True)
     except ValueError:
         key = b""
     if not 24 <= len(key) <= 64:
         raise ConfigurationError(
-            "webhook_secret (PROMPTQ_WEBHOOK_SECRET): is not `whsec_` and 24 to 64 bytes in base64"
+            f"{name} ({ENV_PREFIX}{name.upper()}): is not `whsec_` and 24 to 64 bytes in base64"
         )
     return key

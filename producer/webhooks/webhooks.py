@@ -6,14 +6,16 @@ import hashlib
 import http.client
 import json
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from promptq.producer.settings import read_jobs_settings
+from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.safe_http import AddressRefusedError, post
-from promptq.producer.webhooks.webhook_signature import load_secret, sign
+from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.shared.errors import InvalidRequestError, PromptqError
+from promptq.shared.protocol.keys import is_tenant
 from promptq.shared.protocol.request import Request
 from promptq.shared.runtime.logs import get_logger
 
@@ -29,13 +31,38 @@ class DeliveryError(PromptqError):
     """The receiver did not take it; it is tried again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What is to be sent, and to whom."""
+
+    webhook_id: str
+    tenant: str
+    """Whose request it was; '' is the tenant without a name."""
+    url: str
+    body: str
+
+    @property
+    def receiver(self) -> str:
+        """Host and port: all URLs there wait for each other. The rest is for their owner alone."""
+        try:
+            parts = urlsplit(self.url)
+            return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]
+        except ValueError:
+            return "nobody"  # which is found when it is called
+
+
 def webhook_id_of(queue: str, request_id: str) -> str:
     """The same for every attempt, so that a receiver can drop what it has."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 
-def message_of(queue: str, request_id: str, record: dict[str, str]) -> tuple[str, str] | None:
-    """(URL, body) of what is to be sent for a request's hash; None where nobody asked.
+def tenant_of(name: str | None) -> str:
+    """Whose a request is by its hash; what is no name is that of nobody."""
+    return name if name and is_tenant(name) else ""
+
+
+def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:
+    """What is to be sent for a request's hash; None where nobody asked.
 
     Raises UnreadableRecordError for one that is gone, or into which a stranger wrote.
     """
@@ -54,7 +81,8 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> tuple[str
         body.encode()  # as it will be sent
     except (ValueError, OverflowError, OSError, RecursionError) as error:
         raise UnreadableRecordError(f"its record is no worker's: {error}") from None
-    return url, body
+    tenant = tenant_of(record.get("tenant"))
+    return Message(webhook_id_of(queue, request_id), tenant, url, body)
 
 
 def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: object) -> str:
@@ -65,6 +93,7 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
         "data": {
             "request_id": request_id,
             "queue": queue,
+            "tenant": tenant_of(record.get("tenant")) or None,
             "state": record.get("state"),
             "metadata": metadata,
             "result": json.loads(record.get("result") or "null"),
@@ -73,22 +102,23 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
-def deliver_webhook(queue: str, webhook_id: str, url: str, body: str) -> str:
-    """The RQ job: one attempt. Raises DeliveryError to be tried again."""
-    settings = read_jobs_settings(queue=queue)
-    log = get_logger(webhook_id=webhook_id)
+def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> str:
+    """One attempt, and what came of it. Raises DeliveryError to be tried again."""
+    log = get_logger(webhook_id=message.webhook_id)
     timestamp = int(time.time())
     headers = {
         "content-type": "application/json; charset=utf-8",
         "user-agent": "promptq",
-        "webhook-id": webhook_id,
+        "webhook-id": message.webhook_id,
         "webhook-timestamp": str(timestamp),
-        "webhook-signature": sign(load_secret(settings), webhook_id, timestamp, body),
+        "webhook-signature": secrets.sign(
+            message.tenant, message.webhook_id, timestamp, message.body
+        ),
     }
     try:
         status = post(
-            url,
-            body.encode(),
+            message.url,
+            message.body.encode(),
             headers,
             timeout=settings.webhook_timeout_seconds,
             allow_private=settings.webhook_allow_private,
@@ -97,19 +127,14 @@ def deliver_webhook(queue: str, webhook_id: str, url: str, body: str) -> str:
         log.warning("webhook refused", reason=str(error))
         return f"refused: {error}"
     except (OSError, http.client.HTTPException) as error:
-        raise DeliveryError(f"{_host(url)}: {type(error).__name__}: {error}") from None
+        raise DeliveryError(f"{message.receiver}: {type(error).__name__}: {error}") from None
     if status == 410:
         log.info("webhook is not wanted any more", status=status)
         return "gone"
     if not 200 <= status < 300:
-        raise DeliveryError(f"{_host(url)} answered {status}")
+        raise DeliveryError(f"{message.receiver} answered {status}")
     log.info("webhook delivered", status=status)
     return "delivered"
-
-
-def _host(url: str) -> str:
-    """What of a URL may be logged: the rest may hold what only its owner should know."""
-    return urlsplit(url).hostname or "the receiver"
 
 
 def _url_of(payload: str) -> str | None:

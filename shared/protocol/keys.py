@@ -24,6 +24,11 @@ def is_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
+def is_tenant(text: str) -> bool:
+    """Whether a tenant may be called so."""
+    return _QUEUE_NAME.fullmatch(text) is not None
+
+
 def check_request_id(request_id: str) -> str:
     """Return `request_id` if it is 1 to 200 printable ASCII characters without spaces.
 
@@ -129,6 +134,16 @@ class Keys:
     def webhooks(self) -> str:
         """Requests whose end somebody is to be told of, by the time (ms) of the end."""
         return self.prefix + "webhooks"
+
+    @property
+    def webhooks_waiting(self) -> str:
+        """How often each webhook was tried that is to be called, and when it is next."""
+        return self.webhooks + ":waiting"
+
+    @property
+    def webhooks_dead(self) -> str:
+        """Webhooks that were given up, the last some thousands."""
+        return self.webhooks + ":dead"
 
     @property
     def jobs_leader(self) -> str:

@@ -16,7 +16,9 @@ _FOLDERS = {
     "requests": (
         "enqueue", "claim", "publish", "release", "cancel", "reprioritise", "requeue", "purge",
     ),
-    "upkeep": ("reap", "sweep", "heartbeat", "limit", "waiting", "priorities", "statistics"),
+    "upkeep": (
+        "reap", "sweep", "heartbeat", "hold", "limit", "waiting", "priorities", "statistics",
+    ),
 }  # fmt: skip
 
 SCRIPT_NAMES = tuple(name for names in _FOLDERS.values() for name in names)

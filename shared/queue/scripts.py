@@ -245,6 +245,15 @@ def heartbeat(
     return Call("heartbeat", args, int)
 
 
+def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
+    """Take or keep the lease under a key of the queue for so long, or with 0 let go of it.
+
+    Whether it is this holder's; when letting go, whether it was.
+    """
+    args: list[str | bytes | int] = [key.removeprefix(keys.prefix), holder, ttl_ms]
+    return Call("hold", args, lambda reply: bool(int(reply)))
+
+
 def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:
     args: list[str | bytes | int] = []
     for item in held:

@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "used": ("api_keys:*",),
     "rates": ("rate:*",),
     "batches": ("batch:*", "batches:*"),
-    "upkeep": ("jobs:*", "upkeep"),
+    "upkeep": ("jobs:*", "upkeep", "webhooks:*"),
 }
 """The queue's keys by what they are about, each as a pattern behind the queue's prefix."""
 
@@ -47,10 +47,7 @@ _SCRIPTS = "evalsha publish script|load spublish"
 _LOOK_THROUGH = "dbsize scan"
 """They tell the names of all keys of the database, those of others too."""
 
-_RQ_COMMANDS = (
-    "blmove expire hincrbyfloat lmove lrem llen lpos rpush scard setex sismember xlen"
-    " zrangebyscore zremrangebyrank zrevrange"
-)
+_RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush scard zrangebyscore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,8 @@ ROLES: dict[str, Role] = {
         writes=(*_ENQUEUEING, "rates", "batches", "upkeep", "statistics"),
         reads=("outputs", "workers", "model", "config"),
         channels=("control", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_RQ_COMMANDS} {_LOOK_THROUGH}"
-        " multi exec discard watch unwatch",
-        others=("~rq:*", "&rq:*"),
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_RQ_COMMANDS} multi exec discard watch unwatch",
+        others=("~rq:*",),
     ),
     "operator": Role(
         writes=tuple(FAMILIES),

@@ -59,7 +59,7 @@ def at_terminal(redis_url: str, tmp_path: os.PathLike[str]) -> At:
                 except OSError:  # nobody is at the other end
                     return
 
-        environment = {**os.environ, "PROMPTQ_REDIS_URL": as_role("producer", redis_url)}
+        environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url}
         environment |= {"TERM": "xterm", "COLUMNS": "300", "LINES": "60"}
         thread = threading.Thread(target=reading)
         thread.start()

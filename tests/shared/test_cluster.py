@@ -180,6 +180,7 @@ def live_through_everything(client: Any, name: str) -> None:
     assert queue.run(statistics.sample(Contribution(1, 1, 1, [5], [5]))) == 0
     client.hset(queue.keys.prefix + "statistics:open", "bucket", "5000")  # it is over
     assert queue.run(statistics.sample(Contribution())) == 1
+    assert queue.run(scripts.hold(queue.keys, queue.keys.jobs_leader, "me", 60_000))
     assert queue.run(take_of_rates("key", [Rate("requests", 1, 60)])).wait_ms == 0
     assert queue.state("done") is RequestState.COMPLETED
     assert len(queue.run(lookups.log_after(queue.keys, "done", 0))) == 2

@@ -120,6 +120,7 @@ def test_what_is_held_is_kept_and_given_back_all_the_same(client: Any, queue: Re
     assert queue.reap().returned == 0
     assert queue.release([held(a)]) == ["waiting"]
     assert queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 5000)) == 1
+    assert queue.run(scripts.hold(queue.keys, queue.keys.jobs_leader, "me", 5000))
     recover(client)
     assert ids(queue.take_batch(ROOM)) == ["a"]
 

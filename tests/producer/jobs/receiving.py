@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
+MASTER = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
 
 
 @dataclass
@@ -39,12 +39,20 @@ class Receiver:
         return [json.loads(body) for at, _, body in list(self.calls) if at == path]
 
 
-def is_signed(headers: dict[str, str], body: bytes, secret: str = SECRET) -> bool:
-    """As standardwebhooks.com says a receiver does it."""
-    key = base64.b64decode(secret.removeprefix("whsec_"))
+def secret_of(tenant: str, version: int = 1) -> str:
+    """What MASTER gives a tenant of the default queue, as docs/jobs.md says."""
+    what = f"promptq webhook {version} default {tenant}".encode()
+    key = base64.b64decode(MASTER.removeprefix("whsec_"))
+    made = hmac.new(key, what, hashlib.sha256).digest()
+    return "whsec_" + base64.b64encode(made).decode()
+
+
+def is_signed(headers: dict[str, str], body: bytes, secret: str | None = None) -> bool:
+    """As standardwebhooks.com says a receiver does it; by default that of no tenant."""
+    key = base64.b64decode((secret or secret_of("")).removeprefix("whsec_"))
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     wanted = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
-    return headers["webhook-signature"] == f"v1,{wanted}"
+    return f"v1,{wanted}" in headers["webhook-signature"].split(" ")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -10,8 +11,9 @@ import redis
 from structlog.testing import capture_logs
 
 from promptq.producer.batch_store.batch_lines import new_batch_id
+from promptq.producer.jobs.deliveries import Deliveries
 from promptq.producer.jobs.dispatching import Dispatcher
-from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis, webhook_queue
+from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis
 from promptq.producer.settings import JobsSettings
 from tests.producer.jobs.batches import KEYS
 from tests.producer.playing import HandWorker
@@ -29,13 +31,37 @@ class Leader:
         self.server = server
         self.redis = open_jobs_redis(settings)
         self._batches = batch_queue("default", self.redis)
-        self.dispatcher = Dispatcher(
-            self.redis,
-            webhook_queue("default", self.redis),
-            self._batches,
-            settings,
-            clock=lambda: self.now,
-        )
+        self.dispatcher = Dispatcher(self.redis, self._batches, settings, clock=lambda: self.now)
+        self.deliveries = Deliveries(self.redis, settings)
+        self.have_workers(3)
+
+    def have_workers(self, count: int) -> None:
+        """As if so many of RQ's workers were alive."""
+        key = "rq:workers:promptq-default-batches"
+        self.server.delete(key)
+        for number in range(count):
+            self.server.sadd(key, f"rq:worker:{number}")
+
+    def make_batch(self, tenant: str) -> str:
+        batch_id = new_batch_id()
+        self.server.hset(KEYS.batch(batch_id), "tenant", json.dumps(tenant))
+        self.server.sadd(KEYS.unfinished_batches, batch_id)
+        return batch_id
+
+    def hand_out(self) -> list[str]:
+        """Batches that are handed to RQ's workers, which run them at once."""
+        self.dispatcher.hand_out_batches()
+        jobs = self._batches.get_job_ids()
+        self.server.delete(self._batches.key)
+        found = [job_id.removeprefix("promptq-") for job_id in jobs]
+        for batch_id in found:
+            self.server.set(KEYS.batch_runner(batch_id), "a")
+        return found
+
+    def give_way(self, batch_id: str) -> None:
+        """As a batch does that stops where it is."""
+        self.server.delete(KEYS.batch_runner(batch_id))
+        self.server.hset(f"rq:job:promptq-{batch_id}", "status", "finished")
 
     def add_batch(self) -> str:
         """One that waits for a worker."""
@@ -92,6 +118,34 @@ def test_a_batch_that_rq_gave_up_is_handed_out_at_once(leader: Leader, status: s
     assert leader.dispatcher.hand_out_batches() == 1
 
 
+def test_tenants_take_turns(leader: Leader) -> None:
+    """One after the other, however many batches one has; each tenant's eldest first."""
+    leader.have_workers(2)
+    a = [leader.make_batch("a") for _ in range(4)]
+    assert leader.hand_out() == a[:2]
+    b = [leader.make_batch("b") for _ in range(2)]
+    c = leader.make_batch("c")
+    assert leader.hand_out() == [], "no worker is free"
+    leader.give_way(a[0])
+    leader.give_way(a[1])
+    assert leader.hand_out() == [b[0], c]
+    leader.give_way(b[0])
+    assert leader.hand_out() == [a[0]], "it was served longest ago"
+    leader.give_way(c)
+    assert leader.hand_out() == [b[0]]
+    leader.have_workers(0)
+    leader.give_way(b[0])
+    assert leader.hand_out() == []
+
+
+def test_what_strangers_wrote_of_a_batch_is_a_tenant_like_any(leader: Leader) -> None:
+    ids = [leader.make_batch("a"), leader.make_batch("b")]
+    leader.server.hset(KEYS.batch(ids[0]), "tenant", "[" * 10_000)
+    leader.server.delete(KEYS.batch(ids[1]))
+    leader.server.set(KEYS.batch(ids[1]), "a")
+    assert leader.hand_out() == ids
+
+
 def test_lists_that_strangers_spoilt_count_as_empty(leader: Leader) -> None:
     """With one warning each; the rest of the jobs goes on."""
     spoilt = (KEYS.webhooks, KEYS.unfinished_batches)
@@ -99,7 +153,7 @@ def test_lists_that_strangers_spoilt_count_as_empty(leader: Leader) -> None:
         leader.server.set(key, "a")
     with capture_logs() as logs:
         for _ in range(3):
-            assert leader.dispatcher.hand_out_webhooks() == 0
+            leader.deliveries.go_on()
             assert leader.dispatcher.hand_out_batches() == 0
     assert [entry["key"] for entry in logs] == [*spoilt]
     leader.server.delete(*spoilt)
@@ -110,7 +164,7 @@ def test_long_entries_are_cut_in_the_log(leader: Leader) -> None:
     leader.server.zadd(KEYS.webhooks, {"a" * 10_000: 1})
     leader.server.sadd(KEYS.unfinished_batches, "a" * 10_000)
     with capture_logs() as logs:
-        leader.dispatcher.hand_out_webhooks()
+        leader.deliveries.go_on()
         leader.dispatcher.hand_out_batches()
     assert [entry["event"] for entry in logs] == ["webhook struck off", "batch struck off"]
     assert {len(entry["entry"]) for entry in logs} == {100}

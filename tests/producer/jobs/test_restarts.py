@@ -31,7 +31,6 @@ from tests.producer.jobs.test_webhooks import ask
 from tests.producer.playing import HandWorker, Start
 from tests.roles import as_role
 
-SCHEDULED = "rq:scheduled:promptq-default-webhooks"
 REAP = "rq:job:promptq-default-upkeep-reap"
 
 
@@ -41,12 +40,13 @@ async def test_webhooks_and_upkeep_after_restarts(tmp_path: Path, start: Start) 
     stay, and go on."""
     settings = {"PROMPTQ_FILES_DIR": str(tmp_path), "PROMPTQ_WEBHOOK_ALLOW_PRIVATE": "1"}
     settings["PROMPTQ_LEASE_MS"] = "100"
+    waiting = KEYS.webhooks_waiting
     with OwnServer(tmp_path / "server") as server, receiver() as receiving:
         url = as_role("jobs", server.url)
         with server.client() as connection:
             first = start("jobs", url=url, **settings)
             end_one(connection, receiving, "/later")
-            await until(lambda: connection.zcard(SCHEDULED) == 1)
+            await until(lambda: b'"attempts":1' in (connection.hvals(waiting) or [b""])[0])
             await until(lambda: connection.hget(REAP, "status") == b"finished")
             kill_all(first.pid)
             first.wait()
@@ -56,13 +56,13 @@ async def test_webhooks_and_upkeep_after_restarts(tmp_path: Path, start: Start) 
             hand = end_one(connection, receiving, "/meanwhile")
             ask(hand.queue, "late", receiving.url("/late"), deadline_ms=1)
             assert [path for path, _, _ in receiving.calls] == ["/later"]
-            connection.zadd(SCHEDULED, dict.fromkeys(connection.zrange(SCHEDULED, 0, -1), 1))
+            connection.hset(waiting, "/later", '{"attempts":1,"due":1}')
             connection.delete(KEYS.jobs_leader)  # as if its time had run out
             second = start("jobs", url=url, **settings)
             wanted = ["/late", "/later", "/later", "/meanwhile"]
             await until(lambda: sorted(path for path, _, _ in receiving.calls) == wanted)
             assert hand.queue.state("late") is RequestState.EXPIRED
-            await until(lambda: connection.zcard(SCHEDULED) == 0)
+            await until(lambda: connection.hlen(waiting) == 0)
         server.kill()
         server.start()
         with server.client() as connection:

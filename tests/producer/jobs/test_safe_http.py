@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,3 +90,29 @@ def test_a_name_is_resolved_once_and_checked_whole(
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises((AddressRefusedError, OSError)):
         post(url, b"", {}, timeout=1)
+
+
+def test_who_sends_a_byte_now_and_then_is_cut_off() -> None:
+    """Each comes in time, and there is no end of them, in the status line and behind it."""
+    for beginning in (b"", b"HTTP/1.1 200 OK\r\na: "):
+        is_cut = threading.Event()
+
+        def trickle(listening: socket.socket, beginning: bytes, is_cut: threading.Event) -> None:
+            connection, _ = listening.accept()
+            with connection:
+                try:
+                    connection.sendall(beginning)
+                    while True:
+                        connection.sendall(b"x")
+                        is_cut.wait(0.01)
+                except OSError:
+                    is_cut.set()
+
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = threading.Thread(target=trickle, args=(listening, beginning, is_cut))
+            thread.start()
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+            with pytest.raises((OSError, http.client.HTTPException)):
+                post(url, b"", {}, timeout=0.1, allow_private=True)
+            is_cut.wait()
+            thread.join()

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from promptq.producer.jobs import upkeep
+from promptq.producer.jobs.allowed_jobs import REAP, SWEEP
 from promptq.producer.jobs.rq_queues import JsonCron, open_jobs_redis, run_worker, upkeep_queue
 from promptq.producer.settings import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
@@ -37,7 +38,7 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
     """Through RQ's cron and worker: what a dead worker held goes back, what is late ends."""
     jobs = open_jobs_redis(read_jobs_settings())
     cron = JsonCron(upkeep_queue("default", jobs))
-    cron.every(5, upkeep.reap, "default")
+    cron.every(5, REAP, "default")
     put(own_worker, "held")
     own_worker.take()
     put(own_worker, "late", deadline_ms=1)
@@ -50,6 +51,19 @@ def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
         time.sleep(0.06)
     assert own_worker.queue.state("held") is RequestState.WAITING
     assert own_worker.queue.state("late") is RequestState.EXPIRED
+    jobs.close()
+
+
+def test_a_queue_with_a_dot_in_its_name(own_worker: HandWorker) -> None:
+    """Of which RQ knows none in what it calls a job; nor is it taken for that of another queue."""
+    jobs = open_jobs_redis(read_jobs_settings())
+    for name in ("a.b", "a--b", "a-b"):
+        cron = JsonCron(upkeep_queue(name, jobs))
+        cron.every(5, REAP, name)
+        cron.enqueue_jobs()
+    assert len(own_worker.redis.keys("rq:job:*")) == 3
+    run_worker(upkeep_queue("a.b", jobs), burst=True)
+    assert own_worker.redis.exists(Keys("a.b").upkeep)
     jobs.close()
 
 
@@ -85,7 +99,7 @@ def test_what_broken_batches_left_is_swept(redis_url: str, tmp_path: Path) -> No
     """Through RQ's cron and worker; what may still go on stays."""
     jobs = open_jobs_redis(read_jobs_settings())
     cron = JsonCron(upkeep_queue("default", jobs))
-    cron.every(600, upkeep.sweep, "default")
+    cron.every(600, SWEEP, "default")
     running = tmp_path / "running"
     running.mkdir()
     for name in ("batch_old.output.jsonl", "batch_new.output.jsonl", "a_strangers.jsonl"):

@@ -14,28 +14,26 @@ from typing import Any
 
 import pytest
 import redis
-from rq.job import Job
-from rq.registry import FailedJobRegistry
-from rq.serializers import JSONSerializer
 
-from promptq.producer.jobs.dispatching import Dispatcher
-from promptq.producer.jobs.rq_queues import (
-    JobScheduler,
-    batch_queue,
-    open_jobs_redis,
-    run_worker,
-    webhook_queue,
-)
+from promptq.producer.jobs.deliveries import DeadWebhook, Deliveries, Waiting, read_dead
+from promptq.producer.jobs.earlier_webhooks import take_over
+from promptq.producer.jobs.rq_queues import open_jobs_redis
 from promptq.producer.settings import JobsSettings, read_jobs_settings
-from promptq.producer.webhooks.webhook_signature import load_secret, secret_file
+from promptq.producer.webhooks.safe_http import tls_context
+from promptq.producer.webhooks.webhook_signature import (
+    OVERLAP_SECONDS,
+    WebhookSecrets,
+    master_file,
+    shared_file,
+)
 from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.certificates import make_certificates
-from tests.producer.jobs.receiving import SECRET, Receiver, is_signed, receiver
-from tests.producer.playing import HandWorker
+from tests.producer.jobs.receiving import MASTER, Receiver, is_signed, receiver
+from tests.producer.playing import HandWorker, Run
 from tests.roles import as_role
 from tests.servers import Server
 
@@ -53,44 +51,52 @@ def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Of jobs too, which read the environment."""
     monkeypatch.setenv("PROMPTQ_REDIS_URL", as_role("jobs", redis_url))
     monkeypatch.setenv("PROMPTQ_FILES_DIR", str(tmp_path))
-    monkeypatch.setenv("PROMPTQ_WEBHOOK_SECRET", SECRET)
+    monkeypatch.setenv("PROMPTQ_WEBHOOK_MASTER_SECRET", MASTER)
     monkeypatch.setenv("PROMPTQ_WEBHOOK_ALLOW_PRIVATE", "1")
     monkeypatch.setenv("PROMPTQ_WEBHOOK_TIMEOUT_SECONDS", "0.2")
     return read_jobs_settings()
 
 
 class Jobs:
-    """What `promptq jobs` does, a step at a time, with RQ's own worker."""
+    """What the leader of `promptq jobs` does for webhooks, a step at a time."""
 
     def __init__(self, settings: JobsSettings) -> None:
-        self.redis = open_jobs_redis(settings)
-        self.queue = webhook_queue("default", self.redis)
-        batches = batch_queue("default", self.redis)
-        self._dispatcher = Dispatcher(self.redis, self.queue, batches, settings)
+        self.settings = settings
+        self.redis: Any = open_jobs_redis(settings)
+        self.now = time.time()
+        self.lead()
+
+    def lead(self) -> None:
+        self.deliveries = Deliveries(self.redis, self.settings, clock=lambda: self.now)
 
     def work(self) -> None:
         """Call every webhook that is due, once."""
-        self._dispatcher.hand_out_webhooks()
-        run_worker(self.queue, burst=True)
+        self.deliveries.go_on()
+        while self.deliveries.num_under_way:
+            self.deliveries.wait(1)
+            self.deliveries.go_on()
+
+    def waiting(self) -> dict[str, Waiting]:
+        found = self.redis.hgetall(KEYS.webhooks_waiting).items()
+        return {key.decode(): Waiting.model_validate_json(value) for key, value in found}
 
     def pass_time(self) -> None:
-        """Whatever waits for its next attempt is due."""
-        for job_id in self.redis.zrange(self.queue.scheduled_job_registry.key, 0, -1):
-            self.redis.zadd(self.queue.scheduled_job_registry.key, {job_id: 1})
-        scheduler = JobScheduler(self.queue)
-        scheduler.run_once()
-        scheduler.stop()
+        """Whatever waits for its next attempt is due, and another process leads."""
+        self.now = max([self.now, *(it.due for it in self.waiting().values())])
+        self.close()
+        self.lead()
 
-    def failed(self) -> list[Job]:
-        registry = FailedJobRegistry(queue=self.queue, serializer=JSONSerializer)
-        ids = registry.get_job_ids(cleanup=False)
-        return [Job.fetch(it, connection=self.redis, serializer=JSONSerializer) for it in ids]
+    def dead(self) -> list[DeadWebhook]:
+        return read_dead(self.redis, KEYS)
+
+    def close(self) -> None:
+        self.deliveries.close(10)
 
 
 @pytest.fixture
 def jobs(settings: JobsSettings) -> Iterator[Jobs]:
     jobs = Jobs(settings)
-    with closing(jobs.redis):
+    with closing(jobs.redis), closing(jobs):
         yield jobs
 
 
@@ -165,8 +171,7 @@ def test_it_is_sent_again_until_it_is_taken(
     ask(own_worker.queue, "r", receiving.url("/status/500"))
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
-    [due] = jobs.redis.zrange(jobs.queue.scheduled_job_registry.key, 0, -1, withscores=True)
-    assert 0 < due[1] - time.time() <= BACKOFF_SECONDS[0]
+    assert jobs.waiting()["r"].due - jobs.now == BACKOFF_SECONDS[0]
     jobs.work()
     assert len(receiving.calls) == 1, "not before it is due"
     jobs.pass_time()
@@ -174,7 +179,7 @@ def test_it_is_sent_again_until_it_is_taken(
     first, second = receiving.headers_at("/status/500")
     assert first["webhook-id"] == second["webhook-id"]
     assert all(is_signed(headers, body) for _, headers, body in receiving.calls)
-    assert jobs.failed() == []
+    assert jobs.dead() == []
 
 
 def test_after_a_day_it_is_dead(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
@@ -182,20 +187,18 @@ def test_after_a_day_it_is_dead(jobs: Jobs, own_worker: HandWorker, receiving: R
     ask(own_worker.queue, "r", receiving.url("/status/503"))
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
-    [waiting] = jobs.redis.zrange(jobs.queue.scheduled_job_registry.key, 0, -1)
-    job = Job.fetch(waiting.decode(), connection=jobs.redis, serializer=JSONSerializer)
-    assert job.retries_left == len(BACKOFF_SECONDS) - 1
-    jobs.redis.hset(job.key, "retries_left", 1)
+    for attempt, seconds in enumerate(BACKOFF_SECONDS, 1):
+        assert len(receiving.calls) == attempt
+        assert jobs.waiting()["r"].due - jobs.now == seconds
+        jobs.pass_time()
+        jobs.work()
+    assert jobs.waiting() == {}
+    [dead] = jobs.dead()
+    assert (dead.request_id, dead.tenant, dead.attempts) == ("r", "", 11)
+    assert dead.reason.endswith("answered 503")
     jobs.pass_time()
     jobs.work()
-    jobs.pass_time()
-    jobs.work()
-    assert len(receiving.calls) == 3
-    [dead] = jobs.failed()
-    assert "answered 503" in str(dead.latest_result().exc_string)
-    jobs.pass_time()
-    jobs.work()
-    assert len(receiving.calls) == 3
+    assert len(receiving.calls) == len(BACKOFF_SECONDS) + 1
 
 
 def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
@@ -209,7 +212,8 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
         ask(own_worker.queue, "nobody", nobody)
         own_worker.finish(own_worker.take(), "hi")
         jobs.work()
-    assert [at for at, _, _ in receiving.calls] == ["/never", "/status/302", "/status/410"]
+    called = sorted(at for at, _, _ in receiving.calls)
+    assert called == ["/never", "/status/302", "/status/410"]
     jobs.pass_time()
     jobs.work()
     again = sorted(at for at, _, _ in receiving.calls[3:])
@@ -218,10 +222,16 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 def test_a_webhook_over_tls(
-    jobs: Jobs, own_worker: HandWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs,
+    own_worker: HandWorker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """To a receiver whose certificate holds, and to no other; nobody reads a huge answer."""
     make_certificates(tmp_path)
+    tls_context.cache_clear()
+    request.addfinalizer(tls_context.cache_clear)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
     with receiver(tls) as receiving:
@@ -230,34 +240,29 @@ def test_a_webhook_over_tls(
         jobs.work()
         assert receiving.calls == [], "nobody vouches for it"
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
+        tls_context.cache_clear()
         jobs.pass_time()
         jobs.work()
         [(_, headers, body)] = receiving.calls
         assert is_signed(headers, body)
         assert headers["host"] == f"127.0.0.1:{receiving.port}"
         receiving.hung_up.wait()
-        assert jobs.redis.zcard(jobs.queue.scheduled_job_registry.key) == 0, "it was taken"
+        assert jobs.waiting() == {}, "it was taken"
 
 
 def test_private_addresses_are_refused(
-    jobs: Jobs,
-    own_worker: HandWorker,
-    receiving: Receiver,
-    monkeypatch: pytest.MonkeyPatch,
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unless a setting allows them; and nothing is tried again."""
-    monkeypatch.setenv("PROMPTQ_WEBHOOK_ALLOW_PRIVATE", "0")
+    jobs.settings.webhook_allow_private = False
     ask(own_worker.queue, "r", receiving.url("/ok"))
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
     jobs.pass_time()
     jobs.work()
     assert receiving.calls == []
-    [result] = [
-        Job.fetch(it, connection=jobs.redis, serializer=JSONSerializer).return_value()
-        for it in jobs.queue.finished_job_registry.get_job_ids()
-    ]
-    assert "private network" in result
+    assert jobs.waiting() == {}
+    assert "private network" in capsys.readouterr().out
 
 
 def test_strangers_keep_nobody_from_a_webhook(
@@ -290,6 +295,7 @@ def test_strangers_keep_nobody_from_a_webhook(
     jobs.work()
     assert [at for at, _, _ in receiving.calls] == ["/ok"]
     assert server.zcard(KEYS.webhooks) == 0
+    assert jobs.waiting() == {}
 
 
 def test_a_server_that_refuses_strikes_nothing_off(
@@ -307,64 +313,151 @@ def test_a_server_that_refuses_strikes_nothing_off(
     assert [at for at, _, _ in receiving.calls] == ["/ok"]
 
 
-@pytest.mark.parametrize("name", ["producer.jobs.webhooks.deliver_webhook", "os.system"])
-def test_what_is_no_job_of_this_version_is_refused(
-    name: str, jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_strangers_wrote_of_what_waits(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
-    """Neither is a name imported that an earlier version gave, nor one that somebody put there."""
-    job = jobs.queue.enqueue_call(name, args=(f"touch {tmp_path}/ran",))
-    jobs.redis.hset(job.key, "failure_callback_name", "tests.producer.jobs.imported.never")
+    """It is struck off, and a key of another type gives way."""
+    server = own_worker.redis
+    server.hset(KEYS.webhooks_waiting, mapping={b"\xff": "{}", "a": "[" * 5000, "b": "1"})
+    ask(own_worker.queue, "r", receiving.url("/status/500"))
+    own_worker.finish(own_worker.take(), "hi")
     jobs.work()
-    (failed,) = jobs.failed()
-    result = failed.latest_result()
-    assert result is not None
-    assert f"{name} is none of this version's jobs" in str(result.exc_string)
-    assert "tests.producer.jobs.imported" not in capsys.readouterr().err
-    assert not (tmp_path / "ran").exists()
+    assert set(jobs.waiting()) == {"r"}
+    server.delete(KEYS.webhooks_waiting)
+    server.set(KEYS.webhooks_waiting, "a")
+    server.zadd(KEYS.webhooks, {"r": 1})
+    jobs.close()
+    jobs.lead()
+    jobs.work()
+    assert len(receiving.calls) == 2
 
 
-def test_the_secret(settings: JobsSettings, tmp_path: Path) -> None:
-    """That of the settings; without one, it is made once, for its owner's eyes alone."""
-    assert load_secret(settings) == b"a secret of thirty-two bytes ..."
-    own = settings.model_copy(update={"webhook_secret": None})
-    first = load_secret(own)
-    assert len(first) == 32
-    assert load_secret(own) == first
-    assert secret_file(own).stat().st_mode & 0o777 == 0o600
-    secret_file(own).write_text("whsec_dG9vIHNob3J0")
-    with pytest.raises(ConfigurationError, match="24 to 64 bytes"):
-        load_secret(own)
-
-
-def test_nothing_is_pickled(
-    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, tmp_path: Path
+def test_what_a_tenant_may_pile_up(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, run: Run
 ) -> None:
-    """A job that somebody pickled into our queue is not read, and ours are JSON."""
-    import pickle
-    import zlib
+    """What comes beyond is dead at once; another tenant's waits as ever."""
+    jobs.settings.webhook_max_waiting = 3
+    for number in range(5):
+        ask(own_worker.queue, f"a{number}", receiving.url("/status/500"), tenant="a")
+        own_worker.finish(own_worker.take(), "hi")
+    ask(own_worker.queue, "b", receiving.url("/ok"), tenant="b")
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    assert set(jobs.waiting()) == {"a0", "a1", "a2"}
+    listed = json.loads(run("webhooks", "dead", "--json").stdout)
+    assert [it["request_id"] for it in listed] == ["a4", "a3"]
+    assert "too many of its tenant's wait" in run("webhooks", "dead").stdout
+    assert {(it.request_id, it.tenant, it.attempts) for it in jobs.dead()} == {
+        ("a3", "a", 0), ("a4", "a", 0),
+    }  # fmt: skip
+    assert len(receiving.headers_at("/ok")) == 1
 
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "exploded",))
 
-    job_id = "bomb"
-    jobs.redis.hset(
-        f"rq:job:{job_id}",
-        mapping={
-            "data": zlib.compress(pickle.dumps(Bomb())),
-            "origin": jobs.queue.name,
-            "status": "queued",
-            "created_at": "2026-01-01T00:00:00.000000Z",
-        },
-    )
-    jobs.redis.rpush(jobs.queue.key, job_id)
+def test_it_is_sent_again_by_hand(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
+    """As docs/jobs.md says, of one that is dead too; and what was taken off the list is not."""
     ask(own_worker.queue, "r", receiving.url("/ok"))
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
+    own_worker.redis.zadd(KEYS.webhooks, {"r": 0})
     jobs.work()
-    assert not (tmp_path / "exploded").exists()
-    assert len(receiving.calls) == 1
-    kept = [key for key in jobs.redis.scan_iter("rq:job:*") if not key.endswith(job_id.encode())]
-    assert kept
-    for key in kept:
-        json.loads(zlib.decompress(jobs.redis.hget(key, "data")))
+    assert len(receiving.calls) == 2
+    ask(own_worker.queue, "off", receiving.url("/status/500"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    own_worker.redis.hdel(KEYS.webhooks_waiting, "off")
+    jobs.now += 10**6
+    jobs.work()
+    assert len(receiving.calls) == 3
+
+
+def test_what_an_earlier_release_handed_to_rq(
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
+) -> None:
+    """It is called too, as its request says, whether it waited for its first attempt or the next;
+    what is no webhook there goes."""
+    import zlib
+
+    server = own_worker.redis
+    for request_id in ("first", "next"):
+        ask(own_worker.queue, request_id, receiving.url(f"/{request_id}"))
+        own_worker.finish(own_worker.take(), "hi")
+    server.delete(KEYS.webhooks)
+    for name, request_id in {"x": "first", "y": "next", "z": "unknown"}.items():
+        body = json.dumps({"data": {"request_id": request_id}})
+        args = ["default", f"msg_{name}", "http://127.0.0.1:1/elsewhere", body]
+        data = zlib.compress(json.dumps(["any.name", None, args, {}]).encode())
+        server.hset(f"rq:job:{name}", "data", data)
+    server.hset("rq:job:bomb", "data", zlib.compress(bytes(10**8)))
+    server.rpush("rq:queue:promptq-default-webhooks", "x", "z", "bomb", b"\xff")
+    server.zadd("rq:scheduled:promptq-default-webhooks", {"y": 2**40})
+    assert take_over(jobs.redis, jobs.redis, KEYS) == 2
+    jobs.work()
+    assert sorted(at for at, _, _ in receiving.calls) == ["/first", "/next"]
+    assert server.keys("rq:*") == []
+
+
+def test_the_secrets(settings: JobsSettings, tmp_path: Path) -> None:
+    """Each tenant has its own, made of one that is made once, for its owner's eyes alone."""
+    own = settings.model_copy(update={"webhook_master_secret": None})
+    master = lambda: master_file(own).read_text().strip()  # noqa: E731
+    found = {tenant: WebhookSecrets(own).of(tenant) for tenant in ("", "a", "b")}
+    assert master_file(own).stat().st_mode & 0o777 == 0o600
+    assert len({master(), *(secret for [secret] in found.values())}) == 4
+    assert found == {tenant: WebhookSecrets(own).of(tenant) for tenant in found}
+    other = own.model_copy(update={"queue": "other"})
+    assert WebhookSecrets(other).of("a") != found["a"]
+    master_file(own).write_text("whsec_dG9vIHNob3J0")
+    with pytest.raises(ConfigurationError, match=r"webhook_master_secret.*24 to 64 bytes"):
+        WebhookSecrets(own)
+
+
+def test_a_rotation(
+    jobs: Jobs,
+    settings: JobsSettings,
+    own_worker: HandWorker,
+    receiving: Receiver,
+    run: Run,
+    tmp_path: Path,
+) -> None:
+    """For a day the old secret verifies too; other tenants have theirs as before."""
+    env = {"PROMPTQ_FILES_DIR": str(tmp_path), "PROMPTQ_WEBHOOK_MASTER_SECRET": MASTER}
+    [old] = run("webhooks", "secret", "--tenant", "a", **env).stdout.split()
+    other = WebhookSecrets(settings).of("b")
+    [new] = run("webhooks", "rotate", "--tenant", "a", **env).stdout.split()
+    assert run("webhooks", "secret", "--tenant", "a", **env).stdout.split() == [new, old]
+    ask(own_worker.queue, "r", receiving.url("/ok"), tenant="a")
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    [(_, headers, body)] = receiving.calls
+    assert is_signed(headers, body, new)
+    assert is_signed(headers, body, old)
+    tomorrow = WebhookSecrets(settings, clock=lambda: time.time() + OVERLAP_SECONDS)
+    assert tomorrow.of("a") == [new]
+    assert tomorrow.of("b") == other
+    third = WebhookSecrets(settings).rotate("a")
+    assert WebhookSecrets(settings).of("a") == [third, new]
+    rotations = tmp_path / "webhook-rotations.json"
+    assert rotations.stat().st_mode & 0o777 == 0o600
+    rotations.write_text("[]")
+    refused = run("webhooks", "secret", **env)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "is no list of rotations" in refused.stderr
+    assert run("webhooks", "secret", "--tenant", "a b", **env).returncode == 1
+
+
+def test_the_secret_of_earlier_releases(
+    settings: JobsSettings, own_worker: HandWorker, receiving: Receiver
+) -> None:
+    """As long as it is there receivers that know no other go on; it makes no tenant's."""
+    earlier = "whsec_" + "b" * 40
+    shared_file(settings).write_text(earlier + "\n")
+    assert WebhookSecrets(settings).has_shared
+    jobs = Jobs(settings)
+    with closing(jobs.redis), closing(jobs):
+        ask(own_worker.queue, "r", receiving.url("/ok"))
+        own_worker.finish(own_worker.take(), "hi")
+        jobs.work()
+    [(_, headers, body)] = receiving.calls
+    assert is_signed(headers, body, earlier)
+    assert is_signed(headers, body)
+    assert earlier not in WebhookSecrets(settings).of("")

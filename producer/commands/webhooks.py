@@ -1,0 +1,101 @@
+"""Commands about webhooks: the secrets that receivers verify by, and what was given up."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from promptq.producer.command_options import AsJson, Queue, Redis
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.keys import NAME_IN_WORDS, Keys, is_tenant
+from promptq.shared.runtime.extras import require
+
+if TYPE_CHECKING:
+    from promptq.producer.settings import JobsSettings
+    from promptq.producer.webhooks.webhook_signature import WebhookSecrets
+
+webhooks = typer.Typer(
+    name="webhooks",
+    no_args_is_help=True,
+    help="Secrets of webhooks, and webhooks that were given up.",
+)
+
+Tenant = Annotated[
+    str | None,
+    typer.Option(help="Whose requests it signs; default: those of no tenant in particular."),
+]
+
+
+@webhooks.command()
+def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
+    """Print the secret that a tenant's receivers verify by; the newest first, where two are valid.
+
+    Run it as the user and with the settings of `promptq jobs`, whose folder for files it reads.
+
+    Examples:
+
+    promptq webhooks secret --tenant web
+    """
+    found = _secrets(queue).of(_checked(tenant))
+    print(json.dumps({"tenant": tenant, "secrets": found}) if as_json else "\n".join(found))
+
+
+@webhooks.command()
+def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
+    """Make and print a tenant's next secret; for a day the one before signs as well.
+
+    Give it to the receivers within that day. A second call within it ends the oldest one at once.
+
+    Examples:
+
+    promptq webhooks rotate --tenant web
+    """
+    made = _secrets(queue).rotate(_checked(tenant))
+    print(json.dumps({"tenant": tenant, "secret": made}) if as_json else made)
+
+
+@webhooks.command()
+def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
+    """List webhooks that were given up, the latest first.
+
+    Examples:
+
+    promptq webhooks dead
+    """
+    require("promptq webhooks", "jobs")
+    from promptq.producer.clients.connecting import server_url
+    from promptq.producer.jobs.deliveries import read_dead
+    from promptq.shared.server.connection import open_redis
+
+    settings = _settings(redis_url=redis, queue=queue)
+    with open_redis(server_url(settings.redis_url)) as connection:
+        found = read_dead(connection, Keys(settings.queue))
+    if as_json:
+        print(json.dumps([item.model_dump() for item in found], indent=2))
+        return
+    for item in found:
+        at = datetime.fromtimestamp(item.at / 1000, UTC).isoformat(timespec="seconds")
+        # As JSON, since strangers chose what stands in it.
+        print(at, json.dumps(item.model_dump(exclude={"at"})))
+
+
+def _secrets(queue: str | None) -> WebhookSecrets:
+    require("promptq webhooks", "jobs")
+    from promptq.producer.webhooks.webhook_signature import WebhookSecrets
+
+    return WebhookSecrets(_settings(queue=queue))
+
+
+def _settings(**given: str | None) -> JobsSettings:
+    from promptq.producer.settings import read_jobs_settings
+
+    return read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+
+
+def _checked(tenant: str | None) -> str:
+    if tenant is not None and not is_tenant(tenant):
+        raise InvalidRequestError(f"tenant: {tenant[:80]!r} is not {NAME_IN_WORDS}", field="tenant")
+    return tenant or ""

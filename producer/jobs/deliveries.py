@@ -1,0 +1,328 @@
+"""Calls the webhooks of what has ended, many at once, in turns of tenants and receivers.
+
+The leader alone does it. What waits stands in the queue's own Redis: an id, how often it was tried
+and when it is next; the message is made of the request's hash when it is sent. Who can write to
+RQ's server can thus have nothing sent or signed. Strangers write to the queue too: what is no
+webhook is struck off with a line in the log, so that it keeps nobody from what comes behind it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Literal
+
+import redis
+from pydantic import BaseModel, ValidationError
+
+from promptq.producer.jobs.strange_lists import Lists, shown
+from promptq.producer.settings import JobsSettings
+from promptq.producer.webhooks.turns import Turns
+from promptq.producer.webhooks.webhook_signature import WebhookSecrets
+from promptq.producer.webhooks.webhooks import (
+    BACKOFF_SECONDS,
+    DeliveryError,
+    UnreadableRecordError,
+    deliver,
+    message_of,
+    tenant_of,
+)
+from promptq.shared.errors import ConfigurationError, InvalidRequestError
+from promptq.shared.protocol.keys import Keys, check_request_id, is_request_id
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import ids_of, is_wrong_type, text_of
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.runtime.logs import get_logger
+
+_PAGE = 500
+_DAY_MS = 86_400_000
+_SOON_SECONDS = 1.0
+_DEAD_KEPT = 10_000
+_REASON_CHARACTERS = 300
+
+
+class Waiting(BaseModel):
+    """A webhook that is to be called."""
+
+    tenant: str = ""
+    attempts: int = 0
+    due: float
+    """Unix seconds."""
+
+
+class DeadWebhook(BaseModel):
+    """A webhook that was given up."""
+
+    at: int
+    """Unix milliseconds."""
+    request_id: str
+    tenant: str
+    attempts: int
+    reason: str
+
+
+def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
+    """The latest first; what strangers wrote there is left out."""
+    client: Any = connection
+    found = []
+    for entry_id, fields in client.xrevrange(keys.webhooks_dead, count=limit):
+        with suppress(ValidationError, ValueError):
+            values = {name.decode(): value.decode() for name, value in fields.items()}
+            found.append(DeadWebhook(at=int(entry_id.split(b"-")[0]), **values))
+    return found
+
+
+class _Outcome(BaseModel):
+    kind: Literal["over", "failed", "full", "away"]
+    """`full`: its receiver has no room; `away`: the queue's server is."""
+    reason: str = ""
+    receiver: str | None = None
+
+
+class Deliveries:
+    """What waits, and the threads that call. Everything but the calls is done by one thread."""
+
+    def __init__(
+        self,
+        connection: redis.Redis,
+        settings: JobsSettings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._redis: Any = connection
+        self._settings = settings
+        self._clock = clock
+        self._keys = Keys(settings.queue)
+        self._queue = RequestQueue(connection, settings.queue)
+        self._secrets = WebhookSecrets(settings)
+        self._log = get_logger(queue=settings.queue)
+        self._lists = Lists(settings.queue)
+        self._threads = ThreadPoolExecutor(settings.webhook_workers, "webhook")
+        self._turns = Turns(settings.webhook_workers)
+        self._under_way: dict[Future[_Outcome], str] = {}
+        self._is_known = False
+        self._forget()
+
+    def go_on(self) -> None:
+        """Note what was called, take in what has ended since, and call what is due."""
+        self._note()
+        if not self._is_known:
+            self._read_all()
+        while self._take_in() == _PAGE:
+            pass
+        self._begin()
+
+    def pause(self) -> None:
+        """Another process leads: begin nothing, and read anew what waits before going on."""
+        if self._is_known:
+            self._forget()
+            self._is_known = False
+        self._note()
+
+    def wait(self, seconds: float) -> bool:
+        """Until a call has ended, so long at most; whether one has."""
+        if not self._under_way:
+            time.sleep(seconds)
+            return False
+        return bool(wait(self._under_way, seconds, FIRST_COMPLETED).done)
+
+    def close(self, seconds: float) -> None:
+        """Begin nothing more, and see what is under way end, for so long at most."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        wait(self._under_way, seconds)
+        self._note()
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    def _forget(self) -> None:
+        self._waiting: dict[str, Waiting] = {}
+        self._receivers: dict[str, str] = {}
+        self._of_tenant: Counter[str] = Counter()
+        self._later: list[tuple[float, str]] = []
+        self._ready = set(self._under_way.values())
+        """Those that are due or being called, each once."""
+        self._turns.forget_due()
+
+    def _read_all(self) -> None:
+        self._forget()
+        key = self._keys.webhooks_waiting
+        try:
+            for raw, value in self._redis.hgetall(key).items():
+                [request_id] = ids_of([raw])
+                try:
+                    found = Waiting.model_validate_json(value)
+                    check_request_id(request_id)
+                except (ValidationError, InvalidRequestError):
+                    self._log.warning("webhook struck off", entry=shown(raw), reason="it is none")
+                    self._redis.hdel(key, raw)
+                else:
+                    found.tenant = tenant_of(found.tenant)
+                    self._plan(request_id, found)
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            self._log.warning("a stranger's key is deleted", key=key, reason=str(error))
+            self._redis.delete(key)
+        self._is_known = True
+
+    def _plan(self, request_id: str, item: Waiting) -> None:
+        if request_id not in self._waiting:
+            self._of_tenant[item.tenant] += 1
+        self._waiting[request_id] = item
+        heapq.heappush(self._later, (item.due, request_id))
+
+    def _take_in(self) -> int:
+        """A page of what has ended; gives how long it was."""
+        key = self._keys.webhooks
+        ids = self._lists.read(key, lambda: self._redis.zrange(key, 0, _PAGE - 1))
+        if not ids:
+            return 0
+        tenants = self._tenants_of(ids)
+        new: dict[str, Waiting] = {}
+        coming: Counter[str] = Counter()
+        writing = self._redis.pipeline(transaction=True)
+        for raw, request_id, tenant in zip(ids, ids_of(ids), tenants, strict=True):
+            if not is_request_id(request_id):
+                self._log.warning("webhook struck off", entry=shown(raw), reason="it is no id")
+            elif self._of_tenant[tenant] + coming[tenant] >= self._settings.webhook_max_waiting:
+                self._bury(writing, request_id, tenant, 0, "too many of its tenant's wait")
+            else:
+                coming[tenant] += request_id not in self._waiting
+                new[request_id] = Waiting(tenant=tenant, due=self._clock())
+                # So long its message can be made; a dead letter, without an end, stays as it is.
+                writing.pexpire(self._keys.request(request_id), _DAY_MS, gt=True)
+        if new:
+            values = {request_id: item.model_dump_json() for request_id, item in new.items()}
+            writing.hset(self._keys.webhooks_waiting, mapping=values)
+        writing.zrem(key, *ids)
+        writing.execute()
+        for request_id, item in new.items():
+            self._plan(request_id, item)
+        return len(ids)
+
+    def _tenants_of(self, ids: list[bytes]) -> list[str]:
+        reading = self._redis.pipeline(transaction=False)
+        for raw in ids:
+            reading.hget(self._keys.request("").encode() + raw, "tenant")
+        names = reading.execute(raise_on_error=False)
+        return [
+            tenant_of(text_of(name)) if isinstance(name, bytes) and name.isascii() else ""
+            for name in names
+        ]
+
+    def _begin(self) -> None:
+        now = self._clock()
+        while self._later and self._later[0][0] <= now:
+            due, request_id = heapq.heappop(self._later)
+            item = self._waiting.get(request_id)
+            if item is not None and item.due == due:
+                self._make_ready(request_id)
+        while (taken := self._turns.take()) is not None:
+            self._under_way[self._threads.submit(self._call, taken)] = taken
+
+    def _make_ready(self, request_id: str) -> None:
+        item = self._waiting.get(request_id)
+        if item is not None and request_id not in self._ready:
+            self._ready.add(request_id)
+            self._turns.add(request_id, item.tenant, self._receivers.get(request_id))
+
+    def _call(self, request_id: str) -> _Outcome:
+        """In a thread: one attempt."""
+        receiver = None
+        try:
+            if not self._redis.hexists(self._keys.webhooks_waiting, request_id):
+                return _Outcome(kind="over")
+            message = message_of(self._keys.queue, request_id, self._record_of(request_id))
+            if message is None:
+                return _Outcome(kind="over")
+            receiver = message.receiver
+            if not self._turns.name_receiver(request_id, receiver):
+                return _Outcome(kind="full", receiver=receiver)
+            deliver(message, self._settings, self._secrets)
+        except UnreadableRecordError as error:
+            entry = shown(request_id.encode())
+            self._log.warning("webhook struck off", entry=entry, reason=str(error))
+            return _Outcome(kind="over")
+        except (DeliveryError, ConfigurationError) as error:
+            return _Outcome(kind="failed", reason=str(error), receiver=receiver)
+        except redis.RedisError:
+            return _Outcome(kind="away", receiver=receiver)
+        except Exception as error:  # whatever a message may do, others are called all the same
+            self._log.error("webhook cannot be called", request_id=request_id, exc_info=error)
+            return _Outcome(kind="failed", reason=type(error).__name__, receiver=receiver)
+        return _Outcome(kind="over")
+
+    def _record_of(self, request_id: str) -> dict[str, str]:
+        """Raises UnreadableRecordError where there is no hash."""
+        try:
+            return self._queue.run(lookups.record(self._keys, request_id))
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            raise UnreadableRecordError("its record is no hash") from None
+
+    def _note(self) -> None:
+        for future in [it for it in self._under_way if it.done()]:
+            request_id = self._under_way[future]
+            outcome = _Outcome(kind="away") if future.cancelled() else future.result()
+            self._write(request_id, outcome)
+            del self._under_way[future]
+            self._turns.give_back(request_id)
+            self._ready.discard(request_id)
+            if outcome.kind == "full":
+                self._make_ready(request_id)
+
+    def _write(self, request_id: str, outcome: _Outcome) -> None:
+        """What a call came to. Raises redis.RedisError to be written again."""
+        item = self._waiting.get(request_id)
+        if outcome.receiver is not None and item is not None:
+            self._receivers[request_id] = outcome.receiver
+        if outcome.kind == "away" and item is not None:
+            item.due = self._clock() + _SOON_SECONDS
+            heapq.heappush(self._later, (item.due, request_id))
+        if outcome.kind in ("away", "full"):
+            return
+        writing = self._redis.pipeline(transaction=True)
+        again = None
+        if outcome.kind == "failed" and item is not None:
+            again = self._next_attempt(request_id, item, outcome.reason)
+            if again is None:
+                attempts = item.attempts + 1
+                self._bury(writing, request_id, item.tenant, attempts, outcome.reason)
+        if again is not None:
+            writing.hset(self._keys.webhooks_waiting, request_id, again.model_dump_json())
+        elif outcome.kind == "over" or item is not None:
+            writing.hdel(self._keys.webhooks_waiting, request_id)
+        writing.execute()
+        if again is not None:
+            self._plan(request_id, again)
+        elif item is not None:
+            del self._waiting[request_id]
+            self._receivers.pop(request_id, None)
+            self._of_tenant[item.tenant] -= 1
+
+    def _next_attempt(self, request_id: str, item: Waiting, reason: str) -> Waiting | None:
+        attempts = item.attempts + 1
+        left = len(BACKOFF_SECONDS) - item.attempts
+        self._log.warning(
+            "webhook failed", request_id=request_id, reason=reason, attempts_left=left
+        )
+        if not left:
+            return None
+        due = self._clock() + BACKOFF_SECONDS[item.attempts]
+        return Waiting(tenant=item.tenant, attempts=attempts, due=due)
+
+    def _bury(self, writing: Any, request_id: str, tenant: str, attempts: int, reason: str) -> None:
+        self._log.warning("webhook is dead", request_id=request_id, reason=reason)
+        fields: dict[str, str | int] = {
+            "request_id": request_id,
+            "tenant": tenant,
+            "attempts": attempts,
+            "reason": reason[:_REASON_CHARACTERS],
+        }
+        writing.xadd(self._keys.webhooks_dead, fields, maxlen=_DEAD_KEPT, approximate=True)

@@ -1,0 +1,377 @@
+"""Attacks on the jobs: by who can write to RQ's server, and by one tenant on another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+import standardwebhooks.webhooks as standard
+
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_lines import new_batch_id
+from promptq.producer.batch_store.batch_records import Batches, BatchRecord, new_batch
+from promptq.producer.batch_store.files import FileStore
+from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
+from promptq.producer.jobs.dispatching import Dispatcher
+from promptq.producer.jobs.rq_queues import batch_queue
+from promptq.producer.settings import JobsSettings
+from promptq.producer.webhooks.turns import Turns
+from tests.helpers import running_worker
+from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
+from tests.producer.jobs.processes import until_ready
+from tests.producer.jobs.receiving import MASTER, Receiver, receiver, secret_of
+from tests.producer.jobs.test_webhooks import ask
+from tests.producer.playing import HandWorker, Start
+from tests.roles import as_role
+
+QUEUES = [f"promptq-default-{work}" for work in ("upkeep", "batches", "webhooks")]
+REAP = "promptq.producer.jobs.upkeep.reap"
+NUM_SOUND = 10
+"""Forged jobs of the upkeep that name a sound function."""
+RUN = "promptq.producer.batches.batch_job.run_batch_job"
+
+
+class Forger:
+    """Writes to RQ's server whatever he likes."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.num_forged = 0
+
+    def push(self, queue: str, data: bytes, **fields: Any) -> None:
+        self.num_forged += 1
+        job_id = f"forged-{self.num_forged}"
+        sound = {"origin": queue, "status": "queued", "created_at": "2026-01-01T00:00:00.000000Z"}
+        self._server.hset(f"rq:job:{job_id}", mapping={**sound, "data": data, **fields})
+        self._server.rpush(f"rq:queue:{queue}", job_id)
+
+    def call(self, queue: str, *data: Any, **fields: Any) -> None:
+        self.push(queue, zlib.compress(json.dumps(data).encode()), **fields)
+
+
+class Bomb:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return (os.system, (self.command,))
+
+
+def forge_everything(forger: Forger, command: str, url: str) -> None:
+    """Every way to run something that RQ has, in each of our queues."""
+    call = ["os.system", None, [command], {}]
+    module = "tests.security.imported.never"
+    webhooks = json.dumps(
+        [{"url": url, "job_status": it, "method": "POST"} for it in ("finished", "failed")]
+    )
+    for queue in QUEUES:
+        sound = [REAP, None, ["default"], {}] if queue.endswith("upkeep") else call
+        forger.call(queue, *call)
+        forger.call(queue, "os.system", {"a": 1}, [command], {})
+        forger.call(queue, "system", "os", [command], {})
+        forger.call(queue, "subprocess.run", None, [["sh", "-c", command]], {"shell": False})
+        forger.call(queue, RUN, None, ["default", command], {})
+        forger.call(queue, RUN, None, ["default", new_batch_id(), "more"], {})
+        forger.call(queue, RUN, None, ["../..", new_batch_id()], {})
+        forger.call(queue, RUN, None, ["other", new_batch_id()], {})
+        forger.call(queue, REAP, None, ["other"], {})
+        forger.call(queue, REAP, None, [["default"]], {})
+        forger.call(queue, REAP, None, [], {"queue": "default"})
+        forger.call(queue, [REAP], None, ["default"], {})
+        forger.call(queue, REAP)
+        forger.push(queue, zlib.compress(pickle.dumps(Bomb(command))))
+        forger.push(queue, pickle.dumps(Bomb(command)))
+        forger.push(queue, zlib.compress(bytes(2**30 // 8), 9))  # it would be 128 MiB
+        forger.push(queue, b"x" * 100_000)
+        forger.push(queue, zlib.compress(b"[" * 4000))
+        forger.push(queue, b"\xff")
+        for name in ("success", "failure", "stopped"):
+            forger.call(queue, *sound, **{f"{name}_callback_name": module})
+            forger.call(queue, *call, **{f"{name}_callback_name": module})
+        for fields in (
+            {"webhooks": webhooks},
+            {"serializer": "pickle", "meta": pickle.dumps(Bomb(command))},
+            {"result": pickle.dumps(Bomb(command)), "exc_info": zlib.compress(bytes(10**6))},
+            {"timeout": "never", "status": "flying", "result_ttl": "x", "enqueued_at": "noon"},
+            {"dependency_ids": "[[", "retry_intervals": "{", "repeats_left": "-"},
+            {"rate_limit_key": "a", "rate_limit_concurrency": "1", "group_id": "g"},
+            {"retries_left": "9", "retry_intervals": "[0]"},
+        ):
+            forger.call(queue, *sound, **fields)
+            forger.call(queue, *call, **fields)
+
+
+async def test_rq_runs_our_functions_only(
+    redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
+) -> None:
+    """What somebody wrote to RQ's server is neither run nor imported, sends nothing, and hinders
+    nobody: behind all of it a batch, a webhook and the upkeep are served."""
+    server, ran, log = own_worker.redis, tmp_path / "ran", tmp_path / "log"
+    with receiver() as receiving, log.open("w") as logged:
+        forger = Forger(server)
+        forge_everything(forger, f"touch {ran}", receiving.url("/forged"))
+        for queue in QUEUES:
+            server.rpush(f"rq:queue:{queue}", b"\xff\xfe", "a b", "no-such-job", "x" * 100_000)
+            server.zadd(f"rq:wip:{queue}", {b"\xff": 1, "a:b:c": 1, "no:one": 1})
+            server.rpush(f"rq:queue:{queue}:intermediate", b"\xff", "no-such-job")
+        server.set("rq:job:no-hash", "a")
+        server.rpush(f"rq:queue:{QUEUES[0]}", "no-hash")
+        process = start(
+            "jobs",
+            PROMPTQ_FILES_DIR=str(tmp_path / "files"),
+            PROMPTQ_WEBHOOK_ALLOW_PRIVATE="1",
+            PROMPTQ_LOG_FORMAT="json",
+        )
+        reading = threading.Thread(target=lambda: logged.writelines(process.stderr or ()))
+        reading.start()
+        await until_ready(process)
+        ask(own_worker.queue, "r", receiving.url("/ok"))
+        own_worker.finish(own_worker.take(), "hi")
+        batch = await batch_of(redis_url, tmp_path, "t", 3)
+        async with running_worker(redis_url):
+            assert (await finished_batch(redis_url, batch.id)).status == "completed"
+        await until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
+        await until(lambda: bool(server.exists(KEYS.upkeep)))
+        await until(lambda: [path for path, _, _ in receiving.calls] == ["/ok"])
+        # RQ's own channel, and all other ways in which it takes orders.
+        assert server.pubsub_channels("rq:*") == []
+        process.terminate()
+        assert await asyncio.to_thread(process.wait) == 0
+        reading.join()
+    assert not ran.exists()
+    assert [path for path, _, _ in receiving.calls] == ["/ok"]
+    text = log.read_text()
+    assert "imported" not in text
+    assert "Traceback" not in text
+    assert "a process died" not in text
+    told = re.findall(r'"job_id": ?"(forged-\d+)"', text)
+    # What is forged beside a sound function and arguments is not even seen; and what lies in the
+    # queue of webhooks, which no worker has any longer, is deleted.
+    assert len(told) == len(set(told)), "one line each"
+    assert len(told) == 2 * forger.num_forged / len(QUEUES) - NUM_SOUND
+
+
+async def test_a_forged_webhook_is_not_sent(
+    redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
+) -> None:
+    """Whoever writes to RQ's server alone has nothing signed and sent anywhere."""
+    server = own_worker.redis
+    with receiver() as receiving:
+        body = json.dumps({"data": {"request_id": "unknown"}})
+        name = "promptq.producer.webhooks.webhooks.deliver_webhook"
+        for queue in QUEUES:
+            Forger(server).call(
+                queue, name, None, ["default", "msg_x", receiving.url("/forged"), body], {}
+            )
+        settings = {"PROMPTQ_FILES_DIR": str(tmp_path), "PROMPTQ_WEBHOOK_ALLOW_PRIVATE": "1"}
+        process = start("jobs", **settings)
+        await until_ready(process)
+        await until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
+        ask(own_worker.queue, "r", receiving.url("/ok"))
+        own_worker.finish(own_worker.take(), "hi")
+        await until(lambda: bool(receiving.calls))
+        assert [path for path, _, _ in receiving.calls] == ["/ok"]
+
+
+async def batch_of(url: str, folder: Path, tenant: str, num_lines: int, **key: Any) -> BatchRecord:
+    """A batch of a tenant, as the gateway makes it."""
+    caller = ApiKey(name=f"{tenant}-key", tenant=tenant, **key)
+    source = write_lines(folder / f"{tenant}.jsonl", [line(n) for n in range(num_lines)])
+    with source.open("rb") as stream:
+        stored = FileStore(folder / "files").add(
+            stream, filename="in.jsonl", purpose="batch", tenant=tenant
+        )
+    batch = new_batch("/v1/completions", stored.id, caller)
+    async with redis.asyncio.Redis.from_url(url) as connection:
+        await Batches(connection, KEYS).add(batch)
+    return batch
+
+
+async def statuses(url: str, *batches: BatchRecord) -> list[str]:
+    async with redis.asyncio.Redis.from_url(url) as connection:
+        records = Batches(connection, KEYS)
+        return [(await records.get(it.id)).status for it in batches]
+
+
+@pytest.mark.parametrize("how", ["waits for its rate", "is large"])
+async def test_batches_take_turns_by_tenant(
+    how: str, redis_url: str, tmp_path: Path, start: Start
+) -> None:
+    """A tenant's batches hold all processes; another's batch of one line ends before them."""
+    rate = {"requests_per_minute": 1} if how == "waits for its rate" else {}
+    process = start(
+        "jobs", PROMPTQ_FILES_DIR=str(tmp_path / "files"), PROMPTQ_BATCH_TURN_SECONDS="0.5"
+    )
+    await until_ready(process)
+    async with running_worker(redis_url):
+        if how == "is large":
+            with redis.Redis.from_url(as_role("", redis_url)) as server:
+                server.hset(KEYS.config, "tenant_max_pending", 1)  # nobody's lines come fast
+        first, second = [await batch_of(redis_url, tmp_path, "a", 4000, **rate) for _ in range(2)]
+        while await statuses(redis_url, first, second) != ["in_progress"] * 2:
+            await asyncio.sleep(0.02)
+        other = await batch_of(redis_url, tmp_path, "b", 1)
+        assert (await finished_batch(redis_url, other.id)).status == "completed"
+        assert await statuses(redis_url, first, second) == ["in_progress"] * 2
+
+
+async def test_webhooks_take_turns_by_tenant(
+    redis_url: str, tmp_path: Path, start: Start, own_worker: HandWorker
+) -> None:
+    """One comes while all receivers of another tenant still hold theirs, with few places; and so
+    does that tenant's own for another receiver. Neither can be taken for the other's."""
+    with receiver() as slow, receiver() as quick:
+        process = start(
+            "jobs",
+            PROMPTQ_FILES_DIR=str(tmp_path),
+            PROMPTQ_WEBHOOK_ALLOW_PRIVATE="1",
+            PROMPTQ_WEBHOOK_WORKERS="6",
+            PROMPTQ_WEBHOOK_TIMEOUT_SECONDS="600",
+            PROMPTQ_WEBHOOK_MASTER_SECRET=MASTER,
+        )
+        await until_ready(process)
+        for number in range(8):
+            ask(own_worker.queue, f"a{number}", slow.url("/never"), tenant="a")
+            own_worker.finish(own_worker.take(), "hi")
+        await until(lambda: len(slow.calls) == 2)
+        ask(own_worker.queue, "a-other", quick.url("/a"), tenant="a")
+        own_worker.finish(own_worker.take(), "hi")
+        await until(lambda: bool(quick.headers_at("/a")))
+        ask(own_worker.queue, "b", quick.url("/b"), tenant="b")
+        own_worker.finish(own_worker.take(), "hi")
+        await until(lambda: bool(quick.headers_at("/b")))
+        assert not slow.over.is_set()
+        assert len(slow.calls) == 2, "a slow receiver waits for itself"
+        verify_each_by_its_own_secret_only(quick)
+        process.kill()  # what it waits for would take ten minutes
+
+
+def verify_each_by_its_own_secret_only(receiving: Receiver) -> None:
+    verifying = {tenant: standard.Webhook(secret_of(tenant)) for tenant in ("a", "b")}
+    for path, headers, body in receiving.calls:
+        tenant = path[1:]
+        told = verifying.pop(tenant).verify(body, headers)
+        assert told["data"]["tenant"] == tenant
+        [other] = {"a", "b"} - {tenant}
+        with pytest.raises(standard.WebhookVerificationError):
+            standard.Webhook(secret_of(other)).verify(body, headers)
+        with pytest.raises(standard.WebhookVerificationError):
+            standard.Webhook(MASTER).verify(body, headers)
+    assert not verifying
+
+
+def test_slow_receivers_of_many_tenants_leave_a_place() -> None:
+    """Whatever they pile up: the next tenant begins at once, and so does another receiver."""
+    turns = Turns(32)
+    for tenant in range(30):
+        for number in range(1000):
+            turns.add(f"{tenant}-{number}", f"t{tenant}", f"slow-{number % 3}")
+    held = list(iter(turns.take, None))
+    by_tenant = {it.partition("-")[0] for it in held}
+    assert by_tenant == {str(tenant) for tenant in range(30)}
+    turns.add("new", "b", "quick")
+    assert turns.take() == "new"
+    for request_id in held:
+        turns.give_back(request_id)
+    alone = Turns(32)
+    for number in range(1000):
+        alone.add(f"{number}", "a", "slow")
+    assert len(list(iter(alone.take, None))) == 11
+    alone.add("quick", "a", "quick")
+    assert alone.take() == "quick"
+
+
+def test_receivers_of_a_tenant_take_turns() -> None:
+    turns = Turns(4)
+    for receiver_name in ("x", "y"):
+        for number in range(3):
+            turns.add(f"{receiver_name}{number}", "a", receiver_name)
+    order = []
+    while (taken := turns.take()) is not None:
+        order.append(taken)
+        turns.give_back(taken)
+    assert order == ["x0", "y0", "x1", "y1", "x2", "y2"]
+
+
+class Slow(redis.Redis):
+    """Before each command but the first, what it had found in the server changes."""
+
+    between: Any = None
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        if self.between is not None:
+            self.between()
+        return super().execute_command(*args, **options)
+
+
+class AsyncSlow(redis.asyncio.Redis):
+    """The same."""
+
+    between: Any = None
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        if self.between is not None:
+            self.between()
+        return await super().execute_command(*args, **options)
+
+
+def taken_over_between_two_commands(client: Any, server: Any, key: str) -> None:
+    """As soon as one command was sent, the lease is over and somebody else takes it."""
+    sent: list[None] = []
+
+    def between() -> None:
+        if sent:
+            server.set(key, "somebody-else", px=60_000)
+        sent.append(None)
+
+    client.between = between
+
+
+async def test_a_batch_is_not_kept_or_let_go_of_that_somebody_else_took(redis_url: str) -> None:
+    """Where it happens between looking and writing, too."""
+    key = KEYS.batch_runner("b")
+    with redis.Redis.from_url(redis_url) as server:
+        for ttl_ms in (LEASE_MS, 0):
+            async with AsyncSlow.from_url(as_role("jobs", redis_url)) as client:
+                server.delete(key)
+                lease = RunnerLease(client, KEYS, "b")
+                assert await lease.hold()
+                mine = server.get(key)
+                taken_over_between_two_commands(client, server, key)
+                if ttl_ms:
+                    assert await lease.hold()
+                    assert server.get(key) == mine
+                else:
+                    await lease.let_go()
+                    assert server.get(key) is None
+
+
+def test_two_never_lead(redis_url: str) -> None:
+    """Nor does one who steps down take the lead from the next."""
+    key = KEYS.jobs_leader
+    with (
+        redis.Redis.from_url(redis_url) as server,
+        Slow.from_url(as_role("jobs", redis_url)) as client,
+    ):
+        dispatcher = Dispatcher(client, batch_queue("default", client), JobsSettings())
+        assert dispatcher.leads()
+        mine = server.get(key)
+        taken_over_between_two_commands(client, server, key)
+        assert dispatcher.leads()
+        assert server.get(key) == mine
+        taken_over_between_two_commands(client, server, key)
+        dispatcher.step_down()
+        assert server.get(key) is None
