@@ -11,7 +11,7 @@ from starlette.responses import Response
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.presence import while_present
 from promptq.producer.gateway.answering.records import payloads_of
-from promptq.producer.gateway.context.access import Caller, admit
+from promptq.producer.gateway.context.access import Caller, account_of, admit
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
@@ -88,7 +88,8 @@ async def enqueue(
     requests = granted(call, caller).with_key_of(caller.name).requests(completion_id)
     rates = await admit(gateway, caller, requests)
     async with gateway.calling:
-        return await gateway.client.enqueue_many(requests), rates
+        account = account_of(caller, caller.name)
+        return await gateway.client.enqueue_many(requests, account=account), rates
 
 
 def unknown_model(asked: str, served: str) -> ApiError:

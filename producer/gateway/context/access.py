@@ -15,7 +15,7 @@ from promptq.producer.admin import api_keys
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
-from promptq.shared.protocol.request import MAX_PRIORITY
+from promptq.shared.protocol.request import MAX_PRIORITY, TokenAccount
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
 
 Caller = ApiKey
@@ -32,9 +32,6 @@ _FORWARDED = (
     "cf-connecting-ip",
 )
 """By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
-_DEFAULT_OUTPUT = 256
-"""What `enqueue` counts for an output without `max_tokens`, and below the most for any."""
-_MAX_OUTPUT = 2**31
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
@@ -84,10 +81,19 @@ async def admit(
 ) -> dict[str, str]:
     """Take what the requests need from the caller's rates; gives the headers that tell of them.
 
-    `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
-    OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
+    `requests` are what `Client.enqueue_many` takes. Of tokens those of the prompt are taken, by a
+    quarter of the payload's bytes; the output is charged as it comes, to `account_of` the caller.
+    Raises ApiError 429.
     """
-    rates = rates_of(caller, requests)
+    return await _take(gateway, caller, rates_of(caller, requests))
+
+
+async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
+    """As `admit`, for a call that enqueues nothing, such as an upload: it takes one request."""
+    return await _take(gateway, caller, _rate_of_requests(caller, 1))
+
+
+async def _take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
     if not rates:
         return {}
     async with gateway.calling:
@@ -111,13 +117,25 @@ async def admit(
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
     """What requests take of their caller's rates; as `admit`."""
-    rates = []
-    if caller.requests_per_minute:
-        rates.append(Rate("requests", len(requests), caller.requests_per_minute))
+    rates = _rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
-        tokens = sum(_estimated_tokens(request) for request in requests)
+        tokens = sum(_prompt_tokens(request) for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
     return rates
+
+
+def account_of(caller: Caller, holder: str) -> TokenAccount | None:
+    """To whom the output of a caller's requests is charged; `holder` is whose rates `admit` took.
+
+    None without a limit.
+    """
+    limit = caller.tokens_per_minute
+    return TokenAccount(holder, limit) if limit else None
+
+
+def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+    limit = caller.requests_per_minute
+    return [Rate("requests", amount, limit)] if limit else []
 
 
 def beyond_rates(
@@ -137,11 +155,8 @@ def _limits(rates: Sequence[Rate]) -> str:
     return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
 
 
-def _estimated_tokens(request: Mapping[str, Any]) -> int:
-    wanted = request.get("max_tokens")  # what is no number is refused by whoever enqueues
-    output = wanted if isinstance(wanted, int) and wanted > 0 else _DEFAULT_OUTPUT
-    output = min(output, _MAX_OUTPUT)  # hiredis dies of a number that has no text in Python
-    return len(json.dumps(request, default=str)) // 4 + output
+def _prompt_tokens(request: Mapping[str, Any]) -> int:
+    return len(json.dumps(request, default=str)) // 4
 
 
 def _unauthorised(message: str) -> ApiError:
