@@ -85,7 +85,11 @@ async def enqueue(
 
     Raises ApiError 403 and 429, and what the client raises.
     """
-    requests = granted(call, caller).with_key_of(caller.name).requests(completion_id)
+    call = granted(call, caller)
+    tenant = call.fields.get("tenant") or ""
+    if caller.is_own_tenant and tenant == caller.tenant:
+        tenant = ""  # as gateways of earlier releases have it, which may have taken the same call
+    requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = await admit(gateway, caller, requests)
     async with gateway.calling:
         account = account_of(caller, caller.name)
@@ -104,12 +108,11 @@ def unknown_model(asked: str, served: str) -> ApiError:
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
     """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
-    is_free = caller.tenant is None and caller.is_admin
-    if tenant is not None and tenant != caller.tenant and not is_free:
+    if tenant is not None and tenant != caller.tenant and not caller.is_free:
         raise ApiError(
             403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
         )
-    if caller.tenant is not None:
+    if tenant is None and caller.tenant is not None:
         call = call.with_fields(tenant=caller.tenant)
     if priority is None:
         if caller.highest_priority > 0:

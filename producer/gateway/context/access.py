@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any
@@ -41,9 +42,15 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
     """
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret:
+        secret = secret.strip()
         async with gateway.calling:
-            key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret.strip()))
+            key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret))
         if key is not None:
+            if key.is_over(time.time() * 1000):
+                raise _unauthorised(f"the API key {key.name!r} has expired")
+            if gateway.key_uses.is_due(secret):
+                async with gateway.calling:
+                    await gateway.key_uses.note(secret)
             return key
     async with gateway.calling:
         num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
@@ -74,6 +81,26 @@ ThisCaller = Annotated[Caller, Depends(caller_of)]
 """A route's parameter of this type is who calls it; a route without it is open to anybody."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
+
+
+def needs(scope: str) -> Any:
+    """A dependency of a router whose calls need this scope of a key. Raises ApiError 403."""
+
+    async def check(caller: ThisCaller) -> None:
+        check_scope(caller, scope)
+
+    return Depends(check)
+
+
+def check_scope(caller: Caller, scope: str) -> None:
+    """Raises ApiError 403 for a caller whose key is kept to other calls."""
+    if caller.scopes is not None and scope not in caller.scopes:
+        has = ", ".join(caller.scopes)
+        raise ApiError(
+            403,
+            f"the key {caller.name!r} may not do this: it needs the scope {scope!r} and has {has}",
+            code="scope",
+        )
 
 
 async def admit(
