@@ -190,8 +190,8 @@ def _check_apart(key: ApiKey, others: Sequence[ApiKey]) -> None:
         if other.is_own_tenant:
             raise ConfigurationError(
                 f"tenant: {new.tenant!r} is the key {other.name!r} alone, which was made without a"
-                " tenant, and this key would see its files and batches; take another tenant, or make"
-                f" {other.name!r} anew with --tenant {new.tenant}"
+                " tenant, and this key would see its files and batches; take another tenant, or"
+                f" make {other.name!r} anew with --tenant {new.tenant}"
             )
         if new.is_own_tenant:
             raise ConfigurationError(

@@ -67,7 +67,7 @@ class Batch:
 
 async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> None:
     """What the gateway would refuse is in the error file, with the gateway's answer."""
-    caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=1000)
+    caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=100)
 
     def asking(number: int, **fields: Any) -> dict[str, Any]:
         sound = line(number)
@@ -75,7 +75,7 @@ async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> 
 
     lines = [
         asking(0), asking(1, priority=200, tenant="mine"), asking(2, priority=199),
-        asking(3, tenant="other"), asking(4, max_tokens=2000), asking(5, model="no-such"),
+        asking(3, tenant="other"), asking(4, prompt="x" * 500), asking(5, model="no-such"),
         asking(6, temperature=-1),
     ]  # fmt: skip
     batch = Batch(redis_url, files, caller, lines)
@@ -128,7 +128,7 @@ async def test_a_batch_is_cancelled_in_its_midst(
         own_worker.finish(own_worker.take(), "first")
         await until(lambda: server.zcard(KEYS.pending) == 4)
         cut, late = own_worker.take(), own_worker.take()
-        await batch.tell(lambda batches: batches.cancel(batch.record.id, ""))
+        await batch.tell(lambda batches: batches.cancel(batch.record.id, ("",)))
         await until(lambda: server.zcard(KEYS.pending) == 0)
         own_worker.send(cut, "x")
         server.hdel(KEYS.request(late.request_id), "cancelled")
