@@ -25,7 +25,14 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.shared.protocol.request import NewRequest, Request
 from tests.helpers import running_worker
-from tests.producer.jobs.batches import KEYS, keys_of, line, read_lines, write_lines
+from tests.producer.jobs.batches import (
+    KEYS,
+    NUM_TOKENS,
+    keys_of,
+    line,
+    read_lines,
+    write_lines,
+)
 from tests.producer.playing import HandWorker
 from tests.roles import as_role
 
@@ -115,6 +122,30 @@ async def test_lines_wait_for_their_keys_rates(redis_url: str, files: FileStore)
         assert not server.exists("promptq:{default}:rate:web"), (
             "other calls of the key are not kept waiting"
         )
+
+
+async def test_what_lines_make_is_charged_to_their_keys_rate(
+    redis_url: str, files: FileStore
+) -> None:
+    """On the same account as their prompts, and exactly."""
+    caller = ApiKey(name="web", tokens_per_minute=10_000)
+    batch = Batch(redis_url, files, caller, [line(n) for n in range(6)])
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        seconds, _ = server.time()
+        full_at = (seconds + 50) * 1000  # not full meanwhile, so that all adds up
+        server.hset(BATCH_RATES, "tokens", full_at)
+        async with running_worker(redis_url):
+            record = await batch.run()
+        accounts = [server.hget(key, "account") for key in server.keys(KEYS.request("*"))]
+        assert accounts == [b"10000 web:batches"] * 6
+        charged = (float(server.hget(BATCH_RATES, "tokens")) - full_at) / 6
+        assert not server.exists("promptq:{default}:rate:web")
+    prompts = sum(
+        len(json.dumps(line(n)["body"] | {"request_id": "cmpl-" + "x" * 36, "priority": 100})) // 4
+        for n in range(6)
+    )
+    assert record.usage.completion_tokens == 6 * NUM_TOKENS
+    assert charged == pytest.approx(prompts + record.usage.completion_tokens, abs=0.01)
 
 
 async def test_a_batch_is_cancelled_in_its_midst(
