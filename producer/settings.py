@@ -30,6 +30,16 @@ class FilesSettings(Settings):
 class GatewaySettings(FilesSettings):
     """The settings of all, and those of the HTTP side."""
 
+    files_bytes_per_tenant: int = Field(
+        2 << 30,
+        ge=0,
+        description="most bytes that the files of a tenant may have, answers of batches included;"
+        " 0: no limit",
+    )
+    files_per_tenant: int = Field(
+        1000, ge=0, description="most files that a tenant may have, likewise; 0: no limit"
+    )
+
     http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
     http_port: int = Field(8000, ge=0, le=65535, description="its port; 0: any free one")
     http_share_port: bool = Field(

@@ -140,11 +140,11 @@ class Batches:
         pipeline.sadd(self._keys.unfinished_batches, record.id)
         await pipeline.execute()
 
-    async def get(self, batch_id: str, tenant: str | None = None) -> BatchRecord:
-        """With a tenant only if it is that one's. Raises BatchMissingError."""
+    async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
+        """With tenants only if it is one of theirs. Raises BatchMissingError."""
         if is_batch_id(batch_id):  # else its key may be another one's
             record = _record(batch_id, await self._fields_of(batch_id))
-            if record is not None and tenant in (None, record.tenant):
+            if record is not None and (tenants is None or record.tenant in tenants):
                 return record
         raise BatchMissingError(f"no batch {batch_id[:80]!r} is known")
 
@@ -155,12 +155,16 @@ class Batches:
             return _hash_of(error)
 
     async def page(
-        self, tenant: str, limit: int, after: str | None
+        self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
-        """So many batches, the newest first, behind the id `after`, and whether there are more."""
-        key = self._keys.batches_of(tenant)
-        members = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
-        listed = [member for member in ids_of(members) if is_batch_id(member)]
+        """So many of the tenants' batches, the newest first, behind the id `after`, and whether
+        there are more."""
+        listed: list[str] = []
+        for tenant in tenants:
+            key = self._keys.batches_of(tenant)
+            members = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
+            listed += [member for member in ids_of(members) if is_batch_id(member)]
+        listed.sort(reverse=True)  # ids sort by time
         begin = 0
         if after is not None:
             if after not in listed:
@@ -174,14 +178,14 @@ class Batches:
         records = map(_record, ids, hashes)
         return [it for it in records if it is not None], len(listed) > begin + limit
 
-    async def cancel(self, batch_id: str, tenant: str) -> BatchRecord:
+    async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
         """Ask its runner to end it. Raises BatchMissingError, BatchOverError."""
-        record = await self.get(batch_id, tenant)
+        record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
         now = int(time.time())
         await self._redis.hsetnx(self._keys.batch(batch_id), "cancelling_at", json.dumps(now))
-        return await self.get(batch_id, tenant)
+        return await self.get(batch_id, tenants)
 
     async def update(self, batch_id: str, **changes: Any) -> None:
         """For its runner alone."""

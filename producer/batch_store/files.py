@@ -13,8 +13,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -46,6 +46,15 @@ class StoredFile(BaseModel):
     expires_at: int | None = None
     tenant: str = ""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has expired."""
+        return self.expires_at is not None and self.expires_at < time.time()
+
+    def is_of(self, *tenants: str) -> bool:
+        """Whether one of them has it, as long as it has not expired."""
+        return self.tenant in tenants and not self.is_over
+
     def to_api(self) -> dict[str, object]:
         """OpenAI's file object."""
         shown = self.model_dump(exclude={"tenant"})
@@ -71,10 +80,12 @@ class FileStore:
         tenant: str = "",
         ttl_seconds: int | None = None,
         file_id: str | None = None,
+        entering: Callable[[str, int], AbstractContextManager[None]] | None = None,
     ) -> StoredFile:
         """Copy a stream, or move a file of the same disk, into the store.
 
-        With an id that is there already nothing is done.
+        With an id that is there already nothing is done. `entering` is called with the tenant and
+        the bytes, and the file is there when what it gives is left; where it raises, nothing is.
         """
         file_id = file_id or new_file_id()
         with suppress(FileMissingError):
@@ -96,14 +107,20 @@ class FileStore:
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             tenant=tenant,
         )
-        _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
+        try:
+            with entering(tenant, stored.bytes) if entering else nullcontext():
+                _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
+        except BaseException:
+            if entering:
+                data.unlink(missing_ok=True)
+            raise
         return stored
 
-    def get(self, file_id: str, tenant: str) -> StoredFile:
-        """Raises FileMissingError."""
+    def get(self, file_id: str, *tenants: str) -> StoredFile:
+        """A file of one of these tenants. Raises FileMissingError."""
         if _FILE_ID.fullmatch(file_id):
             stored = self._read(file_id)
-            if stored.tenant == tenant and not _is_over(stored):
+            if stored.is_of(*tenants):
                 return stored
         raise FileMissingError(f"no file {file_id[:80]!r} is known")
 
@@ -134,31 +151,38 @@ class FileStore:
             with path.open("rb") as source:
                 _write_whole(source, path)
 
-    def delete(self, file_id: str, tenant: str) -> None:
+    def delete(self, file_id: str, *tenants: str) -> None:
         """Raises FileMissingError."""
-        self._remove(self.get(file_id, tenant).id)
+        self._remove(self.get(file_id, *tenants).id)
 
     def page(
         self,
-        tenant: str,
-        *,
+        *tenants: str,
         purpose: str | None = None,
         limit: int = 10_000,
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """So many files behind the id `after`, and whether there are more."""
+        """So many files of these tenants behind the id `after`, and whether there are more."""
         found: list[StoredFile] = []
         for file_id in sorted(self._ids(), reverse=order == "desc"):
             if after is not None and (file_id >= after if order == "desc" else file_id <= after):
                 continue
             with suppress(FileMissingError):
-                stored = self.get(file_id, tenant)
+                stored = self.get(file_id, *tenants)
                 if purpose in (None, stored.purpose):
                     if len(found) == limit:
                         return found, True
                     found.append(stored)
         return found, False
+
+    def known(self, before: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
+        """All files by their ids; what was known `before` is not read again."""
+        found = {}
+        for file_id in self._ids():
+            with suppress(FileMissingError):
+                found[file_id] = before.get(file_id) or self._read(file_id)
+        return found
 
     def sweep(self) -> int:
         """Delete what is over, and what uploads that broke off left; gives how many files."""
@@ -166,7 +190,7 @@ class FileStore:
         known = set()
         for file_id in list(self._ids()):
             with suppress(FileMissingError):
-                if _is_over(self._read(file_id)):
+                if self._read(file_id).is_over:
                     self._remove(file_id)
                     count += 1
                 else:
@@ -219,7 +243,3 @@ def _write_whole(source: BinaryIO, path: Path) -> None:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
-
-
-def _is_over(stored: StoredFile) -> bool:
-    return stored.expires_at is not None and stored.expires_at < time.time()

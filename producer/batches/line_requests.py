@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import redis.asyncio
@@ -16,7 +16,7 @@ from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.clients.connecting import address_of
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.respond import granted
-from promptq.producer.gateway.context.access import beyond_rates, rates_of
+from promptq.producer.gateway.context.access import Caller, account_of, beyond_rates, rates_of
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer
@@ -67,12 +67,13 @@ class LineGateway:
         with _refusing(line, request_id):
             call = _call_of(line)
             call = call.with_fields(**{**options.defaults, **call.fields})
-            rates = []
-            if options.caller is not None:
-                call = granted(call, options.caller)
-                rates = rates_of(options.caller, call.requests(request_id))
+            rates, account = list[Rate](), None
+            if (caller := options.caller) is not None:
+                call = granted(call, caller)
+                rates = rates_of(caller, call.requests(request_id))
+                account = account_of(caller, _holder(caller))
             # The id says already that it is the same again.
-            new = compose(call.with_fields(idempotency_key=None).requests(request_id))
+            new = compose(call.with_fields(idempotency_key=None).requests(request_id), account)
         return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
@@ -84,7 +85,7 @@ class LineGateway:
         caller = self._options.caller
         if caller is None or not item.rates:
             return 0.0
-        taken = await self._queue.run(take_of_rates(f"{caller.name}:batches", item.rates))
+        taken = await self._queue.run(take_of_rates(_holder(caller), item.rates))
         if taken.wait_ms is None:
             with _refusing(item.line, item.request_id):
                 raise beyond_rates(caller, item.rates)
@@ -114,7 +115,12 @@ class LineGateway:
         left = max(1, int((self._options.expires_at - time.time()) * 1000))
         deadline_ms = min(new.request.deadline_ms or left, left)
         request = new.request.model_copy(update={"deadline_ms": deadline_ms})
-        return NewRequest(new.request_id, request, new.delay_ms)
+        return replace(new, request=request)
+
+
+def _holder(caller: Caller) -> str:
+    """Whose rates the lines of a caller's batches take."""
+    return f"{caller.name}:batches"
 
 
 def _call_of(line: BatchLine) -> CompletionCall:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.request import MAX_MS, NewRequest, Request, check_size
+from promptq.shared.protocol.request import MAX_MS, NewRequest, Request, TokenAccount, check_size
 from promptq.shared.queue.request_queue import new_request_id
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
 
-def compose(requests: Iterable[Mapping[str, Any]]) -> list[NewRequest]:
+def compose(
+    requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
+) -> list[NewRequest]:
     """Requests of their payloads' fields and, beside those, `request_id` and `delay_ms`.
 
-    Raises InvalidRequestError naming the first field that is wrong.
+    With an account their output is charged to it. Raises InvalidRequestError naming the first field
+    that is wrong.
     """
-    return [_compose_one(dict(fields)) for fields in requests]
+    composed = [_compose_one(dict(fields)) for fields in requests]
+    return [replace(it, account=account) for it in composed] if account else composed
 
 
 def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from datetime import datetime
 from typing import Annotated
 
 import typer
 
-from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.admin.api_keys import SCOPES, ApiKey
 from promptq.producer.command_options import AsJson, Queue, Redis, open_client
+from promptq.shared.errors import ConfigurationError
+
+_SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([mhdw])")
 
 keys = typer.Typer(
     name="keys",
@@ -22,7 +29,10 @@ def create(
     name: Annotated[str, typer.Argument(help="What to call it; appears in logs.")],
     tenant: Annotated[
         str | None,
-        typer.Option(help="Whose share its requests use; default: nobody's in particular."),
+        typer.Option(
+            help="Whose share its requests use, and whose files it sees; keys of one tenant share."
+            " Default: a tenant of its own, called as the key."
+        ),
     ] = None,
     weight: Annotated[
         float | None,
@@ -33,11 +43,30 @@ def create(
     ] = 0,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[
-        int, typer.Option(min=0, help="Prompt and `max_tokens` together; 0: no limit.")
+        int, typer.Option(min=0, help="Of prompts and output together; 0: no limit.")
     ] = 0,
     admin: Annotated[
         bool, typer.Option("--admin", help="May see and steer the whole queue.")
     ] = False,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"What it may call, of {', '.join(SCOPES)}; may be given several times."
+            " Default: all of them."
+        ),
+    ] = None,
+    expires_in: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Lets nobody in after so long, such as 12h or 30d."),
+    ] = None,
+    expires_at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATE",
+            help="Lets nobody in from then on: 2030-01-31, or 2030-01-31T18:00+01:00; without a"
+            " zone in this machine's.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     redis: Redis = None,
     queue: Queue = None,
@@ -50,6 +79,7 @@ def create(
 
     promptq keys create operator --admin
     promptq keys create web --tenant web --weight 3 --tokens-per-minute 100000
+    promptq keys create nightly --scope files --scope batches --expires-in 90d
     """
     key = ApiKey.build(
         name=name,
@@ -58,6 +88,8 @@ def create(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         is_admin=admin,
+        scopes=tuple(dict.fromkeys(scope)) if scope else None,
+        expires_at=_expiry(expires_in, expires_at),
     )
     with open_client(redis, queue) as client:
         secret, made = client.create_api_key(key, weight)
@@ -66,7 +98,7 @@ def create(
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List the keys and what each allows.
+    """List the keys, what each allows, and when it was last used.
 
     Examples:
 
@@ -107,3 +139,28 @@ def revoke(
     print(f"revoked {key.name} (…{key.hint})")
     if not left:
         print("no keys are left: the gateway answers on this machine alone")
+
+
+def _expiry(expires_in: str | None, expires_at: str | None) -> int:
+    """Unix milliseconds; 0 where neither is given. Raises ConfigurationError."""
+    if expires_in is not None and expires_at is not None:
+        raise ConfigurationError("expires-in: does not go with --expires-at")
+    now = time.time()
+    if expires_in is not None:
+        if (found := _DURATION.fullmatch(expires_in)) is None:
+            raise ConfigurationError(
+                f"expires-in: {expires_in!r} is not a number of minutes, hours, days or weeks, such"
+                " as 30m, 12h, 90d or 4w"
+            )
+        return int((now + int(found[1]) * _SECONDS[found[2]]) * 1000)
+    if expires_at is None:
+        return 0
+    try:
+        at = datetime.fromisoformat(expires_at).timestamp()
+    except (ValueError, OverflowError):
+        raise ConfigurationError(
+            f"expires-at: {expires_at!r} is not a date such as 2030-01-31 or 2030-01-31T18:00+01:00"
+        ) from None
+    if at <= now:
+        raise ConfigurationError(f"expires-at: {expires_at!r} is over already")
+    return int(at * 1000)

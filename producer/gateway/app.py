@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from promptq.producer.batch_store.file_quotas import FileQuotas
+from promptq.producer.batch_store.files import FileStore
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.dashboard import actions, pages
 from promptq.producer.gateway.http import errors
@@ -60,7 +63,21 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         cancels = BackgroundCancels(client, calling)
         queue = AsyncRequestQueue(connection, settings.queue)
         watch = QueueWatch(connection, queue.keys, url)
-        app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)
+        app.state.gateway = Gateway(
+            settings,
+            client,
+            connection,
+            queue,
+            watch,
+            cancels,
+            calling,
+            FileQuotas(
+                FileStore(settings.files_dir),
+                settings.files_bytes_per_tenant,
+                settings.files_per_tenant,
+            ),
+            KeyUses(queue),
+        )
         try:
             yield
         finally:

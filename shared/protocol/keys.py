@@ -114,6 +114,11 @@ class Keys:
     def api_keys(self) -> str:
         return self.prefix + "api_keys"
 
+    @property
+    def api_keys_used(self) -> str:
+        """When each API key was last used."""
+        return self.prefix + "api_keys:used"
+
     def pending_of(self, tenant: str) -> str:
         """Where a tenant's ids wait; '' is the tenant without a name.
 

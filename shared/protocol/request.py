@@ -270,7 +270,20 @@ def _unknown_field(name: str) -> InvalidRequestError:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """Whose rate of tokens a minute the output of requests is charged to as it comes."""
+
+    holder: str
+    limit: int
+
+    def __str__(self) -> str:
+        """As it stands in the request's hash."""
+        return f"{self.limit} {self.holder}"
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     request_id: str
     request: Request
     delay_ms: int = 0
+    account: TokenAccount | None = None

@@ -27,6 +27,8 @@ _SHARED_PARTS = ("common", "tenants", "log", "moves", "crashes")
 
 _FURTHER_PARTS = {
     "claim": ["fair_share"],
+    "publish": ["rates"],
+    "limit": ["rates"],
     "cancel": ["waiting_place"],
     "reprioritise": ["waiting_place"],
     "sweep": ["waiting_place"],

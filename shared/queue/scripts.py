@@ -43,12 +43,16 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     With a `nonce`, new for each call, the call may be sent again when its reply was lost.
     Raises RequestExistsError, QueueFullError.
     """
-    args: list[str | bytes | int] = [f"{idempotency_ms} 7"]
+    new = list(new)
+    has_accounts = any(item.account is not None for item in new)
+    args: list[str | bytes | int] = [f"{idempotency_ms} {8 if has_accounts else 7}"]
     for item in new:
         request = item.request
         args += [item.request_id, request.to_payload(), request.priority]
         args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
         args.append(request.tenant or "")
+        if has_accounts:
+            args.append(str(item.account or ""))
     if nonce:
         args.append(nonce)
 

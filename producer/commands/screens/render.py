@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
@@ -98,21 +99,41 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
 
 def api_keys_table(keys: Sequence[ApiKey], width: int) -> Table:
     """One row for each, in so many columns of the terminal."""
+    now = time.time() * 1000
     columns = {
         "name": [it.name for it in keys],
         "key": [f"…{it.hint}" for it in keys],
-        "tenant": [it.tenant or "–" for it in keys],
+        "tenant": [f"{it.tenant} (its own)" if it.is_own_tenant else f"{it.tenant}" for it in keys],
         "requests/min": [_limit(it.requests_per_minute) for it in keys],
         "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
         "priority from": [str(it.highest_priority) for it in keys],
-        "admin": ["yes" if it.is_admin else "–" for it in keys],
-        "made": [f"{datetime.fromtimestamp(it.created_at / 1000):%Y-%m-%d %H:%M}" for it in keys],
+        "may call": [_calls(it) for it in keys],
+        "expires": [_expiry(it, now) for it in keys],
+        "last used": [_minute(it.last_used_at) if it.last_used_at else "never" for it in keys],
+        "made": [_minute(it.created_at) for it in keys],
     }
-    kept = fitting(columns, width, ("made", "key", "admin", "priority from", "tenant"))
-    table = plain_table(*kept, left=("name", "key", "tenant"))
+    dropped = ("made", "key", "last used", "expires", "may call", "priority from", "tenant")
+    kept = fitting(columns, width, dropped)
+    table = plain_table(*kept, left=("name", "key", "tenant", "may call"))
     for cells in zip(*kept.values(), strict=True):
         table.add_row(*map(Text, cells))
     return table
+
+
+def _calls(key: ApiKey) -> str:
+    """`all`, or what a key is kept to; and that it may see and steer the queue."""
+    calls = "all" if key.scopes is None else " ".join(key.scopes)
+    return f"{calls}, admin" if key.is_admin else calls
+
+
+def _expiry(key: ApiKey, now_ms: float) -> str:
+    if not key.expires_at:
+        return "never"
+    return "expired" if key.is_over(now_ms) else _minute(key.expires_at)
+
+
+def _minute(at_ms: int) -> str:
+    return f"{datetime.fromtimestamp(at_ms / 1000):%Y-%m-%d %H:%M}"
 
 
 def _limit(a_minute: int) -> str:

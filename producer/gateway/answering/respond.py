@@ -11,7 +11,7 @@ from starlette.responses import Response
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.presence import while_present
 from promptq.producer.gateway.answering.records import payloads_of
-from promptq.producer.gateway.context.access import Caller, admit
+from promptq.producer.gateway.context.access import Caller, account_of, admit
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
@@ -85,10 +85,15 @@ async def enqueue(
 
     Raises ApiError 403 and 429, and what the client raises.
     """
-    requests = granted(call, caller).with_key_of(caller.name).requests(completion_id)
+    call = granted(call, caller)
+    tenant = call.fields.get("tenant") or ""
+    if caller.is_own_tenant and tenant == caller.tenant:
+        tenant = ""  # as gateways of earlier releases have it, which may have taken the same call
+    requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = await admit(gateway, caller, requests)
     async with gateway.calling:
-        return await gateway.client.enqueue_many(requests), rates
+        account = account_of(caller, caller.name)
+        return await gateway.client.enqueue_many(requests, account=account), rates
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -103,12 +108,11 @@ def unknown_model(asked: str, served: str) -> ApiError:
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
     """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
-    is_free = caller.tenant is None and caller.is_admin
-    if tenant is not None and tenant != caller.tenant and not is_free:
+    if tenant is not None and tenant != caller.tenant and not caller.is_free:
         raise ApiError(
             403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
         )
-    if caller.tenant is not None:
+    if tenant is None and caller.tenant is not None:
         call = call.with_fields(tenant=caller.tenant)
     if priority is None:
         if caller.highest_priority > 0:

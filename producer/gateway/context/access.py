@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from promptq.producer.admin import api_keys
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
-from promptq.shared.protocol.request import MAX_PRIORITY
+from promptq.shared.protocol.request import MAX_PRIORITY, TokenAccount
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
 
 Caller = ApiKey
@@ -32,9 +33,6 @@ _FORWARDED = (
     "cf-connecting-ip",
 )
 """By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
-_DEFAULT_OUTPUT = 256
-"""What `enqueue` counts for an output without `max_tokens`, and below the most for any."""
-_MAX_OUTPUT = 2**31
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
@@ -44,9 +42,15 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
     """
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret:
+        secret = secret.strip()
         async with gateway.calling:
-            key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret.strip()))
+            key = await gateway.queue.run(api_keys.look_up(gateway.keys, secret))
         if key is not None:
+            if key.is_over(time.time() * 1000):
+                raise _unauthorised(f"the API key {key.name!r} has expired")
+            if gateway.key_uses.is_due(secret):
+                async with gateway.calling:
+                    await gateway.key_uses.note(secret)
             return key
     async with gateway.calling:
         num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
@@ -79,15 +83,44 @@ ThisCaller = Annotated[Caller, Depends(caller_of)]
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
 
 
+def needs(scope: str) -> Any:
+    """A dependency of a router whose calls need this scope of a key. Raises ApiError 403."""
+
+    async def check(caller: ThisCaller) -> None:
+        check_scope(caller, scope)
+
+    return Depends(check)
+
+
+def check_scope(caller: Caller, scope: str) -> None:
+    """Raises ApiError 403 for a caller whose key is kept to other calls."""
+    if caller.scopes is not None and scope not in caller.scopes:
+        has = ", ".join(caller.scopes)
+        raise ApiError(
+            403,
+            f"the key {caller.name!r} may not do this: it needs the scope {scope!r} and has {has}",
+            code="scope",
+        )
+
+
 async def admit(
     gateway: Gateway, caller: Caller, requests: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
     """Take what the requests need from the caller's rates; gives the headers that tell of them.
 
-    `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
-    OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
+    `requests` are what `Client.enqueue_many` takes. Of tokens those of the prompt are taken, by a
+    quarter of the payload's bytes; the output is charged as it comes, to `account_of` the caller.
+    Raises ApiError 429.
     """
-    rates = rates_of(caller, requests)
+    return await _take(gateway, caller, rates_of(caller, requests))
+
+
+async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
+    """As `admit`, for a call that enqueues nothing, such as an upload: it takes one request."""
+    return await _take(gateway, caller, _rate_of_requests(caller, 1))
+
+
+async def _take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
     if not rates:
         return {}
     async with gateway.calling:
@@ -111,13 +144,25 @@ async def admit(
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
     """What requests take of their caller's rates; as `admit`."""
-    rates = []
-    if caller.requests_per_minute:
-        rates.append(Rate("requests", len(requests), caller.requests_per_minute))
+    rates = _rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
-        tokens = sum(_estimated_tokens(request) for request in requests)
+        tokens = sum(_prompt_tokens(request) for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
     return rates
+
+
+def account_of(caller: Caller, holder: str) -> TokenAccount | None:
+    """To whom the output of a caller's requests is charged; `holder` is whose rates `admit` took.
+
+    None without a limit.
+    """
+    limit = caller.tokens_per_minute
+    return TokenAccount(holder, limit) if limit else None
+
+
+def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+    limit = caller.requests_per_minute
+    return [Rate("requests", amount, limit)] if limit else []
 
 
 def beyond_rates(
@@ -137,11 +182,8 @@ def _limits(rates: Sequence[Rate]) -> str:
     return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
 
 
-def _estimated_tokens(request: Mapping[str, Any]) -> int:
-    wanted = request.get("max_tokens")  # what is no number is refused by whoever enqueues
-    output = wanted if isinstance(wanted, int) and wanted > 0 else _DEFAULT_OUTPUT
-    output = min(output, _MAX_OUTPUT)  # hiredis dies of a number that has no text in Python
-    return len(json.dumps(request, default=str)) // 4 + output
+def _prompt_tokens(request: Mapping[str, Any]) -> int:
+    return len(json.dumps(request, default=str)) // 4
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -9,8 +9,10 @@ from typing import Annotated, cast
 import redis.asyncio
 from fastapi import Depends, Request
 
+from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
+from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.keys import Keys
@@ -31,6 +33,8 @@ class Gateway:
     cancels: BackgroundCancels
     calling: asyncio.Semaphore
     """Held around a call: each has a connection to itself, and so many are enough."""
+    file_quotas: FileQuotas
+    key_uses: KeyUses
 
     @property
     def keys(self) -> Keys:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Depends, Request
 from pydantic import BaseModel, Field
 
 from promptq.producer.gateway.answering.respond import enqueue
-from promptq.producer.gateway.context.access import ThisAdmin
+from promptq.producer.gateway.context.access import ThisAdmin, check_scope
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.http.bodies import BoundedRoute
 from promptq.producer.gateway.http.errors import ApiError
@@ -148,6 +148,7 @@ async def play(
     fields: Annotated[dict[str, Any], Body()],
 ) -> dict[str, str]:
     """Enqueue a request of the playground; its fields are those of a payload."""
+    check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
     (request_id,), _ = await enqueue(gateway, admin, call, new_request_id())
     _log(request, admin, "play", request_id=request_id)

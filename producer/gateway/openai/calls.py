@@ -129,15 +129,14 @@ class CompletionCall:
         """With these fields of the payload set."""
         return replace(self, fields={**self.fields, **fields})
 
-    def with_key_of(self, caller: str) -> CompletionCall:
+    def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
         """An idempotency key counts for one tenant, one caller and one shape of answer alone.
 
-        An API key of the caller's name may be another tenant's later.
+        An API key of the caller's name may be another tenant's later; '' is a tenant of its own.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
             return self
-        tenant = self.fields.get("tenant") or ""
         own = f"{tenant}\n{caller}\n{self.is_chat} {len(self.prompts)} {self.n}\n{key}"
         hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
         return self.with_fields(idempotency_key=hashed)

@@ -16,8 +16,9 @@ from promptq.producer.batch_store.batch_records import (
 )
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
 from promptq.producer.clients.connecting import explained
-from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.uploads import in_quota
 from promptq.producer.gateway.http.bodies import BoundedRoute
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.routes.files import (
@@ -28,7 +29,10 @@ from promptq.producer.gateway.routes.files import (
 )
 
 router = APIRouter(
-    tags=["batches"], responses=described(400, 401, 404, 503), route_class=BoundedRoute
+    tags=["batches"],
+    responses=described(400, 401, 403, 404, 503),
+    route_class=BoundedRoute,
+    dependencies=[needs("batches")],
 )
 
 
@@ -67,7 +71,7 @@ async def create(
 ) -> dict[str, object]:
     """Have the lines of an uploaded file run within a day."""
     try:
-        stored = await asyncio.to_thread(store.get, asked.input_file_id, caller.tenant or "")
+        stored = await asyncio.to_thread(store.get, asked.input_file_id, *caller.reach)
     except FileMissingError as error:
         raise ApiError(400, f"input_file_id: {error}", param="input_file_id") from None
     if stored.purpose != "batch":
@@ -76,6 +80,8 @@ async def create(
             f"input_file_id: the file's purpose is {stored.purpose!r}, not 'batch'",
             param="input_file_id",
         )
+    with in_quota():  # of which its answers take more
+        await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)
     record = new_batch(
         asked.endpoint,
         stored.id,
@@ -83,6 +89,7 @@ async def create(
         asked.metadata,
         asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
     )
+    record.tenant = stored.tenant  # the caller's own, or nobody's
     with explained(gateway.client.url):
         await _batches(gateway).add(record)
     return record.to_api()
@@ -98,7 +105,7 @@ async def list_batches(
     """Batches of the caller's tenant, the newest first."""
     try:
         with explained(gateway.client.url):
-            found, has_more = await _batches(gateway).page(caller.tenant or "", limit, after)
+            found, has_more = await _batches(gateway).page(caller.reach, limit, after)
     except BatchMissingError as error:
         raise ApiError(400, f"after: {error}", param="after") from None
     return page_of([record.to_api() for record in found], has_more)
@@ -109,7 +116,7 @@ async def retrieve(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> d
     """How far a batch is."""
     try:
         with explained(gateway.client.url):
-            record = await _batches(gateway).get(batch_id, caller.tenant or "")
+            record = await _batches(gateway).get(batch_id, caller.reach)
     except BatchMissingError as error:
         raise not_found(error) from None
     return record.to_api()
@@ -120,7 +127,7 @@ async def cancel(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dic
     """End a batch: what is answered until then goes to the output file."""
     try:
         with explained(gateway.client.url):
-            record = await _batches(gateway).cancel(batch_id, caller.tenant or "")
+            record = await _batches(gateway).cancel(batch_id, caller.reach)
     except BatchMissingError as error:
         raise not_found(error) from None
     except BatchOverError as error:

@@ -9,7 +9,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from promptq.producer.gateway.answering.respond import respond
-from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.http.bodies import read_body
 from promptq.producer.gateway.http.errors import described
@@ -27,6 +27,7 @@ from promptq.shared.protocol.request import Request
 router = APIRouter(
     tags=["completions"],
     responses=described(400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
+    dependencies=[needs("completions")],
 )
 
 

@@ -12,15 +12,18 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
-from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import ApiError, described
 
-router = APIRouter(tags=["files"], responses=described(400, 401, 404, 503))
+router = APIRouter(
+    tags=["files"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("files")],
+)
 
-_FORM_BYTES = 1 << 16
-"""What a form may have beside the file."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -44,7 +47,7 @@ _BODY = {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True
 
 def file_store(gateway: ThisGateway) -> FileStore:
     """The files of this gateway."""
-    return FileStore(gateway.settings.files_dir)
+    return gateway.file_quotas.store
 
 
 ThisStore = Annotated[FileStore, Depends(file_store)]
@@ -54,12 +57,12 @@ def not_found(error: Exception) -> ApiError:
     return ApiError(404, str(error), code="not_found")
 
 
-@router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413))
-async def upload(request: Request, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+@router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413, 429))
+async def upload(request: Request, upload: ThisUpload) -> dict[str, object]:
     """Take a file in; the body is a multipart form."""
     # It goes to the disk as it comes.
-    pieces = body_pieces(request, MAX_FILE_BYTES, most_beside=_FORM_BYTES, what="file")
-    parser = MultiPartParser(request.headers, pieces, max_files=1)
+    pieces = body_pieces(request, MAX_FILE_BYTES, most_beside=FORM_BYTES, what="file")
+    parser = MultiPartParser(request.headers, upload.counting(pieces), max_files=1)
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError) as error:
@@ -74,12 +77,10 @@ async def upload(request: Request, caller: ThisCaller, store: ThisStore) -> dict
             )
         default = BATCH_FILE_SECONDS if purpose == "batch" else None
         ttl = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
-        stored = await asyncio.to_thread(
-            store.add,
+        stored = await upload.add(
             file.file,
             filename=file.filename or "file",
             purpose=str(purpose),
-            tenant=caller.tenant or "",
             ttl_seconds=ttl or default,
         )
     finally:
@@ -98,7 +99,7 @@ async def list_files(
 ) -> dict[str, object]:
     """Files of the caller's tenant, the newest first."""
     found, has_more = await asyncio.to_thread(
-        store.page, caller.tenant or "", purpose=purpose, limit=limit, after=after, order=order
+        store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
     return page_of([stored.to_api() for stored in found], has_more)
 
@@ -107,7 +108,7 @@ async def list_files(
 async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
     """What is known of a file."""
     try:
-        stored = await asyncio.to_thread(store.get, file_id, caller.tenant or "")
+        stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
     except FileMissingError as error:
         raise not_found(error) from None
     return stored.to_api()
@@ -117,7 +118,7 @@ async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[s
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
     """The file itself."""
     try:
-        stored = await asyncio.to_thread(store.get, file_id, caller.tenant or "")
+        stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
     except FileMissingError as error:
         raise not_found(error) from None
     return FileResponse(
@@ -129,7 +130,7 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
     """Forget a file. A batch that has begun with it goes on; one that has not fails."""
     try:
-        await asyncio.to_thread(store.delete, file_id, caller.tenant or "")
+        await asyncio.to_thread(store.delete, file_id, *caller.reach)
     except FileMissingError as error:
         raise not_found(error) from None
     return {"id": file_id, "object": "file", "deleted": True}

@@ -5,11 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from promptq.producer.gateway.answering.respond import unknown_model
-from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.http.errors import described
 
-router = APIRouter(tags=["models"], responses=described(401, 404, 503))
+router = APIRouter(
+    tags=["models"],
+    responses=described(401, 403, 404, 503),
+    dependencies=[needs("models")],
+)
 
 
 @router.get("/v1/models")

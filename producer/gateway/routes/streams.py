@@ -10,7 +10,7 @@ from starlette.responses import Response
 from promptq.producer.gateway.answering.event_stream import EventStream
 from promptq.producer.gateway.answering.records import payloads_of
 from promptq.producer.gateway.answering.respond import check_positions
-from promptq.producer.gateway.context.access import Caller, ThisCaller
+from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import (
@@ -22,7 +22,11 @@ from promptq.producer.gateway.openai.positions import read_event_id
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.runtime.logs import bind
 
-router = APIRouter(tags=["streams"], responses=described(400, 401, 404, 503))
+router = APIRouter(
+    tags=["streams"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("completions")],
+)
 
 
 @router.get("/v1/streams/{completion_id}", response_class=Response)

@@ -2,7 +2,8 @@
 -- KEYS  1 pending
 -- ARGV  1 idempotency time (ms), and behind a space how many arguments each request has, 6 if left out
 --       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
---       idempotency key ('' for none), tenant ('' for none)
+--       idempotency key ('' for none), tenant ('' for none), account ('' for none: LIMIT HOLDER of the
+--       token rate that its output is charged to)
 --       then the call's nonce, or nothing: a call that is sent again because its reply was lost is
 --       known by it
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -39,7 +40,8 @@ for n = 0, count - 1 do
       fresh[#fresh + 1] = {
         id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
         deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
-        tenant = tenant_name(num_fields > 6 and ARGV[at + 6]), tokens = estimated_tokens(ARGV[at + 1]),
+        tenant = tenant_name(num_fields > 6 and ARGV[at + 6]),
+        account = num_fields > 7 and ARGV[at + 7] or '', tokens = estimated_tokens(ARGV[at + 1]),
       }
     elseif not nonce or (fields or {}).nonce ~= nonce then
       return {'exists', id}
@@ -148,6 +150,7 @@ for _, request in ipairs(fresh) do
     'nonce', nonce or '')
   redis.call('PERSIST', request_key(id)) -- a cancel that came before gave it an end
   if tenant ~= '' then redis.call('HSET', request_key(id), 'tenant', tenant) end
+  if request.account ~= '' then redis.call('HSET', request_key(id), 'account', request.account) end
   count_later('tokens', tenant, request.tokens)
   if request.deadline_ms > 0 then redis.call('ZADD', deadlines, exact(now + request.deadline_ms), id) end
   if request.delay_ms > 0 then

@@ -25,14 +25,14 @@ local known = {} -- id -> what the server says of it, and how far its log will b
 
 local function look_up(id)
   if not known[id] then
-    local fields = has_tenants and read_request(id, 'fence', 'state', 'cancelled', 'tenant')
-      or read_request(id, 'fence', 'state', 'cancelled') or {}
+    local fields = has_tenants and read_request(id, 'fence', 'state', 'cancelled', 'account', 'tenant')
+      or read_request(id, 'fence', 'state', 'cancelled', 'account') or {}
     local count, ended = log_top(id)
     local finished = ended or is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished, tenant = fields.tenant,
-      expired = is_past_deadline(id),
+      account = fields.account, expired = is_past_deadline(id),
     }
   end
   return known[id]
@@ -90,10 +90,26 @@ local function tell(id)
   end
 end
 
--- Count a row's tokens as service that its tenant received.
+local accounts = {} -- tokens to be charged, by the field that says to whom
+
+-- Count a row's tokens as service that its tenant received, and to the account that pays for them.
 local function charge_row(id, index, count)
-  local tokens = tonumber(count) - tonumber(index)
-  charge_later(tenant_name(known[id].tenant), whole(priority_of(id), 0), OUTPUT_WEIGHT * tokens)
+  local tokens, request = tonumber(count) - tonumber(index), known[id]
+  if request.account then accounts[request.account] = (accounts[request.account] or 0) + tokens end
+  if not request.tenant then return end
+  charge_later(tenant_name(request.tenant), whole(priority_of(id), 0), OUTPUT_WEIGHT * tokens)
+end
+
+-- Take from the accounts' buckets, which may be overdrawn by it: nobody's stream is cut for that.
+local function charge_accounts()
+  for account, tokens in pairs(accounts) do
+    local limit, holder = string.match(account, '^(%d+) ([%w_.%-:]+)$')
+    limit = whole(limit, 0)
+    if limit > 0 then
+      local key = rate_key(holder)
+      set_full_at(redis.pcall, key, 'tokens', full_after(full_at(key, 'tokens'), tokens, limit))
+    end
+  end
 end
 
 -- When a request got its first token: once in its life.
@@ -114,7 +130,7 @@ for n, status in ipairs(row_status) do
     note_first_token(id, at)
     finish(id, reason, count, event, request.tenant, result ~= '' and result or nil, request.untold)
     request.untold = nil
-    if request.tenant then charge_row(id, ARGV[at + 2], count) end
+    charge_row(id, ARGV[at + 2], count)
   elseif status == 'ok' then
     local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
@@ -125,7 +141,7 @@ for n, status in ipairs(row_status) do
     else
       publish_event(id, event)
       note_first_token(id, at)
-      if known[id].tenant then charge_row(id, ARGV[at + 2], count) end
+      charge_row(id, ARGV[at + 2], count)
     end
   elseif status == 'cancelled' or status == 'expired' then
     tell(id)
@@ -145,4 +161,5 @@ for n, status in ipairs(held_status) do
 end
 call_for_all('ZADD', leases, renewed)
 carry_out()
+charge_accounts()
 return {row_status, held_status}

@@ -6,7 +6,7 @@
 --       {'exists'}  the new id is taken
 
 local old, new = ARGV[1], ARGV[2]
-local fields = read_request(old, 'payload', 'priority', 'tenant')
+local fields = read_request(old, 'payload', 'priority', 'tenant', 'account')
 if (read_request(new, 'requeued_from') or {}).requeued_from == old then return {'ok'} end
 if not redis.call('ZSCORE', prefix .. 'dead', old) or not fields then return {'unknown'} end
 if redis.call('EXISTS', request_key(new)) == 1 then return {'exists'} end
@@ -17,6 +17,7 @@ redis.call('HSET', request_key(new), 'payload', fields.payload, 'state', 'waitin
   'priority', priority, 'enqueued_at', exact(now), 'requeued_from', old, 'suspect', 1,
   'tokens', exact(tokens))
 if fields.tenant then redis.call('HSET', request_key(new), 'tenant', fields.tenant) end
+if fields.account then redis.call('HSET', request_key(new), 'account', fields.account) end
 put_waiting(new, score, fields.tenant)
 count_later('tokens', tenant_name(fields.tenant), tokens)
 redis.call('ZREM', prefix .. 'dead', old)

@@ -50,7 +50,7 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
             while not (await Batches(producing, KEYS).get(batch.id)).is_final:
                 await asyncio.sleep(0.05)
             assert (await Batches(producing, KEYS).get(batch.id)).status == "completed"
-            assert [it.id for it in (await Batches(producing, KEYS).page("", 9, None))[0]]
+            assert [it.id for it in (await Batches(producing, KEYS).page(("",), 9, None))[0]]
         while not (receiving.calls and everything.exists("rq:finished:promptq-default-upkeep")):
             await asyncio.sleep(0.05)
         process.terminate()

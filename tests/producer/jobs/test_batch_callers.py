@@ -25,7 +25,14 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.shared.protocol.request import NewRequest, Request
 from tests.helpers import running_worker
-from tests.producer.jobs.batches import KEYS, keys_of, line, read_lines, write_lines
+from tests.producer.jobs.batches import (
+    KEYS,
+    NUM_TOKENS,
+    keys_of,
+    line,
+    read_lines,
+    write_lines,
+)
 from tests.producer.playing import HandWorker
 from tests.roles import as_role
 
@@ -67,7 +74,7 @@ class Batch:
 
 async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> None:
     """What the gateway would refuse is in the error file, with the gateway's answer."""
-    caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=1000)
+    caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=100)
 
     def asking(number: int, **fields: Any) -> dict[str, Any]:
         sound = line(number)
@@ -75,7 +82,7 @@ async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> 
 
     lines = [
         asking(0), asking(1, priority=200, tenant="mine"), asking(2, priority=199),
-        asking(3, tenant="other"), asking(4, max_tokens=2000), asking(5, model="no-such"),
+        asking(3, tenant="other"), asking(4, prompt="x" * 500), asking(5, model="no-such"),
         asking(6, temperature=-1),
     ]  # fmt: skip
     batch = Batch(redis_url, files, caller, lines)
@@ -117,6 +124,30 @@ async def test_lines_wait_for_their_keys_rates(redis_url: str, files: FileStore)
         )
 
 
+async def test_what_lines_make_is_charged_to_their_keys_rate(
+    redis_url: str, files: FileStore
+) -> None:
+    """On the same account as their prompts, and exactly."""
+    caller = ApiKey(name="web", tokens_per_minute=10_000)
+    batch = Batch(redis_url, files, caller, [line(n) for n in range(6)])
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        seconds, _ = server.time()
+        full_at = (seconds + 50) * 1000  # not full meanwhile, so that all adds up
+        server.hset(BATCH_RATES, "tokens", full_at)
+        async with running_worker(redis_url):
+            record = await batch.run()
+        accounts = [server.hget(key, "account") for key in server.keys(KEYS.request("*"))]
+        assert accounts == [b"10000 web:batches"] * 6
+        charged = (float(server.hget(BATCH_RATES, "tokens")) - full_at) / 6
+        assert not server.exists("promptq:{default}:rate:web")
+    prompts = sum(
+        len(json.dumps(line(n)["body"] | {"request_id": "cmpl-" + "x" * 36, "priority": 100})) // 4
+        for n in range(6)
+    )
+    assert record.usage.completion_tokens == 6 * NUM_TOKENS
+    assert charged == pytest.approx(prompts + record.usage.completion_tokens, abs=0.01)
+
+
 async def test_a_batch_is_cancelled_in_its_midst(
     redis_url: str, files: FileStore, own_worker: HandWorker
 ) -> None:
@@ -128,7 +159,7 @@ async def test_a_batch_is_cancelled_in_its_midst(
         own_worker.finish(own_worker.take(), "first")
         await until(lambda: server.zcard(KEYS.pending) == 4)
         cut, late = own_worker.take(), own_worker.take()
-        await batch.tell(lambda batches: batches.cancel(batch.record.id, ""))
+        await batch.tell(lambda batches: batches.cancel(batch.record.id, ("",)))
         await until(lambda: server.zcard(KEYS.pending) == 0)
         own_worker.send(cut, "x")
         server.hdel(KEYS.request(late.request_id), "cancelled")

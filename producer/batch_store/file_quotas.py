@@ -1,0 +1,127 @@
+"""How much each tenant may keep in the folder for files, and how much it is just bringing.
+
+What is kept is counted anew whenever it is asked for: a look at the folder's names, as other
+gateways and the jobs add and delete too, and what is known of a file is read once, for it never
+changes. What is being uploaded counts as well, each process its own; the last look, at the end of
+an upload, is one process's at a time, so all gateways together keep to the quota.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, Self
+
+from promptq.producer.batch_store.files import FileStore, StoredFile
+from promptq.shared.errors import PromptqError
+
+
+class FileQuotaError(PromptqError):
+    """A tenant has as many files, or bytes of them, as it may have."""
+
+
+class FileQuotas:
+    """The quotas of a folder, the same for each tenant; 0 is none. Thread-safe."""
+
+    def __init__(self, store: FileStore, max_bytes: int, max_files: int) -> None:
+        self.store = store
+        self.max_bytes = max_bytes
+        self.max_files = max_files
+        self._known: dict[str, StoredFile] = {}
+        self._looking = threading.Lock()
+        self._uploads: set[Upload] = set()
+        self._changing = threading.Lock()
+
+    def check(self, tenant: str) -> None:
+        """Raises FileQuotaError where nothing may be added."""
+        self._check(tenant, *self.kept(tenant), more_bytes=1)
+
+    def begin(self, tenant: str, num_bytes: int) -> Upload:
+        """An upload of at least so many bytes, which counts from now on. Raises FileQuotaError."""
+        upload = Upload(self, tenant, *self.kept(tenant))
+        with self._changing:
+            self._uploads.add(upload)
+        try:
+            upload.grow(num_bytes)
+        except FileQuotaError:
+            self.end(upload)
+            raise
+        return upload
+
+    def grow(self, upload: Upload, num_bytes: int) -> None:
+        """Count more bytes of an upload. Raises FileQuotaError; waits for no disk."""
+        with self._changing:
+            others = [it for it in self._uploads if it.tenant == upload.tenant and it is not upload]
+            files = upload.kept_files + len(others)
+            size = upload.kept_bytes + sum(it.num_bytes for it in others) + upload.num_bytes
+            self._check(upload.tenant, files, size, more_bytes=num_bytes)
+            upload.num_bytes += num_bytes
+
+    def end(self, upload: Upload) -> None:
+        with self._changing:
+            self._uploads.discard(upload)
+
+    @contextmanager
+    def entering(self, tenant: str, num_bytes: int) -> Iterator[None]:
+        """Within it a file of so many bytes may enter the folder. Raises FileQuotaError."""
+        with (self.store.folder / "quotas.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._check(tenant, *self.kept(tenant), more_bytes=num_bytes)
+            yield
+
+    def kept(self, tenant: str) -> tuple[int, int]:
+        """How many files of a tenant there are, and their bytes."""
+        with self._looking:
+            self._known = self.store.known(self._known)
+            sizes = [it.bytes for it in self._known.values() if it.is_of(tenant)]
+        return len(sizes), sum(sizes)
+
+    def _check(self, tenant: str, files: int, size: int, *, more_bytes: int) -> None:
+        whose = f"the tenant {tenant!r}" if tenant else "the tenant without a name"
+        if self.max_files and files + 1 > self.max_files:
+            raise FileQuotaError(
+                f"file: {whose} has {files} files, also counting what is being uploaded, and may"
+                f" have {self.max_files}; delete some"
+            )
+        if self.max_bytes and size + more_bytes > self.max_bytes:
+            raise FileQuotaError(
+                f"file: {whose} has {size} bytes of files, also counting what is being uploaded,"
+                f" and may have {self.max_bytes}: {more_bytes} more are too many; delete some"
+            )
+
+
+class Upload:
+    """A file on its way. Left by `with`, it counts no more, but as what was added."""
+
+    def __init__(self, quotas: FileQuotas, tenant: str, kept_files: int, kept_bytes: int) -> None:
+        self.tenant = tenant
+        self.kept_files = kept_files
+        self.kept_bytes = kept_bytes
+        """Both as they were when it began."""
+        self.num_bytes = 0
+        self._quotas = quotas
+
+    def grow(self, num_bytes: int) -> None:
+        """Count more bytes. Raises FileQuotaError."""
+        self._quotas.grow(self, num_bytes)
+
+    def add(
+        self, source: BinaryIO, *, filename: str, purpose: str, ttl_seconds: int | None
+    ) -> StoredFile:
+        """Add it to the store. Raises FileQuotaError."""
+        return self._quotas.store.add(
+            source,
+            filename=filename,
+            purpose=purpose,
+            tenant=self.tenant,
+            ttl_seconds=ttl_seconds,
+            entering=self._quotas.entering,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._quotas.end(self)
