@@ -30,6 +30,9 @@ _MAX_VALUES = 100_000
 """JSON values beside the token ids of a prompt: the parser makes an object of each at one go, while
 which no other thread gets on."""
 
+_SEPARATORS = (b",", b"[", b"{")
+"""What a JSON value, or the key of one, stands behind."""
+
 _sequence_ids = itertools.count(1)
 
 
@@ -100,11 +103,11 @@ class Preparation:
     def _check_values(self, payload: bytes) -> None:
         """Refuse a payload of too many JSON values before they are parsed."""
         most = _MAX_VALUES + self.limits.max_model_len
-        if len(payload) <= most or payload.count(b",") + payload.count(b"[") <= most:
-            return
-        if (count := _num_separators(payload)) > most:
+        if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
+            payload
+        ):
             raise InvalidRequestError(
-                f"payload: {count} JSON values are more than the {most} that this worker takes",
+                f"payload: holds more than {most} JSON values, the most that this worker takes",
                 field="payload",
             )
 
@@ -180,10 +183,9 @@ class Preparation:
         return tuple(sorted(found))
 
 
-def _num_separators(payload: bytes) -> int:
-    """Commas and opening brackets outside of texts: JSON values, or a few more."""
+def _num_values(payload: bytes) -> int:
+    """How many JSON values there are at most: the separators outside of texts."""
     text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of `"` are borders
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
-    separators = (characters == ord(",")) | (characters == ord("["))
-    return int(np.count_nonzero(separators & is_outside))
+    return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))
