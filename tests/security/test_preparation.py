@@ -162,7 +162,7 @@ def test_a_schema_that_explodes_fails_alone_while_others_are_served(shipped: Req
         shipped.cancel(attack)
     error = result_of(shipped, attacks[0])["error"]
     assert error["type"] == "unsupported"
-    assert error["message"].startswith("response_format: takes too ")
+    assert error["message"].startswith("response_format: takes too long to compile: ")
     assert json.loads(result_of(shipped, put(shipped, response_format=answer))["text"])
 
 
@@ -183,7 +183,7 @@ def grammar(schema: dict[str, Any]) -> str:
 def test_vetting_says_what_the_library_says_and_outlives_its_process(vetter: Vetter) -> None:
     assert vetter.vet(grammar({"type": "integer"})) == ""
     assert "Unimplemented keys" in vetter.vet(grammar({"not": {}}))
-    with pytest.raises(NotVettedError, match=r"^takes too (long|much memory) to compile: "):
+    with pytest.raises(NotVettedError, match=r"^takes too long to compile: "):
         vetter.vet(grammar(exploding_schema(0)))
     assert vetter.vet(grammar({"type": "integer"})) == ""
 

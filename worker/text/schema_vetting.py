@@ -26,7 +26,7 @@ from promptq.worker.text.grammar_compiler import compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take, compiling and the first masks together."""
-COMPILE_BYTES = 256 * 2**20
+COMPILE_BYTES = 128 * 2**20
 """Memory that it may take."""
 MASK_SECONDS = 0.1
 """CPU time that a mask may take: in a worker the others' step waits for it."""
@@ -122,11 +122,11 @@ class Vetter:
 
 
 def _too_much(returncode: int) -> NotVettedError:
-    if returncode == -signal.SIGPROF:
-        return NotVettedError(f"takes too long to compile: more than {COMPILE_SECONDS:g} s")
-    if returncode in (-signal.SIGABRT, -signal.SIGSEGV):
-        mebibytes = COMPILE_BYTES // 2**20
-        return NotVettedError(f"takes too much memory to compile: more than {mebibytes} MiB")
+    if returncode in (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV):
+        return NotVettedError(
+            f"takes too long to compile: more than {COMPILE_SECONDS:g} s, or"
+            f" {COMPILE_BYTES // 2**20} MiB of memory"
+        )
     return NotVettedError(
         f"could not be tried out: the process that does it ended with {returncode}",
         is_certain=False,

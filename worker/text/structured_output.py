@@ -10,7 +10,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +33,9 @@ where there is no bound a weak model gets lost."""
 
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
-_MAX_GRAMMAR_CHARS = 2**20
+_MAX_GRAMMAR_CHARS = 2**18
+_MAX_CACHED_CHARS = 2**21
+"""Of all compiled grammars together: one takes up to 40 bytes of memory for each character."""
 _MAX_THREADS = 4
 
 
@@ -45,7 +46,8 @@ class NewGrammarError(Exception):
 class Grammars:
     """What a worker's model may be asked to write. Thread-safe.
 
-    A schema is compiled once, as long as it is among the last 256 that were used. With `vets` one
+    A schema is compiled once, as long as it is among the last 256 that were used, and these are not
+    large. With `vets` one
     that is new is first tried out in a process that can be killed; without, all are trusted.
     """
 
@@ -63,9 +65,9 @@ class Grammars:
         self._vets = vets
         self._masker: LLMasker | None = None
         self._vetter: Vetter | None = None
-        self._known: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # and its characters
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._setting_up = threading.Lock()
+        self._lock = threading.Lock()  # of all these, held for moments
 
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
@@ -87,7 +89,7 @@ class Grammars:
             self._vetter.close()
 
     def _set_up(self, field: str) -> LLMasker:
-        with self._setting_up:
+        with self._lock:
             if self._masker is None:
                 vocabulary = self._vocabulary(field)
                 self._vetter = Vetter(vocabulary) if self._vets else None
@@ -114,12 +116,12 @@ class Grammars:
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
         text = self._text(wanted)
         key = _key(text)
-        if (known := self._known.get(key)) is not None:
-            with suppress(KeyError):  # another thread may just have let it go
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
-            return known
-        if (refused := self._refused.get(key)) is not None:
-            raise _refusal(wanted.field, refused)
+                return known[0]
+            if (refused := self._refused.get(key)) is not None:
+                raise _refusal(wanted.field, refused)
         if only_known:
             raise NewGrammarError
         try:
@@ -135,13 +137,22 @@ class Grammars:
             reason = f"the schema is refused: {error}"
             self._refuse(key, reason)
             raise _refusal(wanted.field, reason)
-        self._known[key] = matcher
-        _forget_oldest(self._known, _MAX_COMPILED)
+        self._remember(key, matcher, len(text))
         return matcher
 
+    def _remember(self, key: bytes, matcher: LLMatcher, num_chars: int) -> None:
+        with self._lock:
+            self._known[key] = matcher, num_chars
+            sum_of_chars = sum(count for _, count in self._known.values())
+            while len(self._known) > _MAX_COMPILED or sum_of_chars > _MAX_CACHED_CHARS:
+                _, (_, count) = self._known.popitem(last=False)
+                sum_of_chars -= count
+
     def _refuse(self, key: bytes, reason: str) -> None:
-        self._refused[key] = reason
-        _forget_oldest(self._refused, _MAX_REFUSED)
+        with self._lock:
+            self._refused[key] = reason
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
 
 
 def _make_masker(vocabulary: Vocabulary, field: str) -> LLMasker:
@@ -165,12 +176,6 @@ def _untold(field: str, reason: str) -> InvalidRequestError:
 
 def _key(text: str) -> bytes:
     return sha256(text.encode("utf-8", "surrogatepass")).digest()
-
-
-def _forget_oldest(cache: OrderedDict[bytes, Any], most: int) -> None:
-    while len(cache) > most:
-        with suppress(KeyError):
-            cache.popitem(last=False)
 
 
 class LLMasker:
