@@ -12,7 +12,6 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
@@ -35,10 +34,12 @@ from promptq.shared.protocol.request import (
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.schema_patterns import num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
+from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.helpers import finished, running_worker, served_model_free, text_of
-from tests.integration.faults import WorkerProcess, put, result_of, started, until
+from tests.integration.faults import put, result_of, started, until
 from tests.roles import QueueClient, as_role
 from tests.worker.structured import json_schema
 
@@ -46,9 +47,12 @@ CHAT = [{"role": "user", "content": "Hello"}]
 
 
 def exploding_schema(number: int) -> dict[str, Any]:
-    """Less than a kilobyte; to compile it takes minutes and gigabytes."""
-    letters = ascii_lowercase[:16]
-    return {"allOf": [{"pattern": f".*w{number}{letter}.*"} for letter in letters]}
+    """To compile it takes gigabytes."""
+    return {"type": "integer", "multipleOf": 10_000_019 + 2 * number}
+
+
+def combined(count: int, pattern: str) -> dict[str, Any]:
+    return {"allOf": [{"pattern": pattern.replace("?", it)} for it in ascii_lowercase[:count]]}
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +168,36 @@ def test_a_schema_that_explodes_fails_alone_while_others_are_served(shipped: Req
     assert error["type"] == "unsupported"
     assert error["message"].startswith("response_format: takes too long to compile: ")
     assert json.loads(result_of(shipped, put(shipped, response_format=answer))["text"])
+
+
+@pytest.mark.parametrize("pattern", [".*w?.*", "^([a-x]{0,9}|z{30,}y.*w?.*)$"])
+def test_patterns_that_one_text_must_match_together_are_few(
+    shipped: RequestQueue, pattern: str
+) -> None:
+    """The first explodes when compiled, the second when a text has got so far, in a step."""
+    schemas = [combined(18, pattern), {"$defs": combined(18, pattern), "$ref": "#/$defs"}]
+    schemas.append({"type": "object", "properties": {"a": combined(18, pattern)}})
+    for schema in schemas:
+        error = result_of(shipped, put(shipped, response_format=json_schema(schema)))["error"]
+        assert error["type"] == "unsupported"
+        assert error["message"].startswith("response_format: takes too long to compile: ")
+
+
+def test_only_patterns_that_may_meet_are_counted() -> None:
+    apart = {letter: {"type": "string", "pattern": f"^{letter}$"} for letter in ascii_lowercase}
+    optional = {name: {"anyOf": [it, {"type": "null"}], "title": "x"} for name, it in apart.items()}
+    assert num_combined_patterns({"type": "object", "properties": apart}) == 0
+    assert num_combined_patterns({"type": "object", "properties": optional}) == 0
+    nested: dict[str, Any] = {"pattern": "x"}
+    for letter in ascii_lowercase:
+        nested = {"pattern": letter, "anyOf": [nested, {"type": "null"}]}
+    for schema in (
+        {"properties": optional, "allOf": [{"type": "object"}]},
+        {"patternProperties": apart},
+        {"$defs": {"a": {"pattern": "a"}}, "$ref": "#/$defs/a", "properties": apart},
+        nested,
+    ):
+        assert num_combined_patterns(schema) >= len(apart)
 
 
 @pytest.fixture(scope="module")
@@ -324,17 +358,19 @@ async def test_turns_go_by_tenant() -> None:
     assert lane._running.total() == 0
 
 
-def test_a_worker_that_is_told_to_stop_gives_back_what_it_prepares(
-    redis_url: str, tmp_path: Path
+async def test_a_worker_that_stops_gives_back_what_it_prepares(
+    redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    """The process ends at once, its helper too, and the request waits for another worker."""
-    with QueueClient.from_url(redis_url) as client:
-        queue = RequestQueue(client)
-        worker = WorkerProcess(tmp_path, redis_url)
-        attacks = [put(queue, response_format=json_schema(exploding_schema(n))) for n in range(9)]
-        until(lambda: queue.state(attacks[-1]) is RequestState.ACTIVE)
-        worker.terminate()
-        assert worker.wait() == 0
-        states = [queue.state(attack) for attack in attacks]
-        assert states.count(RequestState.WAITING) >= 1
-        assert RequestState.ACTIVE not in states
+    tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
+    grammars = Grammars(tokenizer, 2048, frozenset({2}), vets=True)
+    served = replace(served_model_free(), tokenizer=tokenizer, grammars=grammars)
+    async with running_worker(redis_url, served):
+        attacks = [
+            await enqueue(queue, prompt="a", response_format=json_schema(exploding_schema(number)))
+            for number in range(9)
+        ]
+        await until_active(queue, attacks[-1])
+    states = [await queue.state(attack) for attack in attacks]
+    assert RequestState.WAITING in states
+    assert RequestState.ACTIVE not in states
+    await asyncio.to_thread(grammars.close)

@@ -17,7 +17,8 @@ Leased = Lease | Claim
 """What a worker has a lease of: a claim, until it is prepared."""
 
 RENEWALS_PER_LEASE = 4
-_MAX_ASIDE = 16
+_MAX_ASIDE = 64
+_MAX_ASIDE_BYTES = 64 * 2**20
 
 
 class Leases:
@@ -49,7 +50,9 @@ class Leases:
 
         Only a few are: what they hold in memory is not bounded by the worker's room.
         """
-        if len(self._aside) < _MAX_ASIDE and self.has_claim(claim):
+        num_bytes = len(claim.payload) + sum(len(it.payload) for it in self._aside.values())
+        fits = len(self._aside) < _MAX_ASIDE and num_bytes <= _MAX_ASIDE_BYTES
+        if fits and self.has_claim(claim):
             self._aside[claim.request_id] = claim
 
     @property

@@ -19,6 +19,7 @@ from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import tool_call_style
 from promptq.worker.text.grammar_compiler import compile_grammar, reason_of
+from promptq.worker.text.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
@@ -104,6 +105,13 @@ class Grammars:
         return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
 
     def _text(self, wanted: Output) -> str:
+        for schema in _schemas(wanted):
+            if (count := num_combined_patterns(schema)) > MAX_COMBINED_PATTERNS:
+                raise _refusal(
+                    wanted.field,
+                    f"takes too long to compile: a schema that combines others (allOf, ...) may"
+                    f" have {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
+                )
         try:
             text = _grammar_text(wanted, tool_call_style(self._tokenizer.chat_template))
         except ValueError as error:
@@ -259,6 +267,12 @@ def _tool_calls(wanted: ToolCallOutput, style: ToolCallStyle) -> str:
         calls.append(f"call_{index}")
         rules.append(f"call_{index}: {before} %json {json.dumps(schema)} {after}")
     return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
+
+
+def _schemas(wanted: Output) -> list[dict[str, Any]]:
+    if isinstance(wanted, JsonOutput):
+        return [wanted.schema]
+    return [tool.parameters for tool in wanted.tools]
 
 
 def _options(strict: bool) -> dict[str, Any]:
