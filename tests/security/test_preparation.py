@@ -367,7 +367,7 @@ async def test_a_worker_that_stops_gives_back_what_it_prepares(
     async with running_worker(redis_url, served):
         attacks = [
             await enqueue(queue, prompt="a", response_format=json_schema(exploding_schema(number)))
-            for number in range(9)
+            for number in range(4)
         ]
         await until_active(queue, attacks[-1])
     states = [await queue.state(attack) for attack in attacks]

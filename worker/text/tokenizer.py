@@ -153,8 +153,8 @@ class HuggingFaceTokenizer:
     def _check_length(self, field: str, text: str) -> None:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
             raise InvalidRequestError(
-                f"{field}: {len(text)} characters are more than any {self._max_prompt_chars} that"
-                " fit the model's length",
+                f"{field}: {len(text)} characters are more than the {self._max_prompt_chars} that"
+                " tokens of the model's length can stand for",
                 field=field,
                 code="context_length_exceeded",
             )
