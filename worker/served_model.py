@@ -111,14 +111,19 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
             why_not_native=runner.why_not_native,
         )
     progress("tokenizer")
-    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
+    engine = _engine(
+        runner,
+        settings,
+        _SPECULATIVE_TOKENS if runner.is_row_invariant else 0,
+        async_scheduling=runner.device.type == "cuda",
+    )
+    tokenizer = HuggingFaceTokenizer.load(
+        name,
+        trust_remote_code=settings.trust_remote_code,
+        max_prompt_tokens=engine.limits.max_model_len,
+    )
     return Served(
-        engine=_engine(
-            runner,
-            settings,
-            _SPECULATIVE_TOKENS if runner.is_row_invariant else 0,
-            async_scheduling=runner.device.type == "cuda",
-        ),
+        engine=engine,
         tokenizer=tokenizer,
         identity=ModelIdentity(
             _shown_name(settings.model),
@@ -129,7 +134,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         way=_way(runner),
-        grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids),
+        grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids, vets=True),
     )
 
 
@@ -156,6 +161,7 @@ def _engine(
         max_model_len=settings.max_model_len,
         speculative_tokens=speculative_tokens,
         async_scheduling=async_scheduling,
+        share_prefix_cache=settings.share_prefix_cache,
     )
 
 

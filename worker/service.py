@@ -29,8 +29,9 @@ from promptq.shared.server.retry import keep_trying
 from promptq.worker.control_channel import listen
 from promptq.worker.engine_thread import EngineThread
 from promptq.worker.intake.prefetcher import Prefetcher
-from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leased, Leases, keep_alive, release
+from promptq.worker.leases.preparation import Preparation
 from promptq.worker.liveness.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.liveness.reaper import Reaper
 from promptq.worker.publishing.cancellation import Cancellation
@@ -189,6 +190,8 @@ class Worker:
             self._publisher.abort(held)
         await self._survive_redis(lambda: self._give_back(suspects))
         await self.engine.stop(patience=self._settings.stuck_seconds)
+        if self.served.grammars is not None and not self.intake.is_preparing:
+            await asyncio.to_thread(self.served.grammars.close)
         await self._survive_redis(self._heartbeat.leave)
 
     @property
@@ -248,18 +251,19 @@ class Worker:
     def _room(self, depth: int) -> Room:
         """What can be claimed: slots and KV that nothing held is counted with.
 
-        A prefix that sequences share is counted once. Both are negative while urgent requests are
+        A prefix that sequences share is counted once, and no request needs more than the model's
+        length, however large its payload. Both are negative while urgent requests are
         held that will preempt; the more of them, the less there is to preempt for further ones.
         """
         capacity = self._limits.kv_tokens
         if self.leases.has_suspect:
             return Room(max_count=0, token_budget=0, num_held=len(self.leases))
         saved = self.engine.stats.num_saved_blocks * self._limits.block_size
-        wanted = self._limits.max_num_seqs + self._lookahead + depth - len(self.leases)
+        wanted = self._limits.max_num_seqs + self._lookahead + depth - self.leases.num_counted
         return Room(
             max_count=wanted,
             token_budget=capacity - self.leases.kv_need + saved,
-            capacity=capacity,
+            capacity=self._limits.max_model_len,
             preemptible=self.leases.preemptible,
             num_held=len(self.leases) + self.engine.num_aborting,
         )

@@ -13,9 +13,9 @@ from promptq.shared.protocol.tool_call_style import ToolCallStyle
 class Room:
     """What a worker has room for.
 
-    `capacity` is the whole worker's KV in tokens, `preemptible` the (priority, tokens) of running
-    sequences, which a more urgent request may displace. `num_held` is how many requests it holds
-    already: a suspect of earlier crashes goes only to a worker that holds none.
+    `capacity` is the KV in tokens that one request may take at most, `preemptible` the (priority,
+    tokens) of running sequences, which a more urgent request may displace. `num_held` is how many
+    requests it holds already: a suspect of earlier crashes goes only to a worker that holds none.
     """
 
     max_count: int
@@ -74,6 +74,8 @@ class Claim:
     """Whether the log holds something that is no event, so that nobody can go on behind it."""
     turn: tuple[float, str] | None = None
     """Where tenants share: the score whose turn it was, then the time and order of the hand-out."""
+    tenant: str = ""
+    """Whose queue it waited in, whatever its payload says; empty: no tenant's."""
     is_suspect: bool = False
     """Whether it was aboard at crashes, so that it is to run with nothing beside it."""
     num_logged: int = 0

@@ -33,6 +33,51 @@ _LONGEST_NAME = 64
 _MOST_COMPARED = 100
 """Of unknown fields, with one that is missing."""
 
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORDS_CHARS = 16_384
+"""Of all bad words of a request together."""
+MAX_STOP_CHARS = 1024
+MAX_STOPS_CHARS = 8192
+"""Of all stop strings of a request together."""
+
+TEMPLATE_CALL_ARGUMENTS = frozenset(
+    {
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "kwargs",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+        "cls_token",
+        "mask_token",
+        "additional_special_tokens",
+        "extra_special_tokens",
+    }
+)
+"""What the call that renders a chat takes beside the template's own variables. A chat template that
+came with a request would be a stranger's program."""
+
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -94,9 +139,11 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
-        None, description="token id (as text, as in JSON) to bias"
+        None, max_length=MAX_LOGIT_BIAS, description="token id (as text, as in JSON) to bias"
     )
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=256)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = (
+        Field(None, max_length=256)
+    )
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
@@ -117,7 +164,18 @@ class SamplingParams(BaseModel):
             raise ValueError("an empty stop string would stop at once")
         if len(strings) > 64:
             raise ValueError(f"{len(strings)} stop strings are more than the 64 allowed")
+        if (longest := max(map(len, strings), default=0)) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"a stop string of {longest} characters is longer than the {MAX_STOP_CHARS} allowed"
+            )
+        _check_sum("stop strings", strings, MAX_STOPS_CHARS)
         return stop
+
+    @field_validator("bad_words")
+    @classmethod
+    def _check_bad_words(cls, words: list[str] | None) -> list[str] | None:
+        _check_sum("bad words", words or [], MAX_BAD_WORDS_CHARS)
+        return words
 
     @field_validator("logit_bias")
     @classmethod
@@ -168,8 +226,8 @@ class Request(SamplingParams):
     version: int = Field(PROTOCOL_VERSION, ge=1)
     model: str | None = None
     prompt: str | list[TokenId] | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
@@ -180,6 +238,16 @@ class Request(SamplingParams):
     metadata: dict[str, Any] | None = None
     webhook_url: str | None = Field(None, pattern=_HTTP_URL, max_length=2048)
     trace_context: TraceContext | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in sorted(TEMPLATE_CALL_ARGUMENTS.intersection(given or ())):
+            raise ValueError(
+                f"{name!r} is no variable of the chat template, but an argument of the call that"
+                " renders it, which a request may not set"
+            )
+        return given
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
@@ -221,6 +289,12 @@ class Request(SamplingParams):
     def to_payload(self) -> str:
         """The JSON form, without fields that were left at their default."""
         return self.model_dump_json(exclude_defaults=True)
+
+
+def _check_sum(what: str, texts: list[str], most: int) -> None:
+    """Raise ValueError where the texts have more than `most` characters together."""
+    if (length := sum(map(len, texts))) > most:
+        raise ValueError(f"{length} characters of {what} are more than the {most} allowed in all")
 
 
 def check_size(num_bytes: int) -> None:

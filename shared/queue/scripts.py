@@ -130,6 +130,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
         is_suspect=item[10] == b"1",
         num_logged=int(item[11]),
         turn=(float(item[12]), f"{claimed_at_ms:015} {nth:05}") if len(item) > 12 else None,
+        tenant=text_of(item[13]) if len(item) > 13 else "",
     )
 
 

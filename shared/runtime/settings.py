@@ -89,6 +89,11 @@ class Settings(BaseSettings):
         description="launch a step of decodes before the last one's tokens are collected; default:"
         " on CUDA, where the host would keep the device waiting",
     )
+    share_prefix_cache: bool = Field(
+        False,
+        description="let tenants share cached prefixes of prompts; off, each has its own, so that"
+        " nobody learns from the cache what another sent",
+    )
     seed: int | None = Field(
         None, description="makes the seeds of requests that bring none reproducible, by their id"
     )

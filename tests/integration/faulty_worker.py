@@ -88,7 +88,7 @@ class FaultyTokenizer:
         return getattr(self._tokenizer, name)
 
     def encode_prompt(self, request: Request) -> list[int]:
-        if FAULT == "hang-in-preparation" and request.prompt == "!":
+        if FAULT == "hang-in-preparation" and _text(request).strip() == "!":
             print("a fault begins", file=sys.stderr, flush=True)
             time.sleep(SECONDS)
         tokens: list[int] = self._tokenizer.encode_prompt(request)
@@ -99,6 +99,10 @@ class FaultyTokenizer:
             raise RuntimeError("a stop string bug")
         text: str = self._tokenizer.decode(token_ids)
         return text
+
+
+def _text(request: Request) -> str:
+    return request.prompt if isinstance(request.prompt, str) else ""
 
 
 def build(settings: Settings, progress: Progress) -> Served:

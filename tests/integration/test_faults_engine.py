@@ -98,8 +98,9 @@ def test_a_step_that_takes_longer_than_a_lease_loses_nothing(
             assert (result["finish_reason"], result["stats"]["attempts"]) == ("length", 1)
 
 
+@pytest.mark.parametrize("prompt", ["!", "!" + " " * 40_000], ids=["quick", "long"])
 def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
-    queue: RequestQueue, redis_url: str, tmp_path: Path
+    queue: RequestQueue, redis_url: str, tmp_path: Path, prompt: str
 ) -> None:
     """The worker gives the others back, with their progress, and exits."""
     options = ["--lease-ms", "60000", "--stuck-seconds", "1"]
@@ -107,7 +108,7 @@ def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
     innocent = put(queue, seed=1, max_tokens=2000)
     with started(tmp_path, redis_url, *options, module=FAULTY, **environment) as worker:
         until(lambda: num_tokens(queue, innocent) > 20)
-        guilty, beside = put(queue, prompt="!", seed=2, max_tokens=3), put(queue, priority=9)
+        guilty, beside = put(queue, prompt=prompt, seed=2, max_tokens=3), put(queue, priority=9)
         assert worker.wait() == 1
         assert "the preparation of a request has made no progress for 1 s" in worker.said
         (told,) = worker.logged("the preparation of a request hangs")
@@ -119,7 +120,11 @@ def test_a_preparation_that_hangs_is_a_crash_of_that_request_alone(
     assert crashes == {innocent: None, guilty: "1", beside: None}
     with started(tmp_path, redis_url, *options, "--model", "model-free"):
         assert result_of(queue, innocent)["text"] == text_of(1, 2000)
-        assert result_of(queue, guilty)["text"] == text_of(2, 3)
+        ended = result_of(queue, guilty)
+        if len(prompt) == 1:
+            assert ended["text"] == text_of(2, 3)
+        else:
+            assert ended["error"]["code"] == "context_length_exceeded"
     check_log(queue, innocent, text_of(1, 2000))
 
 

@@ -14,7 +14,8 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.model_runner import ModelRunner
-from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.preparation import Preparation
 from promptq.worker.served_model import Served
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.structured_output import Grammars, LLMasker

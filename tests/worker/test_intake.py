@@ -20,8 +20,9 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineLimits
 from promptq.worker.intake.prefetcher import Prefetcher
-from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.preparation import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.roles import AsyncQueueClient, as_role
 

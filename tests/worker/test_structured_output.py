@@ -75,7 +75,7 @@ def test_json_object_is_an_object(model: Served, seed: int) -> None:
         model,
         seed=seed,
         response_format={"type": "json_object"},
-        logit_bias={str(token): 12.0 for token in model.tokenizer.encode_word('"}')[0]},
+        logit_bias={str(token): 12.0 for token in model.tokenizer.encode_words(['"}'])[0]},
     )
     (output,) = run(model, held)
     assert isinstance(json.loads(text_of(model, output)), dict)
@@ -166,7 +166,7 @@ def test_without_end_tokens_only_completion_ends(random_model: Served) -> None:
 
 
 def test_own_stop_tokens_end_only_what_may_end(random_model: Served) -> None:
-    (stop,) = random_model.tokenizer.encode_word("s")[0]
+    (stop,) = random_model.tokenizer.encode_words(["s"])[0]
     fields = {"stop_token_ids": [stop], "ignore_eos": True, "logit_bias": {str(stop): 50.0}}
     schemas: list[dict[str, Any]] = [{"type": "integer", "minimum": 10}, {"const": "sss"}]
     number, text = run(

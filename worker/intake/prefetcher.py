@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
 
 from redis.exceptions import RedisError
 
@@ -20,14 +22,18 @@ from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.metrics import CLAIM_TIME, Histogram
 from promptq.shared.runtime.tasks import end
-from promptq.worker.leases.lease import Lease, Preparation
+from promptq.worker.intake.slow_lane import SlowLane
+from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leased, Leases, release
+from promptq.worker.leases.preparation import Preparation, TakesLongError
 
 _WORK_AHEAD_SECONDS = 0.1
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_DEPTH = 4096
-_MAX_CLAIMS = 256  # bounds the time of one claim and the delay until the first of them is ready
 _JITTER_SECONDS = 0.001
+
+_Outcome = Lease | InvalidRequestError | None
+"""What became of a claim; None for what was lost meanwhile."""
 
 
 @dataclass(slots=True)
@@ -57,6 +63,9 @@ class IntakeMetrics:
 
 class Prefetcher:
     """Keeps prepared requests ready, in queue order.
+
+    Claims are prepared one after another in a thread; what may take long there goes to the slow
+    lane and comes back to its place in the order.
 
     `room` tells what the worker has room for, given how many to keep ready beyond free slots.
     `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
@@ -97,7 +106,10 @@ class Prefetcher:
         self._on_complete = on_complete
         self._fixed_depth = depth
         self._stuck_seconds = stuck_seconds
-        self._preparing: tuple[Claim, float] | None = None  # and since when
+        self._preparing: dict[int, tuple[Claim, float]] = {}  # by thread, and since when
+        self._slow_lane = SlowLane()
+        self._slow: dict[tuple[str, str], asyncio.Task[None]] = {}  # by request and fence
+        self._broken: BaseException | None = None  # what made one of these fail
         self._claim_time = claim_time or Histogram(CLAIM_TIME)
         self._ready: list[tuple[tuple[float, str], float, Lease]] = []
         self._hand_outs: deque[float] = deque()
@@ -119,8 +131,9 @@ class Prefetcher:
     async def stop(self) -> None:
         """Stop claiming and give back what is held ready."""
         if self._task is not None:
-            await end([self._task])
+            await end([self._task, *self._slow.values()])
             self._task = None
+            self._slow.clear()
         await self.give_back()
         if self._queue.has_unanswered_claim:  # this call gives back what that one was given
             with suppress(RedisError, OSError):
@@ -155,8 +168,8 @@ class Prefetcher:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether its thread is at work, perhaps on what was given back or lost meanwhile."""
-        return self._preparing is not None
+        """Whether a thread is at work, perhaps on what was given back or lost meanwhile."""
+        return bool(self._preparing)
 
     @property
     def hangs_on(self) -> Claim | None:
@@ -164,13 +177,12 @@ class Prefetcher:
 
         None once it was stopped: nothing waits for that thread then.
         """
-        return self._overdue if self.is_running else None
+        return next(iter(self._overdue), None) if self.is_running else None
 
     @property
     def to_blame(self) -> Claim | None:
         """The claim whose preparation hangs, if it is held still."""
-        claim = self._overdue
-        return claim if claim is not None and self._leases.has_claim(claim) else None
+        return next(filter(self._leases.has_claim, self._overdue), None)
 
     def wake(self) -> None:
         """New work may have come, perhaps more urgent than what runs."""
@@ -245,7 +257,10 @@ class Prefetcher:
     async def _fill(self) -> int:
         """Claim and prepare once; gives how many were claimed."""
         self._wake_up.clear()
-        if left := self._leases.claims:  # by an earlier turn that failed
+        if self._broken is not None:
+            raise self._broken
+        claims = self._leases.claims
+        if left := [it for it in claims if _key(it) not in self._slow]:  # by a turn that failed
             await release(self._queue, self._leases, left)
         work_came, self._work_came = self._work_came, False
         room = self._room(self.depth)
@@ -268,9 +283,35 @@ class Prefetcher:
                 self._on_lost(earlier)
         self._leases.add_claims(claims)
         prepared = await asyncio.to_thread(self._prepare, claims)
+        outcomes: list[tuple[Claim, _Outcome]] = []
+        for claim, outcome in zip(claims, prepared, strict=True):
+            if isinstance(outcome, TakesLongError):
+                self._leases.set_aside(claim)
+                self._slow[_key(claim)] = task = asyncio.create_task(self._prepare_slowly(claim))
+                task.add_done_callback(partial(self._end_slow, _key(claim)))
+            else:
+                outcomes.append((claim, outcome))
+        await self._take(outcomes)
+        return len(claims)
+
+    async def _prepare_slowly(self, claim: Claim) -> None:
+        try:
+            outcome = await self._slow_lane.run(claim.tenant, lambda: self._prepare_slow(claim))
+            await self._take([(claim, outcome)])
+        except (RedisError, OSError) as error:
+            self._log.warning("a request's end was not told, trying again", error=str(error))
+
+    def _end_slow(self, key: tuple[str, str], done: asyncio.Task[None]) -> None:
+        self._slow.pop(key, None)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._broken = error
+            self._wake_up.set()
+
+    async def _take(self, outcomes: list[tuple[Claim, _Outcome]]) -> None:
+        """Hand on what was prepared."""
         self._account_fill()
         failed, complete = [], []
-        for claim, outcome in zip(claims, prepared, strict=True):
+        for claim, outcome in outcomes:
             if outcome is None or not self._leases.has_claim(claim):
                 continue
             self._log.debug("claimed", request_id=claim.request_id, attempt=claim.attempt)
@@ -289,7 +330,6 @@ class Prefetcher:
         for held in complete:
             await self._on_complete(held)
             self._leases.drop(held.claim)
-        return len(claims)
 
     async def _tell_prompt_tokens(self) -> None:
         """Tell the exact prompt lengths of what lies here; of the others their first row tells."""
@@ -298,26 +338,33 @@ class Prefetcher:
                 await self._renew(untold)
 
     @property
-    def _overdue(self) -> Claim | None:
-        if (preparing := self._preparing) is None:  # the thread may reset it at any time
-            return None
-        claim, since = preparing
-        return claim if time.monotonic() - since > self._stuck_seconds else None
+    def _overdue(self) -> list[Claim]:
+        before = time.monotonic() - self._stuck_seconds
+        # A copy, as threads may change it at any time.
+        return [claim for claim, since in [*self._preparing.values()] if since < before]
 
-    def _prepare(self, claims: list[Claim]) -> list[Lease | InvalidRequestError | None]:
-        """None for what was lost meanwhile. Runs in a thread of its own: long prompts take time."""
+    def _prepare(self, claims: list[Claim]) -> list[_Outcome | TakesLongError]:
+        """Runs in a thread of its own, but only the quick ones."""
         try:
-            return [self._prepare_one(claim) for claim in claims]
+            return [self._prepare_one(claim, only_quick=True) for claim in claims]
         finally:
-            self._preparing = None
+            self._preparing.pop(get_ident(), None)
 
-    def _prepare_one(self, claim: Claim) -> Lease | InvalidRequestError | None:
+    def _prepare_slow(self, claim: Claim) -> _Outcome:
+        """Runs in a thread of the slow lane."""
+        try:
+            outcome = self._prepare_one(claim, only_quick=False)
+        finally:
+            self._preparing.pop(get_ident(), None)
+        return None if isinstance(outcome, TakesLongError) else outcome
+
+    def _prepare_one(self, claim: Claim, *, only_quick: bool) -> _Outcome | TakesLongError:
         if not self._leases.has_claim(claim):
             return None
-        self._preparing = (claim, time.monotonic())
+        self._preparing[get_ident()] = (claim, time.monotonic())
         try:
-            return self._preparation.prepare(claim)
-        except InvalidRequestError as error:
+            return self._preparation.prepare(claim, only_quick=only_quick)
+        except (InvalidRequestError, TakesLongError) as error:
             return error
         except Exception as error:  # whatever it is, it is this request's alone
             self._log.exception("preparation failed", request_id=claim.request_id)
@@ -332,6 +379,10 @@ class Prefetcher:
         now = time.monotonic()
         self.metrics.filled_seconds += len(self._ready) * (now - self._fill_changed_at)
         self._fill_changed_at = now
+
+
+def _key(claim: Claim) -> tuple[str, str]:
+    return claim.request_id, claim.fence
 
 
 def _more(room: Room, than: Room) -> bool:

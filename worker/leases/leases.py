@@ -17,6 +17,8 @@ Leased = Lease | Claim
 """What a worker has a lease of: a claim, until it is prepared."""
 
 RENEWALS_PER_LEASE = 4
+_MAX_ASIDE = 64
+_MAX_ASIDE_BYTES = 64 * 2**20
 
 
 class Leases:
@@ -26,6 +28,7 @@ class Leases:
         self._by_request: dict[str, Lease] = {}
         self._by_sequence: dict[int, Lease] = {}
         self._claims: dict[str, Claim] = {}
+        self._aside: dict[str, Claim] = {}  # of the claims, those that count for nothing yet
         self._in_engine: Counter[int] = Counter()  # by priority
         self.num_in_engine = 0
 
@@ -37,7 +40,20 @@ class Leases:
 
     def add_claims(self, claims: Iterable[Claim]) -> None:
         """Hold claims until `add` has what was made of them, or until they are dropped."""
+        claims = list(claims)
+        for claim in claims:
+            self._aside.pop(claim.request_id, None)
         self._claims.update({claim.request_id: claim for claim in claims})
+
+    def set_aside(self, claim: Claim) -> None:
+        """Count a claim for nothing until it is prepared, so that it keeps nobody out meanwhile.
+
+        Only a few are: what they hold in memory is not bounded by the worker's room.
+        """
+        num_bytes = len(claim.payload) + sum(len(it.payload) for it in self._aside.values())
+        fits = len(self._aside) < _MAX_ASIDE and num_bytes <= _MAX_ASIDE_BYTES
+        if fits and self.has_claim(claim):
+            self._aside[claim.request_id] = claim
 
     @property
     def claims(self) -> list[Claim]:
@@ -56,6 +72,7 @@ class Leases:
 
     def add(self, held: Lease) -> None:
         self._claims.pop(held.request_id, None)
+        self._aside.pop(held.request_id, None)
         self._by_request[held.request_id] = held
         self._by_sequence[held.sequence_id] = held
 
@@ -64,6 +81,7 @@ class Leases:
         if isinstance(held, Claim):
             if self.has_claim(held):
                 del self._claims[held.request_id]
+                self._aside.pop(held.request_id, None)
             return
         if self._by_sequence.pop(held.sequence_id, None) is None:
             return
@@ -92,9 +110,14 @@ class Leases:
         return self._by_sequence.get(sequence_id)
 
     @property
+    def num_counted(self) -> int:
+        """Held requests that take a place."""
+        return len(self) - len(self._aside)
+
+    @property
     def kv_need(self) -> int:
         """KV tokens that all held requests are counted with."""
-        claimed = sum(claim.cost for claim in self._claims.values())
+        claimed = sum(it.cost for it in self._claims.values() if it.request_id not in self._aside)
         return claimed + sum(held.kv_need for held in self._by_request.values())
 
     @property

@@ -87,7 +87,7 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(decode, context)
-        self._stop = stop
+        self._stop = [_StopString(text) for text in stop]
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
@@ -122,26 +122,53 @@ class TextStream:
     def _release(self, text: str) -> str:
         if not self._stop:
             return text
+        num_held = len(self._held)
         self._held += text
         if self.stopped:
             self._held = ""
             return ""
         hold = 0
         if self._num_tokens >= self._min_tokens:
-            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            found = [num_held + at for stop in self._stop if (at := stop.find(text)) is not None]
             if found:
                 self.stopped = True
                 self._held, text = "", self._held[: min(found)]
                 return text
-            hold = max(_overlap(self._held, stop) for stop in self._stop)
+            hold = max(stop.num_matched for stop in self._stop)
         cut = len(self._held) - hold
         released, self._held = self._held[:cut], self._held[cut:]
         return released
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _StopString:
+    """How much of a stop string a text ends with, character by character.
+
+    After Knuth, Morris and Pratt (1977): a character costs the same, however long the string is.
+    """
+
+    def __init__(self, string: str) -> None:
+        self._string = string
+        self.num_matched = 0
+        """So many of its characters are the text's last ones."""
+        self._borders = [0]  # by length: of a beginning, how much of its end it begins with itself
+        matched = 0
+        for length in range(1, len(string)):
+            while matched and string[length] != string[matched]:
+                matched = self._borders[matched - 1]
+            matched += string[length] == string[matched]
+            self._borders.append(matched)
+
+    def find(self, text: str) -> int | None:
+        """Where it begins, if it ends in this next part of the text; before the part is below 0."""
+        string, matched = self._string, self.num_matched
+        begin = 0 if matched else text.find(string[0])
+        if begin < 0:
+            return None
+        for at in range(begin, len(text)):
+            while matched and text[at] != string[matched]:
+                matched = self._borders[matched - 1]
+            matched += text[at] == string[matched]
+            if matched == len(string):
+                return at + 1 - matched
+        self.num_matched = matched
+        return None

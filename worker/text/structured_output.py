@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import InvalidRequestError
@@ -17,6 +18,9 @@ from promptq.shared.protocol.output_format import JsonOutput, Output, ToolCallOu
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import tool_call_style
+from promptq.worker.text.grammar_compiler import compile_grammar, reason_of
+from promptq.worker.text.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
+from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
@@ -29,69 +33,157 @@ WHITESPACE = "[ ]"
 where there is no bound a weak model gets lost."""
 
 _MAX_COMPILED = 256
+_MAX_REFUSED = 1024
+_MAX_GRAMMAR_CHARS = 2**18
+_MAX_CACHED_CHARS = 2**21
+"""Of all compiled grammars together: one takes up to 40 bytes of memory for each character."""
 _MAX_THREADS = 4
-_SILENT = 0
-_MAX_REASON = 300
+
+
+class NewGrammarError(Exception):
+    """A grammar is not known yet, and to compile one may take long."""
 
 
 class Grammars:
     """What a worker's model may be asked to write. Thread-safe.
 
-    A schema is compiled once, as long as it is among the last 256 that were used.
+    A schema is compiled once, as long as it is among the last 256 that were used, and these are not
+    large. With `vets` one
+    that is new is first tried out in a process that can be killed; without, all are trusted.
     """
 
     def __init__(
-        self, tokenizer: HuggingFaceTokenizer, vocab_size: int, end_token_ids: frozenset[int]
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        vocab_size: int,
+        end_token_ids: frozenset[int],
+        *,
+        vets: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_token_ids = end_token_ids
+        self._vets = vets
         self._masker: LLMasker | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._vetter: Vetter | None = None
+        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # and its characters
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()  # of all these, held for moments
 
-    def start(self, wanted: Output, end_token_ids: frozenset[int]) -> LLGrammar:
+    def start(
+        self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
+    ) -> LLGrammar:
         """The grammar of an output that has no token yet and may end with these.
 
-        Raises InvalidRequestError with the library's reason if it refuses the schema.
+        Raises InvalidRequestError with the library's reason if it refuses the schema, or with the
+        limit that it exceeds; with `only_known` NewGrammarError if it would have to be compiled.
         """
-        with self._lock:
-            masker = self._masker = self._masker or self._make_masker(wanted.field)
-            matcher = self._compile(wanted, masker).deep_copy()
+        if only_known and self._masker is None:
+            raise NewGrammarError
+        masker = self._set_up(wanted.field)
+        matcher = self._compile(wanted, masker, only_known).deep_copy()
         return LLGrammar(matcher, masker, end_token_ids)
 
-    def _make_masker(self, field: str) -> LLMasker:
-        from llguidance import LLTokenizer
+    def close(self) -> None:
+        """End the process that tries out schemas."""
+        if self._vetter is not None:
+            self._vetter.close()
 
-        try:
-            content = self._tokenizer.as_json()
-            if content is None:
-                raise ValueError("it is not one of the tokenizers library")
-            vocabulary = LLTokenizer(
-                content,
-                n_vocab=max(self._vocab_size, self._tokenizer.num_tokens),
-                eos_token=sorted(self._end_token_ids) or None,
-            )
-        except ValueError as error:
-            reason = f"the model's tokenizer cannot be told to the grammar library: {error}"
-            raise _refusal(field, reason) from error
-        return LLMasker(vocabulary)
+    def _set_up(self, field: str) -> LLMasker:
+        with self._lock:
+            if self._masker is None:
+                vocabulary = self._vocabulary(field)
+                self._vetter = Vetter(vocabulary) if self._vets else None
+                self._masker = _make_masker(vocabulary, field)
+            return self._masker
 
-    def _compile(self, wanted: Output, masker: LLMasker) -> LLMatcher:
+    def _vocabulary(self, field: str) -> Vocabulary:
+        content = self._tokenizer.as_json()
+        if content is None:
+            raise _untold(field, "it is not one of the tokenizers library")
+        num_tokens = max(self._vocab_size, self._tokenizer.num_tokens)
+        return Vocabulary(content, num_tokens, sorted(self._end_token_ids))
+
+    def _text(self, wanted: Output) -> str:
+        for schema in _schemas(wanted):
+            if (count := num_combined_patterns(schema)) > MAX_COMBINED_PATTERNS:
+                raise _refusal(
+                    wanted.field,
+                    f"takes too long to compile: a schema that combines others (allOf, ...) may"
+                    f" have {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
+                )
         try:
             text = _grammar_text(wanted, tool_call_style(self._tokenizer.chat_template))
         except ValueError as error:
             raise _refusal(wanted.field, f"the schema is refused: {error}") from error
-        if (known := self._compiled.get(text)) is not None:
-            self._compiled.move_to_end(text)
-            return known
-        matcher = masker.compile(text)
-        if matcher.is_error():
-            raise _refusal(wanted.field, f"the schema is refused: {_reason(matcher)}")
-        self._compiled[text] = matcher
-        if len(self._compiled) > _MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        if len(text) > _MAX_GRAMMAR_CHARS:
+            reason = f"a schema of {len(text)} characters is longer than the {_MAX_GRAMMAR_CHARS}"
+            raise _refusal(wanted.field, f"{reason} allowed")
+        return text
+
+    def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
+        text = self._text(wanted)
+        key = _key(text)
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known[0]
+            if (refused := self._refused.get(key)) is not None:
+                raise _refusal(wanted.field, refused)
+        if only_known:
+            raise NewGrammarError
+        try:
+            error = self._vetter.vet(text) if self._vetter is not None else ""
+        except NotVettedError as too_much:
+            if too_much.is_certain:
+                self._refuse(key, str(too_much))
+            raise _refusal(wanted.field, str(too_much)) from too_much
+        if not error:
+            matcher = masker.compile(text)
+            error = reason_of(matcher)
+        if error:
+            reason = f"the schema is refused: {error}"
+            self._refuse(key, reason)
+            raise _refusal(wanted.field, reason)
+        self._remember(key, matcher, len(text))
         return matcher
+
+    def _remember(self, key: bytes, matcher: LLMatcher, num_chars: int) -> None:
+        with self._lock:
+            self._known[key] = matcher, num_chars
+            sum_of_chars = sum(count for _, count in self._known.values())
+            while len(self._known) > _MAX_COMPILED or sum_of_chars > _MAX_CACHED_CHARS:
+                _, (_, count) = self._known.popitem(last=False)
+                sum_of_chars -= count
+
+    def _refuse(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self._refused[key] = reason
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+
+
+def _make_masker(vocabulary: Vocabulary, field: str) -> LLMasker:
+    from llguidance import LLTokenizer
+
+    try:
+        return LLMasker(
+            LLTokenizer(
+                vocabulary.tokenizer_json,
+                n_vocab=vocabulary.num_tokens,
+                eos_token=list(vocabulary.end_token_ids) or None,
+            )
+        )
+    except ValueError as error:
+        raise _untold(field, str(error)) from error
+
+
+def _untold(field: str, reason: str) -> InvalidRequestError:
+    return _refusal(field, f"the model's tokenizer cannot be told to the grammar library: {reason}")
+
+
+def _key(text: str) -> bytes:
+    return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 class LLMasker:
@@ -108,10 +200,8 @@ class LLMasker:
         self.num_words = (vocabulary.vocab_size + 31) // 32
 
     def compile(self, text: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar; what is wrong with that, it tells itself."""
-        from llguidance import LLMatcher
-
-        return LLMatcher(self._vocabulary, text, log_level=_SILENT)
+        """See `compile_grammar`."""
+        return compile_grammar(self._vocabulary, text)
 
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
         ours = cast("Sequence[LLGrammar]", grammars)
@@ -122,7 +212,7 @@ class LLMasker:
         for row, grammar in enumerate(ours):
             grammar.correct_ends(masks[row])
         # A matcher that has failed allows an end, which would pass for a whole output.
-        return {row: _reason(matcher) for matcher, row in matchers if matcher.is_error()}
+        return {row: reason_of(matcher) for matcher, row in matchers if matcher.is_error()}
 
 
 class LLGrammar:
@@ -142,7 +232,7 @@ class LLGrammar:
 
     def accept(self, token_id: int) -> None:
         if not self.matcher.consume_token(token_id):
-            raise GrammarError(_reason(self.matcher))
+            raise GrammarError(reason_of(self.matcher))
 
     def correct_ends(self, mask: npt.NDArray[np.int32]) -> None:
         """Make up for end tokens of the request that are not those of the model."""
@@ -179,14 +269,14 @@ def _tool_calls(wanted: ToolCallOutput, style: ToolCallStyle) -> str:
     return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
 
 
+def _schemas(wanted: Output) -> list[dict[str, Any]]:
+    if isinstance(wanted, JsonOutput):
+        return [wanted.schema]
+    return [tool.parameters for tool in wanted.tools]
+
+
 def _options(strict: bool) -> dict[str, Any]:
     return {"lenient": not strict, "whitespace_pattern": WHITESPACE}
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """The library's message without the dump of its state, on one line."""
-    message = " ".join(matcher.get_error().split("<state>")[0].split())
-    return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."
 
 
 def _refusal(field: str, reason: str) -> InvalidRequestError:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
-from promptq.shared.protocol.request import Request
+from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
+from promptq.worker.text.time_limit import CpuTimeLimitError, cpu_time_limit
+
+RENDER_SECONDS = 1.0
+"""CPU time that the model's chat template may take for one request. It is the model's author's, but
+what it loops over is a stranger's."""
+
+_MOST_REASON = 300
 
 
 class Tokenizer(Protocol):
@@ -16,8 +25,8 @@ class Tokenizer(Protocol):
         """The request's prompt or rendered messages. Raises InvalidRequestError."""
         ...
 
-    def encode_word(self, word: str) -> list[list[int]]:
-        """The ways in which a word may appear in an output."""
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """All ways in which any of these words may appear in an output."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -39,8 +48,8 @@ class ByteTokenizer:
             return list(request.prompt.encode())
         return list("\n".join(str(m.get("content", "")) for m in request.messages or ()).encode())
 
-    def encode_word(self, word: str) -> list[list[int]]:
-        return [list(word.encode())]
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        return [list(word.encode()) for word in words]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         try:
@@ -54,21 +63,35 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer that comes with a model."""
+    """The tokenizer that comes with a model.
 
-    def __init__(self, tokenizer: Any) -> None:
+    A prompt of more characters than `max_prompt_tokens` of the longest token have is refused before
+    it is tokenised; None: any is taken.
+    """
+
+    def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._max_prompt_chars = (
+            None if max_prompt_tokens is None else max_prompt_tokens * _longest_token(tokenizer)
+        )
         self.decode = _decoder(tokenizer)
         self._token_texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, name_or_dir: str, *, trust_remote_code: bool = False) -> HuggingFaceTokenizer:
+    def load(
+        cls,
+        name_or_dir: str,
+        *,
+        trust_remote_code: bool = False,
+        max_prompt_tokens: int | None = None,
+    ) -> HuggingFaceTokenizer:
         """Raises ModelNotFoundError when there is no tokenizer."""
         from transformers import AutoTokenizer
 
         try:
             return cls(
-                AutoTokenizer.from_pretrained(name_or_dir, trust_remote_code=trust_remote_code)
+                AutoTokenizer.from_pretrained(name_or_dir, trust_remote_code=trust_remote_code),
+                max_prompt_tokens,
             )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().split("\n", 1)[0]
@@ -78,29 +101,70 @@ class HuggingFaceTokenizer:
         if isinstance(request.prompt, list):
             return request.prompt
         if request.prompt is not None:
+            self._check_length("prompt", request.prompt)
             return self._encode(request.prompt, add_special_tokens=True)
+        text = self._render(request)
+        self._check_length("messages", text)
+        # The template writes the special tokens itself.
+        return self._encode(text, add_special_tokens=False)
+
+    def _render(self, request: Request) -> str:
+        """The messages as the model's template writes them."""
+        given = request.chat_template_kwargs or {}
+        if given and (names := self._call_arguments.intersection(given)):
+            name = min(names)
+            raise InvalidRequestError(
+                f"chat_template_kwargs: {name!r} is no variable of the chat template, but an"
+                " argument of the call that renders it, which a request may not set",
+                field="chat_template_kwargs",
+            )
         if not self._tokenizer.chat_template:
             raise InvalidRequestError(
                 "messages: the model has no chat template; send a prompt", field="messages"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                request.messages,
-                tools=None if request.tool_choice == "none" else request.tools,
-                add_generation_prompt=True,
-                tokenize=False,
-                **(request.chat_template_kwargs or {}),
-            )
+            with cpu_time_limit(RENDER_SECONDS):
+                text: str = self._tokenizer.apply_chat_template(
+                    request.messages,
+                    tools=None if request.tool_choice == "none" else request.tools,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **given,
+                )
+        except CpuTimeLimitError as error:
+            raise InvalidRequestError(
+                "messages: take too long to render: the model's chat template had not written them"
+                f" after {RENDER_SECONDS:g} s",
+                field="messages",
+            ) from error
         except Exception as error:  # the template is the model's code and may raise anything
             raise InvalidRequestError(
-                f"messages: the model's chat template refuses them: {error}", field="messages"
+                f"messages: the model's chat template refuses them: {str(error)[:_MOST_REASON]}",
+                field="messages",
             ) from error
-        # The template writes the special tokens itself.
-        return self._encode(text, add_special_tokens=False)
+        return text
 
-    def encode_word(self, word: str) -> list[list[int]]:
+    @cached_property
+    def _call_arguments(self) -> frozenset[str]:
+        """What the call that renders takes with this tokenizer, beside the template's variables."""
+        call = inspect.signature(self._tokenizer.apply_chat_template)
+        return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)
+
+    def _check_length(self, field: str, text: str) -> None:
+        if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
+            raise InvalidRequestError(
+                f"{field}: {len(text)} characters are more than the {self._max_prompt_chars} that"
+                " tokens of the model's length can stand for",
+                field=field,
+                code="context_length_exceeded",
+            )
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         # Most vocabularies hold a word twice, alone and with the space in front.
-        spellings = [self._encode(form, add_special_tokens=False) for form in (word, " " + word)]
+        forms = [form for word in words for form in (word, " " + word)]
+        if not forms:
+            return []
+        spellings = self._tokenizer(forms, add_special_tokens=False)["input_ids"]
         return [tokens for tokens in spellings if tokens]
 
     def token_text(self, token_id: int) -> str:
@@ -132,6 +196,11 @@ class HuggingFaceTokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Characters that one token stands for at most: its name has one for each of them, or more."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

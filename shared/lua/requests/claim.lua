@@ -2,7 +2,7 @@
 -- KEYS  1 pending
 -- ARGV  1 worker id           2 lease (ms)
 --       3 max count           4 token budget: KV tokens that are free
---       5 capacity: KV tokens of the whole worker; no request costs more than that
+--       5 capacity: KV tokens that one request may take at most; none costs more than that
 --       6 nonce: random, new for each call
 --       7 protocol version that the worker reads
 --       8 model name          9 model fingerprint ('' and '': any model)
@@ -20,8 +20,8 @@
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
---        log, turn}; the turn is left out where there are no tenants: the score whose turn it was when
---        this one was taken
+--        log, turn, tenant}; the last two are left out where there are no tenants: the score whose turn
+--        it was when this one was taken (its own where it is given once more), and whose queue it was in
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
@@ -153,12 +153,12 @@ end
 local taken = {} -- a stranger may have put an id into the queues of two tenants
 
 -- What is said of a claim. Its lease begins with it.
-local function reply_of(id, fields, cost, has_log, turn)
+local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
   return {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
     fields.enqueued_at, whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {},
-    fields.suspect and '1' or '', has_log and exact((log_top(id))) or '0', is_shared and turn or nil}
+    fields.suspect and '1' or '', has_log and exact((log_top(id))) or '0', turn, turn and tenant}
 end
 
 local function claim(queue, fields, cost, has_log, turn)
@@ -189,7 +189,7 @@ local function claim(queue, fields, cost, has_log, turn)
   end
   fields.fence, fields.attempt, fields.score = fence, attempt, score
   fields.seed, fields.enqueued_at = seed, enqueued_at
-  return reply_of(id, fields, cost, has_log, turn)
+  return reply_of(id, fields, cost, has_log, is_shared and turn or nil, queue.tenant)
 end
 
 promote_delayed()
@@ -263,9 +263,11 @@ end
 
 for _, id in ipairs(given_before) do
   local fields = read_request(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
-    'prompt_tokens', 'suspect')
+    'prompt_tokens', 'suspect', 'tenant')
   local has_log = redis.call('TYPE', tokens_key(id)).ok == 'stream'
-  claims[#claims + 1] = reply_of(id, fields, cost_of(fields, output), has_log)
+  local tenant = tenant_name(fields.tenant)
+  local turn = tenant ~= '' and fields.score or nil
+  claims[#claims + 1] = reply_of(id, fields, cost_of(fields, output), has_log, turn, tenant)
   walking = false
 end
 

@@ -143,7 +143,7 @@ def test_a_prompt_over_the_limit(stories: OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         stories.completions.create(model="", prompt="once " * 20000, stream=stream)
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
-    assert "tokens are more than" in str(raised.value)
+    assert "characters are more than" in str(raised.value)
 
 
 @pytest.mark.parametrize("stream", [False, True])

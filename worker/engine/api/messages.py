@@ -47,7 +47,10 @@ class EngineRequest:
     """Queue score and request id: who comes first among those that wait."""
 
     cache_salt: str = ""
-    """Only sequences with the same salt share cached prefixes."""
+    """Only sequences with the same salt share cached prefixes ..."""
+
+    tenant: str = ""
+    """... and of the same tenant, unless the engine was told to share them among all."""
 
     grammar: Grammar | None = None
     """What the output must match, standing behind `output_token_ids`; the engine's alone from now
@@ -92,7 +95,8 @@ class SequenceTiming:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache when first scheduled."""
+    """Prompt tokens that were found in the prefix cache when first scheduled; only such as its
+    tenant had sent before."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     preempted_at: list[float] = field(default_factory=list)

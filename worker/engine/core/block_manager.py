@@ -21,18 +21,24 @@ class BlockManager:
 
     Every block is in one of three states: *free* (holds nothing), *owned* (in as many block tables
     as it has references) or *cached* (no owner, but findable by its hash until somebody needs the
-    block). A block's hash covers its tokens, all tokens before them and the cache salt, and it
-    enters the index only when the block has been computed: an owned block may be findable too, and
-    what is findable is never half written.
+    block). A block's hash covers its tokens, all tokens before them, the tenant and the cache salt,
+    and it enters the index only when the block has been computed: an owned block may be findable
+    too, and what is findable is never half written.
+
+    `shares_tenants` leaves the tenant out, so that tenants find each other's prefixes; which
+    tenants sent a block is noted then, so that each is told of its own only.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, shares_tenants: bool = False) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
+        self._senders: list[set[str]] | None = None  # tenants that sent what a findable block holds
+        if shares_tenants:
+            self._senders = [set() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
@@ -68,6 +74,16 @@ class BlockManager:
                 break
             prefix.append(block)
         return prefix
+
+    def num_known_to(self, tenant: str, prefix: list[int]) -> int:
+        """How many blocks of a prefix this tenant had sent before. From now on it has sent all."""
+        if self._senders is None:
+            return len(prefix)
+        num_known = 0
+        for block in prefix:
+            num_known += tenant in self._senders[block]
+            self._senders[block].add(tenant)
+        return num_known
 
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
         """How many of `num_free` it takes to hold the known tokens of a sequence without blocks."""
@@ -130,6 +146,8 @@ class BlockManager:
             if block_hash not in self._findable:
                 self._findable[block_hash] = block
                 self._hashes[block] = block_hash
+            if self._senders is not None:
+                self._senders[self._findable[block_hash]].add(sequence.request.tenant)
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks back. Findable ones stay cached, the tail to be evicted first."""
@@ -189,6 +207,8 @@ class BlockManager:
             self._hashes[block] = None
             if block_hash is not None:
                 del self._findable[block_hash]
+                if self._senders is not None:
+                    self._senders[block].clear()
         self._references[block] = 1
         return block
 
@@ -199,15 +219,24 @@ class BlockManager:
         """
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
-            parent = hashes[-1] if hashes else _salt_hash(sequence.request.cache_salt)
+            parent = hashes[-1] if hashes else self._salt_hash(sequence)
             token_ids = array("q", sequence.token_ids[index * size : (index + 1) * size])
             hashes.append(blake2b(parent + token_ids.tobytes(), digest_size=_HASH_BYTES).digest())
+
+    def _salt_hash(self, sequence: Sequence) -> bytes:
+        """Where the chains of a tenant and salt begin.
+
+        `person` keeps any of them from spelling a hash within a chain, and the tenant goes in by a
+        hash, whose length is fixed, so that no salt of one spells tenant and salt of another.
+        """
+        tenant = "" if self._senders is not None else sequence.request.tenant
+        salt = sequence.request.cache_salt.encode("utf-8", "surrogatepass")
+        text = _hash(tenant.encode("utf-8", "surrogatepass"), b"tenant") + salt
+        return _hash(text, b"cache_salt")
 
 
 _HASH_BYTES = 32
 
 
-def _salt_hash(cache_salt: str) -> bytes:
-    """Where a salt's chains begin; `person` keeps any salt from spelling a hash within a chain."""
-    salt = cache_salt.encode("utf-8", "surrogatepass")
-    return blake2b(salt, digest_size=_HASH_BYTES, person=b"cache_salt").digest()
+def _hash(text: bytes, person: bytes) -> bytes:
+    return blake2b(text, digest_size=_HASH_BYTES, person=person).digest()

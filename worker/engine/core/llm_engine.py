@@ -54,6 +54,7 @@ class LLMEngine:
     `speculative_tokens` are drafted for a sequence and step at most, unless a request says its own.
     With `async_scheduling` a step of decodes is launched before the tokens of the last one are
     collected, for a runner that computes meanwhile; what a stop makes void of it is dropped.
+    With `share_prefix_cache` tenants share cached prefixes, of which each has its own by default.
 
     Raises ConfigurationError naming the option that cannot work.
     """
@@ -68,6 +69,7 @@ class LLMEngine:
         max_model_len: int | None = None,
         speculative_tokens: int = 0,
         async_scheduling: bool = False,
+        share_prefix_cache: bool = False,
     ) -> None:
         layout = runner.kv_layout
         kv_tokens = layout.num_blocks * layout.block_size
@@ -90,7 +92,9 @@ class LLMEngine:
         self._under_way: _Step | None = None
         self._uncommitted: Batch | None = None  # what a step that fails was to compute
         self._full_steps_from = 0  # the number of the first that may be of full size again
-        self._block_manager = BlockManager(layout.num_blocks, layout.block_size)
+        self._block_manager = BlockManager(
+            layout.num_blocks, layout.block_size, shares_tenants=share_prefix_cache
+        )
         self._scheduler = Scheduler(
             max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
         )

@@ -188,6 +188,7 @@ def build_model_free_engine(
     max_model_len: int | None = None,
     speculative_tokens: int = 0,
     async_scheduling: bool = False,
+    share_prefix_cache: bool = False,
     num_blocks: int = 256,
     block_size: int = 16,
     step_seconds: float = 0.0,
@@ -203,4 +204,5 @@ def build_model_free_engine(
         max_model_len=max_model_len,
         speculative_tokens=speculative_tokens,
         async_scheduling=async_scheduling,
+        share_prefix_cache=share_prefix_cache,
     )

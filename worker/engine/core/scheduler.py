@@ -229,10 +229,10 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         if sequence.timing.scheduled_at is None:
             sequence.timing.scheduled_at = time.monotonic()
-            sequence.timing.cached_tokens = min(
-                sequence.num_computed_tokens, sequence.num_prompt_tokens
-            )
-            self.num_cached_tokens += sequence.timing.cached_tokens
+            size, num_prompt_tokens = self.block_manager.block_size, sequence.num_prompt_tokens
+            num_known = self.block_manager.num_known_to(sequence.request.tenant, prefix)
+            sequence.timing.cached_tokens = min(num_known * size, num_prompt_tokens)
+            self.num_cached_tokens += min(sequence.num_computed_tokens, num_prompt_tokens)
         else:
             sequence.timing.resumed_at.append(time.monotonic())
         insort(self.running, sequence, key=_urgency)

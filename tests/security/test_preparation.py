@@ -1,0 +1,376 @@
+"""What a stranger sends costs others nothing while a worker prepares it: it is measured before any
+work, worked on beside the rest, or tried out where it can be killed.
+
+Shown by order: the victim's request ends while the attacker's is still being prepared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+import redis.asyncio
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import (
+    MAX_BAD_WORD_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    TEMPLATE_CALL_ARGUMENTS,
+    NewRequest,
+    Request,
+    RequestState,
+)
+from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
+from promptq.worker.intake.slow_lane import SlowLane
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.schema_patterns import num_combined_patterns
+from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
+from promptq.worker.text.structured_output import Grammars
+from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tests.helpers import finished, running_worker, served_model_free, text_of
+from tests.integration.faults import put, result_of, started, until
+from tests.roles import QueueClient, as_role
+from tests.worker.structured import json_schema
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def exploding_schema(number: int) -> dict[str, Any]:
+    """To compile it takes gigabytes."""
+    return {"type": "integer", "multipleOf": 10_000_019 + 2 * number}
+
+
+def combined(count: int, pattern: str) -> dict[str, Any]:
+    return {"allOf": [{"pattern": pattern.replace("?", it)} for it in ascii_lowercase[:count]]}
+
+
+@pytest.fixture(scope="module")
+def shipped_url(redis_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server with a queue that a real worker serves with the shipped model."""
+    with QueueClient.from_url(redis_server_url) as client:
+        client.flushall()
+        url = as_role("producer", redis_server_url)
+        with started(tmp_path_factory.mktemp("worker"), url):
+            yield url
+        client.flushall()
+
+
+@pytest.fixture
+def shipped(shipped_url: str) -> Iterator[RequestQueue]:
+    with QueueClient.from_url(shipped_url) as client:
+        yield RequestQueue(client)
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
+    client = redis.asyncio.Redis.from_url(redis_url)
+    yield AsyncRequestQueue(client)
+    await client.aclose()
+
+
+def put_raw(queue: RequestQueue, **fields: Any) -> str:
+    """As a client does that checks nothing."""
+    request_id, client = new_request_id(), queue._redis
+    client.hset(queue.keys.request(request_id), "payload", json.dumps(fields))
+    client.zadd(queue.keys.pending, {request_id: 0})
+    client.publish(queue.keys.control, "pending")
+    return request_id
+
+
+async def enqueue(queue: AsyncRequestQueue, **fields: Any) -> str:
+    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
+
+
+async def until_active(queue: AsyncRequestQueue, request_id: str) -> None:
+    while await queue.state(request_id) is not RequestState.ACTIVE:
+        await asyncio.sleep(0.002)
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "documents", "bos_token"])
+def test_arguments_of_the_template_call_are_refused_by_client_and_worker(
+    shipped: RequestQueue, name: str
+) -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    kwargs = {name: loops}
+    with pytest.raises(InvalidRequestError, match=f"^chat_template_kwargs: '{name}' is no vari"):
+        Request.build({"messages": CHAT, "chat_template_kwargs": kwargs})
+    attack = put_raw(shipped, messages=CHAT, chat_template_kwargs=kwargs)
+    error = result_of(shipped, attack)["error"]
+    assert error["type"] == "invalid_request"
+    assert error["message"].startswith(f"chat_template_kwargs: '{name}' is no variable")
+
+
+def test_the_arguments_are_those_of_the_installed_library() -> None:
+    calls = (PreTrainedTokenizerBase.apply_chat_template, chat_template_utils.render_jinja_template)
+    names = {name for call in calls for name in inspect.signature(call).parameters}
+    assert names | set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES) <= TEMPLATE_CALL_ARGUMENTS
+    Request.build({"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}})
+
+
+def test_a_models_own_names_are_refused_too() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(MODEL_DIR), extra_special_tokens={"image_token": "<image>"}
+    )
+    ours = HuggingFaceTokenizer(tokenizer)
+    request = Request.build({"messages": CHAT, "chat_template_kwargs": {"image_token": "x"}})
+    with pytest.raises(InvalidRequestError, match=r"^chat_template_kwargs: 'image_token'"):
+        ours.encode_prompt(request)
+
+
+async def test_a_models_template_renders_under_a_limit_beside_others(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    loops = "{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = f"{{% for a in messages %}}{loops}{{% endfor %}}"
+    served = replace(served_model_free(), tokenizer=HuggingFaceTokenizer(tokenizer))
+    async with running_worker(redis_url, served):
+        attack = await enqueue(queue, messages=CHAT * MAX_MESSAGES)
+        await until_active(queue, attack)
+        victim = await enqueue(queue, prompt=[97], max_tokens=3)
+        assert (await finished(queue, victim))["finish_reason"] == "length"
+        assert await queue.state(attack) is RequestState.ACTIVE
+        error = (await finished(queue, attack))["error"]
+        assert error["message"].startswith("messages: take too long to render: ")
+
+
+# ---------------------------------------------------------------- schemas
+
+
+def test_a_schema_that_explodes_fails_alone_while_others_are_served(shipped: RequestQueue) -> None:
+    attacks = [
+        put(shipped, response_format=json_schema(exploding_schema(number))) for number in range(6)
+    ]
+    until(lambda: shipped.state(attacks[0]) is RequestState.ACTIVE)
+    answer = json_schema({"enum": ["yes", "no"]})
+    victims = [put(shipped, max_tokens=3), put(shipped, prompt=None, messages=CHAT, max_tokens=3)]
+    for victim in victims:
+        assert result_of(shipped, victim)["finish_reason"] in ("length", "stop")
+    states = [shipped.state(attack) for attack in attacks]
+    assert RequestState.ACTIVE in states, "the victims ended while they were being prepared"
+    for attack in attacks[1:]:
+        shipped.cancel(attack)
+    error = result_of(shipped, attacks[0])["error"]
+    assert error["type"] == "unsupported"
+    assert error["message"].startswith("response_format: takes too long to compile: ")
+    assert json.loads(result_of(shipped, put(shipped, response_format=answer))["text"])
+
+
+@pytest.mark.parametrize("pattern", [".*w?.*", "^([a-x]{0,9}|z{30,}y.*w?.*)$"])
+def test_patterns_that_one_text_must_match_together_are_few(
+    shipped: RequestQueue, pattern: str
+) -> None:
+    """The first explodes when compiled, the second when a text has got so far, in a step."""
+    schemas = [combined(18, pattern), {"$defs": combined(18, pattern), "$ref": "#/$defs"}]
+    schemas.append({"type": "object", "properties": {"a": combined(18, pattern)}})
+    for schema in schemas:
+        error = result_of(shipped, put(shipped, response_format=json_schema(schema)))["error"]
+        assert error["type"] == "unsupported"
+        assert error["message"].startswith("response_format: takes too long to compile: ")
+
+
+def test_only_patterns_that_may_meet_are_counted() -> None:
+    apart = {letter: {"type": "string", "pattern": f"^{letter}$"} for letter in ascii_lowercase}
+    optional = {name: {"anyOf": [it, {"type": "null"}], "title": "x"} for name, it in apart.items()}
+    assert num_combined_patterns({"type": "object", "properties": apart}) == 0
+    assert num_combined_patterns({"type": "object", "properties": optional}) == 0
+    nested: dict[str, Any] = {"pattern": "x"}
+    for letter in ascii_lowercase:
+        nested = {"pattern": letter, "anyOf": [nested, {"type": "null"}]}
+    for schema in (
+        {"properties": optional, "allOf": [{"type": "object"}]},
+        {"patternProperties": apart},
+        {"$defs": {"a": {"pattern": "a"}}, "$ref": "#/$defs/a", "properties": apart},
+        nested,
+    ):
+        assert num_combined_patterns(schema) >= len(apart)
+
+
+@pytest.fixture(scope="module")
+def vetter() -> Iterator[Vetter]:
+    tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
+    vetter = Vetter(Vocabulary(tokenizer.as_json() or "", tokenizer.num_tokens, [2]))
+    yield vetter
+    vetter.close()
+
+
+def grammar(schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(schema)
+
+
+def test_vetting_says_what_the_library_says_and_outlives_its_process(vetter: Vetter) -> None:
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    assert "Unimplemented keys" in vetter.vet(grammar({"not": {}}))
+    with pytest.raises(NotVettedError, match=r"^takes too long to compile: "):
+        vetter.vet(grammar(exploding_schema(0)))
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+
+
+def test_a_vetting_process_that_dies_by_itself_is_no_verdict() -> None:
+    broken = Vetter(Vocabulary("this is no tokenizer", 2048, [2]))
+    with pytest.raises(NotVettedError, match=r"^could not be tried out") as caught:
+        broken.vet(grammar({"type": "integer"}))
+    assert not caught.value.is_certain
+    broken.close()
+
+
+# ---------------------------------------------------------------- lengths
+
+
+class CountingTokenizer(HuggingFaceTokenizer):
+    longest = 0
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        return super()._encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_prompt_that_cannot_fit_is_never_tokenised(field: str) -> None:
+    tokenizer = CountingTokenizer(AutoTokenizer.from_pretrained(str(MODEL_DIR)), 2048)
+    text = "Once upon a time. " * 330_000
+    value = text if field == "prompt" else [{"role": "user", "content": text}]
+    with pytest.raises(InvalidRequestError, match=f"^{field}: .* characters") as caught:
+        tokenizer.encode_prompt(Request.build({field: value}))
+    assert caught.value.code == "context_length_exceeded"
+    assert tokenizer.longest == 0
+    fits = Request.build({"prompt": "Once upon a time. " * 300})
+    assert 1024 < len(tokenizer.encode_prompt(fits)) < 2048
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bad_words", ["x" * 27_000] * 256),
+        ("bad_words", ["x" * MAX_BAD_WORD_CHARS] * 65),
+        ("stop", "x" * (MAX_STOP_CHARS + 1)),
+        ("stop", ["x" * MAX_STOP_CHARS] * 9),
+        ("logit_bias", {str(n): 1.0 for n in range(MAX_LOGIT_BIAS + 1)}),
+        ("messages", CHAT * (MAX_MESSAGES + 1)),
+        ("tools", [{}] * 1025),
+    ],
+)
+def test_lengths_and_counts_are_bounded(field: str, value: Any) -> None:
+    fields = {"messages": CHAT, field: value}
+    for read in (Request.build, lambda it: Request.parse(json.dumps(it))):
+        with pytest.raises(InvalidRequestError, match=f"^{field}: "):
+            read(fields)
+
+
+def test_a_real_worker_refuses_at_once_what_has_too_many_values(shipped: RequestQueue) -> None:
+    """Each becomes an object of the parser, which no other thread gets in between."""
+    lists = put_raw(shipped, prompt="a", metadata={"a": [[]] * 2_000_000})
+    ids = put_raw(shipped, prompt=[1] * 2_000_000)
+    text = put_raw(shipped, prompt='\\",' * 20_000, max_tokens=1)
+    for attack in (lists, ids):
+        message = result_of(shipped, attack)["error"]["message"]
+        assert message.startswith("payload: holds more than "), message
+    message = result_of(shipped, text)["error"]["message"]
+    assert message.startswith("prompt: "), "commas within a text are no values"
+
+
+# ---------------------------------------------------------------- the slow lane
+
+
+class StandingTokenizer(ByteTokenizer):
+    """Stands at prompts that begin with `wait` until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.standing: list[str] = []
+
+    def encode_prompt(self, request: Request) -> list[int]:
+        if isinstance(request.prompt, str) and request.prompt.startswith("wait"):
+            self.standing.append(request.tenant or "")
+            self.go_on.wait()
+            return [97]
+        return super().encode_prompt(request)
+
+
+LONG = "wait" + " " * 100_000
+
+
+async def test_a_long_preparation_holds_up_neither_short_nor_other_tenants_long_ones(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Nor does it take room: each of these prompts would fill the KV cache by its estimate."""
+    tokenizer = StandingTokenizer()
+    served = replace(served_model_free(num_blocks=64), tokenizer=tokenizer)
+    async with running_worker(redis_url, served):
+        attacks = [await enqueue(queue, prompt=LONG, tenant="a", max_tokens=1) for _ in range(5)]
+        while len(tokenizer.standing) < 2:
+            await asyncio.sleep(0.002)
+        short = await enqueue(queue, prompt="a", seed=1, max_tokens=3, tenant="b")
+        assert (await finished(queue, short))["text"] == text_of(1, 3)
+        same = await enqueue(queue, prompt="a", seed=2, max_tokens=3, tenant="a")
+        assert (await finished(queue, same))["text"] == text_of(2, 3)
+        long = await enqueue(queue, prompt=LONG, tenant="b", max_tokens=1)
+        while "b" not in tokenizer.standing:
+            await asyncio.sleep(0.002)
+        assert tokenizer.standing.count("a") == 2, "a tenant leaves threads to others"
+        tokenizer.go_on.set()
+        for request_id in [*attacks, long]:
+            assert (await finished(queue, request_id))["finish_reason"] == "length"
+
+
+async def test_turns_go_by_tenant() -> None:
+    lane, started_in, gates = SlowLane(), list[str](), dict[str, threading.Event]()
+
+    def stand(name: str) -> None:
+        started_in.append(name)
+        gates[name].wait()
+
+    async def run(name: str) -> None:
+        gates[name] = threading.Event()
+        await lane.run(name[0], lambda: stand(name))
+
+    async def until_started(*names: str) -> None:
+        while not {*names} <= {*started_in}:
+            await asyncio.sleep(0.001)
+
+    tasks = [asyncio.create_task(run(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "d1")]
+    await until_started("a1", "a2", "b1", "c1")
+    gates["b1"].set()
+    await until_started("d1")
+    tasks[2].cancel()  # a3, which waits
+    gates["a1"].set()
+    await until_started("a4")
+    assert started_in == ["a1", "a2", "b1", "c1", "d1", "a4"]
+    for gate in gates.values():
+        gate.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert lane._running.total() == 0
+
+
+async def test_a_worker_that_stops_gives_back_what_it_prepares(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
+    grammars = Grammars(tokenizer, 2048, frozenset({2}), vets=True)
+    served = replace(served_model_free(), tokenizer=tokenizer, grammars=grammars)
+    async with running_worker(redis_url, served):
+        attacks = [
+            await enqueue(queue, prompt="a", response_format=json_schema(exploding_schema(number)))
+            for number in range(4)
+        ]
+        await until_active(queue, attacks[-1])
+    states = [await queue.state(attack) for attack in attacks]
+    assert RequestState.WAITING in states
+    assert RequestState.ACTIVE not in states
+    await asyncio.to_thread(grammars.close)

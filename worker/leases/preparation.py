@@ -1,0 +1,191 @@
+"""What turns a claim into a held request: parse, check, render, tokenise, compile.
+
+Whoever sent it may be a stranger, so each part is measured before it is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.request import Request
+from promptq.worker.engine.api.grammar import Grammar, GrammarError
+from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
+from promptq.worker.leases.lease import Lease
+from promptq.worker.text.detokenizer import TextStream
+from promptq.worker.text.structured_output import Grammars, NewGrammarError
+from promptq.worker.text.tokenizer import Tokenizer
+
+_QUICK_BYTES = 32 * 1024
+_QUICK_MESSAGES = 128
+_QUICK_TOKENS = 1024
+"""Of earlier attempts, to be made text again."""
+
+_MAX_VALUES = 100_000
+"""JSON values beside the token ids of a prompt: the parser makes an object of each at one go, while
+which no other thread gets on."""
+
+_SEPARATORS = (b",", b"[", b"{")
+"""What a JSON value, or the key of one, stands behind."""
+
+_sequence_ids = itertools.count(1)
+
+
+class TakesLongError(Exception):
+    """A preparation may take so long that others had better not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What turning a claim into a held request takes. `prepare` may run in any thread."""
+
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    model: ModelIdentity
+    end_token_ids: frozenset[int]
+    grammars: Grammars | None = None
+
+    def prepare(self, claim: Claim, *, only_quick: bool = False) -> Lease:
+        """Parse, tokenise, check, and rebuild what earlier attempts had reached.
+
+        Raises InvalidRequestError naming the field that is wrong; with `only_quick` TakesLongError,
+        before the work that may take long.
+        """
+        if claim.is_spoilt:
+            raise InvalidRequestError("tokens: the log holds what is no event", field="tokens")
+        if only_quick and (len(claim.payload) > _QUICK_BYTES or claim.num_logged > _QUICK_TOKENS):
+            raise TakesLongError
+        self._check_values(claim.payload)
+        request = Request.parse(claim.payload)
+        self._check_served(request)
+        if only_quick and len(request.messages or ()) > _QUICK_MESSAGES:
+            raise TakesLongError
+        prompt = self.tokenizer.encode_prompt(request)
+        self._check_tokens(request, prompt)
+        emitted = [token_id for event in claim.events for token_id in event.token_ids]
+        room = self.limits.max_model_len - len(prompt)
+        max_tokens = min(request.max_tokens or room, room)
+        ends = frozenset(request.stop_token_ids or ())
+        if not request.ignore_eos:
+            ends |= self.end_token_ids
+        text = TextStream(self.tokenizer.decode, prompt, request.stop_strings, request.min_tokens)
+        text.replay(emitted, "".join(event.text for event in claim.events))
+        return Lease(
+            claim=claim,
+            engine_request=EngineRequest(
+                sequence_id=next(_sequence_ids),
+                prompt_token_ids=prompt,
+                params=request,
+                seed=claim.seed if request.seed is None else request.seed,
+                max_tokens=max_tokens,
+                end_token_ids=ends,
+                bad_token_sequences=self._bad_token_sequences(request, max_tokens),
+                output_token_ids=emitted,
+                priority=request.priority,
+                order=claim.order,
+                cache_salt=request.cache_salt or "",
+                tenant=claim.tenant,
+                grammar=self._grammar(request, ends, emitted, only_quick),
+            ),
+            text=text,
+            token_ids=list(emitted),
+            texts=[event.text for event in claim.events],
+            logprobs=[item for event in claim.events for item in event.logprobs or ()],
+            claimed_at=time.monotonic(),
+            request=request,
+        )
+
+    def _check_values(self, payload: bytes) -> None:
+        """Refuse a payload of too many JSON values before they are parsed."""
+        most = _MAX_VALUES + self.limits.max_model_len
+        if len(payload) > most and sum(map(payload.count, _SEPARATORS)) > most < _num_values(
+            payload
+        ):
+            raise InvalidRequestError(
+                f"payload: holds more than {most} JSON values, the most that this worker takes",
+                field="payload",
+            )
+
+    def _check_served(self, request: Request) -> None:
+        if request.model is not None and self.model.name and request.model != self.model.name:
+            raise InvalidRequestError(
+                f"model: this queue serves {self.model.name!r}, not {request.model!r}",
+                field="model",
+            )
+
+    def _check_tokens(self, request: Request, prompt: list[int]) -> None:
+        field_name = "prompt" if request.messages is None else "messages"
+        if not prompt:
+            raise InvalidRequestError(f"{field_name}: holds no tokens", field=field_name)
+        longest = self.limits.max_model_len - 1
+        if len(prompt) > longest:
+            raise InvalidRequestError(
+                f"{field_name}: {len(prompt)} tokens are more than the {longest} that this worker"
+                f" can take and still answer (model length {self.limits.max_model_len})",
+                field=field_name,
+                code="context_length_exceeded",
+            )
+        named: list[tuple[str, list[int]]] = [(field_name, prompt)]
+        if request.stop_token_ids:
+            named.append(("stop_token_ids", request.stop_token_ids))
+        if request.logit_bias:
+            named.append(("logit_bias", [int(key) for key in request.logit_bias]))
+        for name, token_ids in named:
+            worst = max(token_ids)
+            if worst >= self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: token id {worst} is outside the vocabulary of"
+                    f" {self.limits.vocab_size} tokens",
+                    field=name,
+                )
+
+    def _grammar(
+        self, request: Request, ends: frozenset[int], emitted: list[int], only_quick: bool
+    ) -> Grammar | None:
+        wanted = request.wanted_output
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequestError(
+                f"{wanted.field}: this worker's engine chooses its tokens without regard to it",
+                field=wanted.field,
+                error_type="unsupported",
+            )
+        try:
+            grammar = self.grammars.start(wanted, ends, only_known=only_quick)
+        except NewGrammarError as error:
+            raise TakesLongError from error
+        try:
+            for token_id in emitted:
+                grammar.accept(token_id)
+        except GrammarError as error:
+            raise InvalidRequestError(
+                f"{wanted.field}: what was emitted before does not fit: {error}",
+                field=wanted.field,
+                error_type="internal_error",
+            ) from error
+        return grammar
+
+    def _bad_token_sequences(
+        self, request: Request, max_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Those that an output of so many tokens has room for."""
+        found = {
+            tuple(tokens)
+            for tokens in self.tokenizer.encode_words(request.bad_words or ())
+            if len(tokens) <= max_tokens
+        }
+        return tuple(sorted(found))
+
+
+def _num_values(payload: bytes) -> int:
+    """How many JSON values there are at most: the separators outside of texts."""
+    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of `"` are borders
+    characters = np.frombuffer(text, dtype=np.uint8)
+    is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
+    return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))

@@ -1,0 +1,27 @@
+"""Compiles a grammar: in a worker, and before that in the process that tries it out.
+
+It stands apart from what both do with it, so that this process starts quickly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_SILENT = 0
+_MAX_REASON = 300
+
+
+def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
+    """A matcher at the beginning of a grammar; what is wrong with that, it tells itself."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(vocabulary, text, log_level=_SILENT)
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """The library's message without the dump of its state, on one line."""
+    message = " ".join(matcher.get_error().split("<state>")[0].split())
+    return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."

@@ -1,0 +1,220 @@
+"""Tries out grammars in a process of their own, which is killed if one is too much for it.
+
+The library's own limits do not hold: time and memory may double with each further pattern of a
+schema, in one call that nothing can interrupt. What this process survives, the worker may compile
+too. Run as a module it is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from promptq.worker.text.grammar_compiler import compile_grammar, reason_of
+
+COMPILE_SECONDS = 1.0
+"""CPU time that a grammar may take, compiling and the first masks together."""
+COMPILE_BYTES = 128 * 2**20
+"""Memory that it may take."""
+MASK_SECONDS = 0.1
+"""CPU time that a mask may take: in a worker the others' step waits for it."""
+_MASKS = 32
+_WALL_SECONDS = 60.0
+"""A machine too busy to give the process its CPU time must not hold a preparation for ever."""
+_LENGTH = struct.Struct("<I")
+
+
+class NotVettedError(Exception):
+    """A grammar is too much to compile; the message says in which way.
+
+    `is_certain` unless the next try may go otherwise.
+    """
+
+    def __init__(self, message: str, *, is_certain: bool = True) -> None:
+        super().__init__(message)
+        self.is_certain = is_certain
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the library is told of a tokenizer: see LLTokenizer."""
+
+    tokenizer_json: str
+    num_tokens: int
+    end_token_ids: Sequence[int]
+
+
+class Vetter:
+    """The process, as a worker has it: started when it is first needed, and again after a kill.
+
+    Thread-safe; one grammar at a time.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def vet(self, grammar: str) -> str:
+        """What the library says against a grammar; empty if it takes it.
+
+        Raises NotVettedError if it takes too long or too much to find out.
+        """
+        with self._lock:
+            process = self._process = self._process or self._start()
+            overdue = threading.Timer(_WALL_SECONDS, process.kill)
+            overdue.start()
+            try:
+                _write(_pipe(process.stdin), grammar.encode())
+                reply = _read(_pipe(process.stdout))
+            except OSError:
+                reply = None
+            finally:
+                overdue.cancel()
+            if reply is None:
+                process.wait()
+                self._end(process)
+                raise _too_much(process.returncode)
+        told: dict[str, str] = json.loads(reply)
+        if too_much := told["too_much"]:
+            raise NotVettedError(too_much)
+        return told["error"]
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            if self._process is not None:
+                self._end(self._process)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # What the library writes to standard error may quote the grammar.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        told = self._vocabulary
+        sizes = {"num_tokens": told.num_tokens, "end_token_ids": list(told.end_token_ids)}
+        with suppress(OSError):  # whoever waits for its reply sees that it has ended
+            for part in (json.dumps(sizes), told.tokenizer_json):
+                _write(_pipe(process.stdin), part.encode())
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            _close(_pipe(pipe))
+
+
+def _too_much(returncode: int) -> NotVettedError:
+    if returncode in (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV):
+        return NotVettedError(
+            f"takes too long to compile: more than {COMPILE_SECONDS:g} s, or"
+            f" {COMPILE_BYTES // 2**20} MiB of memory"
+        )
+    return NotVettedError(
+        f"could not be tried out: the process that does it ended with {returncode}",
+        is_certain=False,
+    )
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    if pipe is None:
+        raise OSError("there is no pipe")
+    return pipe
+
+
+def _close(pipe: IO[bytes]) -> None:
+    with suppress(OSError):  # what it had not written yet has no reader any more
+        pipe.close()
+
+
+def _write(pipe: IO[bytes], message: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(message)) + message)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    message = pipe.read(length)
+    return message if len(message) == length else None
+
+
+def main() -> None:
+    """Vet one grammar after another, until there are no more."""
+    from llguidance import LLTokenizer
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its worker drains, and may need it still
+    source, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    sizes, content = _read(source), _read(source)
+    if sizes is None or content is None:
+        return
+    told = json.loads(sizes)
+    vocabulary = LLTokenizer(
+        content.decode(), n_vocab=told["num_tokens"], eos_token=told["end_token_ids"] or None
+    )
+    _limit_memory()
+    while (grammar := _read(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # what it does not survive
+        try:
+            reply = _try_out(grammar.decode(), vocabulary)
+        except BaseException:  # no memory, or a panic of the library
+            os.abort()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(replies, json.dumps(reply).encode())
+
+
+def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
+    """Compile it, and follow one way through it."""
+    matcher = compile_grammar(vocabulary, grammar)
+    if matcher.is_error():
+        return {"error": reason_of(matcher), "too_much": ""}
+    rng = random.Random(0)
+    for _ in range(_MASKS):
+        started_at = time.process_time()
+        mask = matcher.compute_bitmask()
+        if time.process_time() - started_at > MASK_SECONDS:
+            return {"error": "", "too_much": f"takes more than {MASK_SECONDS:g} s for a token"}
+        allowed = [it for it in _tokens(mask) if it not in vocabulary.eos_tokens]
+        if not allowed or not matcher.consume_token(rng.choice(allowed)):
+            break
+    return {"error": "", "too_much": ""}
+
+
+def _tokens(mask: bytes) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [n for n, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
+
+
+def _limit_memory() -> None:
+    try:
+        with open("/proc/self/statm") as sizes:
+            used = int(sizes.read().split()[0]) * resource.getpagesize()
+    except OSError:  # no Linux: what takes memory takes time too
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

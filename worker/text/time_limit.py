@@ -1,0 +1,42 @@
+"""Ends Python code that runs for too long, in the thread that runs it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_LINES_PER_LOOK = 128
+
+
+class CpuTimeLimitError(Exception):
+    """The code took more CPU time than it may."""
+
+
+@contextmanager
+def cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Raise CpuTimeLimitError in Python functions called from here once that much CPU time is over.
+
+    Looked at every so many lines, so it reaches loops of any kind, but no single call into C.
+    """
+    left = _LINES_PER_LOOK
+    ends_at = time.thread_time() + seconds
+
+    def look(_frame: FrameType, _event: str, _argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            left = _LINES_PER_LOOK
+            if time.thread_time() > ends_at:
+                raise CpuTimeLimitError
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
