@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,7 @@ def run_worker(queue: Queue, burst: bool = False) -> None:
     """
     worker = _Worker(
         [queue],
+        name=f"promptq-{secrets.token_hex(16)}",  # so that the role `jobs` reaches ours alone
         connection=queue.connection,
         job_class=_Job,
         queue_class=_Queue,

@@ -49,6 +49,14 @@ _LOOK_THROUGH = "dbsize scan"
 
 _RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush scard zrangebyscore"
 
+_RQ_KEYS = (
+    *(f"~rq:{kind}:promptq-*" for kind in ("queue", "workers", "worker", "job", "job:")),
+    *(f"~rq:{kind}:promptq-*" for kind in ("execution", "executions", "results", "finished")),
+    *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
+    *("~rq:queues", "~rq:workers", "%R~rq:suspended"),
+)
+"""All queues, jobs and workers of ours are called so; RQ's lists of all are shared."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -110,7 +118,7 @@ ROLES: dict[str, Role] = {
         reads=("outputs", "workers", "model", "config"),
         channels=("control", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_RQ_COMMANDS} multi exec discard watch unwatch",
-        others=("~rq:*",),
+        others=_RQ_KEYS,
     ),
     "operator": Role(
         writes=tuple(FAMILIES),

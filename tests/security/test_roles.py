@@ -89,8 +89,11 @@ WRITES_BY_NATURE = {
 
 OTHERS = {
     "another queue's": ("promptq:{other}:config", "promptq:{other}:request:1"),
-    "RQ's, of these jobs": ("rq:queue:promptq-default-webhooks",),
-    "RQ's, of other software": ("rq:queue:default", "rq:job:other"),
+    "RQ's, of these jobs": (
+        *("rq:queue:promptq-default-upkeep", "rq:job:promptq-default-upkeep-reap"),
+        *("rq:worker:promptq-1", "rq:finished:promptq-default-upkeep", "rq:workers", "rq:queues"),
+    ),
+    "RQ's, of other software": ("rq:queue:default", "rq:job:other", "rq:worker:1", "rq:wip:x"),
     "all others": ("session:1", "promptq", "promptq:default:pending"),
 }
 """Keys that are not the queue's, by their rows in the docs."""
