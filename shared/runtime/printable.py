@@ -1,0 +1,22 @@
+"""Text of strangers, made safe to show: a terminal obeys what is in it, and readers are misled."""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # control characters: C0, DEL and C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the order in which text is shown
+    "\u2028\u2029"  # end a line for some readers
+    "\ud800-\udfff]"  # halves of characters, which no stream takes
+)
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""The text with each unsafe character but those in `keep` written as an escape like `\x1b`."""
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
