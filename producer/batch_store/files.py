@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -85,7 +85,8 @@ class FileStore:
             with suppress(FileNotFoundError):  # moved by a process that died before the next line
                 source.replace(data)
         else:
-            _write(source, data)
+            with _nothing_left(data):
+                _write(source, data)
         now = int(time.time())
         stored = StoredFile(
             id=file_id,
@@ -96,7 +97,8 @@ class FileStore:
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             tenant=tenant,
         )
-        _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
+        with nullcontext() if isinstance(source, Path) else _nothing_left(data):
+            _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
         return stored
 
     def get(self, file_id: str, tenant: str) -> StoredFile:
@@ -201,6 +203,16 @@ class FileStore:
 
     def _data(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.data"
+
+
+@contextmanager
+def _nothing_left(path: Path) -> Iterator[None]:
+    """Delete what has been written there if what is done inside fails."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _write(source: BinaryIO, path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
@@ -32,6 +32,9 @@ _FORWARDED = (
     "cf-connecting-ip",
 )
 """By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_OWN_PAGES = ("same-origin", "none")
+"""What browsers say in `Sec-Fetch-Site` of a page of this gateway, and of what people typed."""
 _DEFAULT_OUTPUT = 256
 """What `enqueue` counts for an output without `max_tokens`, and below the most for any."""
 _MAX_OUTPUT = 2**31
@@ -149,15 +152,29 @@ def _unauthorised(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers=headers)
 
 
+def is_of_own_page(request: Request) -> bool:
+    """Whether no browser says that a page of another origin is behind it, be it of this machine."""
+    site = request.headers.get("sec-fetch-site", "none")
+    own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
+    origins = request.headers.getlist("origin")
+    return site in _OWN_PAGES and all(origin.lower() == own for origin in origins)
+
+
 def _is_from_this_machine(request: Request) -> bool:
     """Whether nothing tells of somebody else: of a proxy, or a browser's page of another site."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):
         return False
-    origin = request.headers.get("origin")
-    hosts = [request.url.hostname, *([urlsplit(origin).hostname] if origin else [])]
-    return all(host == "localhost" or _is_loopback(host or "") for host in hosts)
+    hosts = request.headers.getlist("host")
+    return len(hosts) == 1 and _names_this_machine(hosts[0]) and is_of_own_page(request)
+
+
+def _names_this_machine(host: str) -> bool:
+    """Also of a rebound name or one that is malformed, in which the URL's would be our own."""
+    found = _HOST.fullmatch(host)
+    name = (found[1] or found[2]).lower() if found else ""
+    return name == "localhost" or _is_loopback(name)
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Depends, Request
 from pydantic import BaseModel, Field
 
 from promptq.producer.gateway.answering.respond import enqueue
-from promptq.producer.gateway.context.access import ThisAdmin
+from promptq.producer.gateway.context.access import ThisAdmin, is_of_own_page
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.http.bodies import BoundedRoute
 from promptq.producer.gateway.http.errors import ApiError
@@ -27,7 +27,7 @@ async def same_origin(request: Request) -> None:
     here shows. Browsers say where a request comes from; programs do not, and are no concern here.
     Raises ApiError 403.
     """
-    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+    if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")
 
 

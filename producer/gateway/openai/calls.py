@@ -11,15 +11,20 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.openai.messages import normalised
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
+from promptq.shared.protocol.request import (
+    MAX_PAYLOAD_BYTES,
+    PROTOCOL_VERSION,
+    Objects,
+    invalid_request,
+)
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
@@ -47,6 +52,20 @@ _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 T = TypeVar("T", bound="CallOptions")
 
 
+def _known_options(given: Any) -> Any:
+    """Pydantic would report each name that is not known."""
+    for name in given if isinstance(given, dict) else ():
+        if name not in _STREAM_OPTIONS:
+            raise ValueError(f"{name[:80]!r} is none of {', '.join(_STREAM_OPTIONS)}")
+    return given
+
+
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+StreamOptions = Annotated[
+    dict[Literal["include_usage", "include_obfuscation"], bool], BeforeValidator(_known_options)
+]
+
+
 class CallOptions(BaseModel):
     """What both endpoints take beside a payload's fields."""
 
@@ -56,7 +75,7 @@ class CallOptions(BaseModel):
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="of the payload")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
-    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = Field(
+    stream_options: StreamOptions | None = Field(
         None, description='{"include_usage": true}: a last chunk has the usage'
     )
     detach: bool = Field(
@@ -80,7 +99,7 @@ class CompletionOptions(CallOptions):
 class ChatOptions(CallOptions):
     """Of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     logprobs: bool = Field(False, description="report each token's log-probability")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="and so many likeliest")
     max_completion_tokens: int | None = Field(None, ge=1, description="as max_tokens")
