@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
@@ -15,6 +16,7 @@ from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.dashboard import actions, pages
 from promptq.producer.gateway.http import errors
+from promptq.producer.gateway.http.body_budget import BodyBudget
 from promptq.producer.gateway.http.meter import measure_http
 from promptq.producer.gateway.http.tracing import trace_http
 from promptq.producer.gateway.routes import (
@@ -45,6 +47,9 @@ _ROUTERS = (
     actions.router,
 )
 _MAX_CALLING = 32
+_UPLOADS_OF_CALLER = 4
+_UPLOADS = 16
+"""Of the largest size, at once: until they are whole they take room beside the folder for files."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -60,7 +65,20 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         cancels = BackgroundCancels(client, calling)
         queue = AsyncRequestQueue(connection, settings.queue)
         watch = QueueWatch(connection, queue.keys, url)
-        app.state.gateway = Gateway(settings, client, connection, queue, watch, cancels, calling)
+        app.state.gateway = Gateway(
+            settings,
+            client,
+            connection,
+            queue,
+            watch,
+            cancels,
+            BodyBudget(
+                max(settings.http_body_bytes_per_key, settings.http_max_body_bytes),
+                max(settings.http_body_bytes, settings.http_max_body_bytes),
+            ),
+            BodyBudget(_UPLOADS_OF_CALLER * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
+            calling,
+        )
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Input of each odd kind gets an error that says what is wrong, status 500 never, and leaves nothing."""
+"""Odd input of each kind gets an error that says what is wrong, never 500, and leaves nothing."""
 
 from __future__ import annotations
 

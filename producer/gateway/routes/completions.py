@@ -65,8 +65,9 @@ async def create_chat_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
     """The answer to a chat, whole or with `stream` as it comes."""
-    body = await read_body(request, gateway.settings.http_max_body_bytes)
-    return await respond(request, gateway, caller, read_chat(body, request.headers))
+    with gateway.bodies.hold(caller.name) as hold:
+        body = await read_body(request, gateway.settings.http_max_body_bytes, hold)
+        return await respond(request, gateway, caller, read_chat(body, request.headers))
 
 
 @router.post(
@@ -76,5 +77,6 @@ async def create_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller
 ) -> Response:
     """The continuation of one prompt or several, whole or with `stream` as it comes."""
-    body = await read_body(request, gateway.settings.http_max_body_bytes)
-    return await respond(request, gateway, caller, read_completion(body, request.headers))
+    with gateway.bodies.hold(caller.name) as hold:
+        body = await read_body(request, gateway.settings.http_max_body_bytes, hold)
+        return await respond(request, gateway, caller, read_completion(body, request.headers))

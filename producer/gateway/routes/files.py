@@ -14,9 +14,10 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
-from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.access import Caller, ThisCaller
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
+from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, described
 
 router = APIRouter(tags=["files"], responses=described(400, 401, 404, 503))
@@ -61,10 +62,19 @@ def not_found(error: Exception) -> ApiError:
 
 
 @router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413))
-async def upload(request: Request, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
+async def upload(
+    request: Request, gateway: ThisGateway, caller: ThisCaller, store: ThisStore
+) -> dict[str, object]:
     """Take a file in; the body is a multipart form."""
+    with gateway.uploads.hold(caller.name) as hold:
+        return await _upload(request, caller, store, hold)
+
+
+async def _upload(
+    request: Request, caller: Caller, store: FileStore, hold: Hold
+) -> dict[str, object]:
     # It goes to the disk as it comes.
-    pieces = body_pieces(request, MAX_FILE_BYTES, most_beside=_FORM_BYTES, what="file")
+    pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=_FORM_BYTES, what="file")
     parser = MultiPartParser(
         _checked(request.headers),
         pieces,

@@ -14,7 +14,7 @@ import uvicorn
 
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import Caller, caller_of
-from promptq.producer.gateway.http.protocol import BoundedProtocol
+from promptq.producer.gateway.http.protocol import bounded_protocol
 from promptq.producer.settings import GatewaySettings
 from promptq.worker.served_model import Served
 from tests.helpers import running_worker
@@ -78,12 +78,17 @@ async def serving(
     redis_url: str, caller: Caller | None = None, **settings: Any
 ) -> AsyncIterator[LiveGateway]:
     """A gateway under uvicorn, as the command runs it; with a caller, everybody is that one."""
-    app = create_app(GatewaySettings(redis_url=redis_url, **settings))
+    all_settings = GatewaySettings(redis_url=redis_url, **settings)
+    app = create_app(all_settings)
     if caller is not None:
         app.dependency_overrides[caller_of] = lambda: caller
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, http=BoundedProtocol, lifespan="on", log_config=None, timeout_graceful_shutdown=1
+        app,
+        http=bounded_protocol(all_settings.http_max_connections),
+        lifespan="on",
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
