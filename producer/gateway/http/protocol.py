@@ -37,6 +37,10 @@ _MOST_DROPPED_BYTES = 1 << 28
 _DROP_SECONDS = 30.0
 """Most clients send all of a body before they read an answer. Closed while they still send, the
 connection is reset, and the answer may be lost with it."""
+_UNREAD_SECONDS = 600.0
+"""For which a client may take nothing of an answer. A slow one takes a little now and then."""
+_MOST_PIPELINED = 16
+"""Requests that wait behind one. Uvicorn would keep all that a client sends ahead."""
 _LOOK_SECONDS = 2.0
 _RESERVED_CONNECTIONS = 64
 """Beside the most that there may be, for who only asks whether the gateway is alive."""
@@ -68,7 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_dropped_bytes = 0
         self._closes_behind_request = False
         self._unanswered: list[RequestResponseCycle] = []
-        self._began_at = self._looked_at = self.loop.time()
+        self._began_at = self._looked_at = self._taken_at = self.loop.time()
         self._our_seconds = 0.0  # of those since then, in which we kept the client waiting
         self._num_unsent = 0
         self._timer = self.loop.call_later(_look_seconds(), self._look)
@@ -112,6 +116,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._progressed()
         super().on_headers_complete()
+        if len(self.pipeline) > _MOST_PIPELINED:
+            raise ValueError("too many requests wait behind one")  # the parser ends in status 400
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if not self.cycle.keep_alive:
             self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
@@ -161,18 +167,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:
             self._our_seconds += now - max(self._looked_at, self._began_at)
         self._looked_at = now
-        seconds = _look_seconds()
-        if self.transport.is_closing():
-            # It closes when all is sent, so of a client that reads no more never.
-            num_unsent = self.transport.get_write_buffer_size()
-            if num_unsent == self._num_unsent:
-                self.transport.abort()
-                return
-            self._num_unsent = num_unsent
-            seconds = _SILENCE_SECONDS
-        elif now - self._began_at - self._our_seconds > self._most_seconds():
+        num_unsent = self.transport.get_write_buffer_size()
+        if not num_unsent or num_unsent < self._num_unsent:
+            self._taken_at = now
+        self._num_unsent = num_unsent
+        is_closing = self.transport.is_closing()  # which it does when all is sent
+        if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
+            self.transport.abort()
+            return
+        if now - self._began_at - self._our_seconds > self._most_seconds():
             self.transport.close()
-        self._timer = self.loop.call_later(seconds, self._look)
+        self._timer = self.loop.call_later(_look_seconds(), self._look)
 
     def _most_seconds(self) -> float:
         """What the phase that the connection is in may take."""
