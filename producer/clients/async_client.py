@@ -124,7 +124,11 @@ class AsyncClient:
 
     async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
         """As `Client.enqueue_many`."""
-        return await self._enqueue(compose(requests))
+        return await self.enqueue_composed(compose(requests))
+
+    async def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
+        """As `enqueue_many`, of what `compose` gives."""
+        return await self._enqueue(new)
 
     async def enqueue_samples(
         self,

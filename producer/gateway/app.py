@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
+from promptq.producer.gateway.answering.preparing import Preparing
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.context.queue_view import QueueWatch
@@ -65,6 +66,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         cancels = BackgroundCancels(client, calling)
         queue = AsyncRequestQueue(connection, settings.queue)
         watch = QueueWatch(connection, queue.keys, url)
+        app.state.preparing = Preparing()
         app.state.gateway = Gateway(
             settings,
             client,
@@ -82,6 +84,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         try:
             yield
         finally:
+            await app.state.preparing.aclose()
             await cancels.aclose()
             await client.close()
             await connection.aclose()

@@ -314,6 +314,23 @@ def _unknown_field(name: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
+    """A request that is to be enqueued.
+
+    With a `payload`, its JSON form without `trace_context`, of `request` no more is needed than
+    what the queue itself looks at.
+    """
+
     request_id: str
     request: Request
     delay_ms: int = 0
+    payload: bytes | None = None
+
+    def to_payload(self) -> str | bytes:
+        """The JSON form."""
+        if self.payload is None:
+            return self.request.to_payload()
+        context = self.request.trace_context
+        if context is None:
+            return self.payload
+        traced = context.model_dump_json(exclude_defaults=True).encode()
+        return b'%b,"trace_context":%b}' % (self.payload[:-1], traced)

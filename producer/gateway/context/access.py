@@ -90,7 +90,17 @@ async def admit(
     `requests` are what `Client.enqueue_many` takes. Tokens are counted before they are known, as at
     OpenAI: a quarter of the payload's bytes and `max_tokens`. Raises ApiError 429.
     """
-    rates = rates_of(caller, requests)
+    return await take(gateway, caller, rates_of(caller, requests))
+
+
+async def admit_call(gateway: Gateway, caller: Caller) -> None:
+    """Take one request of the caller's rates, before its body is looked at. Raises ApiError 429."""
+    if caller.requests_per_minute:
+        await take(gateway, caller, [Rate("requests", 1, caller.requests_per_minute)])
+
+
+async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
+    """As `admit`, of what `rates_of` gives."""
     if not rates:
         return {}
     async with gateway.calling:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
-from promptq.producer.gateway.answering.respond import enqueue
+from promptq.producer.gateway.answering.respond import enqueue, prepare
 from promptq.producer.gateway.context.access import ThisAdmin, is_of_own_page
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.context.json_body import json_body
@@ -164,7 +164,7 @@ async def play(
 ) -> dict[str, str]:
     """Enqueue a request of the playground; its fields are those of a payload."""
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
-    (request_id,), _ = await enqueue(gateway, admin, call, new_request_id())
+    (request_id,), _ = await enqueue(gateway, admin, prepare(call, admin, new_request_id()))
     _log(request, admin, "play", request_id=request_id)
     return {"id": request_id}
 

@@ -119,6 +119,7 @@ class CompletionCall:
     echo: bool = False
     detach: bool = False
     wait_for_worker: bool = True
+    body_bytes: int = 0
 
     @property
     def num_choices(self) -> int:
@@ -143,6 +144,22 @@ class CompletionCall:
                 own["idempotency_key"] = f"{key}:{index}"
             requests.append({**self.fields, **own})
         return requests
+
+    @property
+    def num_bytes(self) -> int:
+        """About how long all payloads of the call are together, of the body that it came by."""
+        return self.body_bytes * self.num_choices
+
+    def for_answer(self) -> CompletionCall:
+        """With no more than its answer needs, which is little unless prompts are repeated."""
+        needed = ("model", "logprobs")
+        kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
+        if self.fields.get("tools") and self.fields.get("tool_choice") != "none":
+            kept["tools"] = [{}]
+        prompts: list[Prompt | None] = [None] * len(self.prompts)
+        if self.echo:
+            prompts = self.prompts
+        return replace(self, fields=kept, prompts=prompts)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
         """With these fields of the payload set."""
@@ -181,7 +198,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     _refuse("prompt", fields)
     _check_size(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
-    return _call(options, fields, is_chat=True, prompts=[None])
+    return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
 def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
@@ -199,7 +216,7 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
             )
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequestError("echo: goes with prompts that are text", field="echo")
-    call = _call(options, fields, is_chat=False, prompts=prompts)
+    call = _call(options, fields, len(body), is_chat=False, prompts=prompts)
     return replace(call, echo=options.echo)
 
 
@@ -228,7 +245,12 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
 
 
 def _call(
-    options: CallOptions, fields: dict[str, Any], *, is_chat: bool, prompts: list[Prompt | None]
+    options: CallOptions,
+    fields: dict[str, Any],
+    body_bytes: int,
+    *,
+    is_chat: bool,
+    prompts: list[Prompt | None],
 ) -> CompletionCall:
     stream_options = options.stream_options or {}
     if stream_options and not options.stream:
@@ -248,6 +270,7 @@ def _call(
         include_usage=stream_options.get("include_usage", False),
         detach=options.detach,
         wait_for_worker=options.wait_for_worker,
+        body_bytes=body_bytes,
     )
 
 
