@@ -58,6 +58,17 @@ _ODD_HEADERS: dict[str, Sequence[str]] = {
     "traceparent": ["00-" + "0" * 32, "x"],
     "X-HTTP-Method-Override": ["DELETE"], "X Y": ["a space"], "": ["no name"], "X-Null": ["\x00"],
 }  # fmt: skip
+_CHARSETS = [
+    "utf-8",
+    "latin-1",
+    "undefined",
+    "punycode",
+    "utf-7",
+    "idna",
+    "hex",
+    "unicode_escape",
+    "x",
+]
 _ODD_METHODS = [
     "HEAD",
     "OPTIONS",
@@ -126,17 +137,21 @@ def make_request(
     draft.headers = [("Host", "localhost"), ("Authorization", f"Bearer {key}")]
     if rng.random() < 0.8:
         draft.headers.append(("Connection", "close"))
-    if path == "/v1/files" and method == "POST":
+    is_form = (method, path) == ("POST", "/v1/files")
+    if is_form:
         _fill_form(draft, rng)
     elif method == "POST":
         draft.headers.append(("Content-Type", "application/json"))
         draft.body = _json(_fields_of(path))
     if rng.random() < 0.3:
         draft.query = [("limit", "2"), ("after", "x"), ("id", "x"), ("state", "waiting")]
-    chosen = rng.sample(_SPOILERS, k=rng.randint(1, 3))
+    # The fields of a form are odd enough.
+    chosen = rng.sample(_SPOILERS, k=rng.choice([0, 0, 1]) if is_form else rng.randint(1, 3))
     for spoil in chosen:
         spoil(draft, rng)
     raw, kinds = _written(draft), [spoil.__name__.removeprefix("_spoil_") for spoil in chosen]
+    if is_form:
+        kinds.append("form")
     if rng.random() < 0.2:
         raw = _spoilt_bytes(raw, rng)
         kinds.append("bytes")
@@ -183,7 +198,8 @@ def _fill_form(draft: Draft, rng: random.Random) -> None:
     if rng.random() < 0.3:
         pieces *= rng.randint(2, 30)
     rng.shuffle(pieces)
-    draft.headers.append(("Content-Type", "multipart/form-data; boundary=b"))
+    charset = rng.choice(["", f"; charset={rng.choice(_CHARSETS)}"])
+    draft.headers.append(("Content-Type", f"multipart/form-data; boundary=b{charset}"))
     draft.body = b"".join(pieces) + b"--b--\r\n"
 
 
@@ -280,7 +296,7 @@ _SPOILERS: list[Callable[[Draft, random.Random], None]] = [
     _spoil_header, _spoil_query, _spoil_path, _spoil_method, _spoil_body, _spoil_body, _spoil_depth,
     _spoil_size, _spoil_chunks, _spoil_ahead, _spoil_header,
 ]  # fmt: skip
-KINDS = frozenset({it.__name__.removeprefix("_spoil_") for it in _SPOILERS} | {"bytes"})
+KINDS = frozenset({it.__name__.removeprefix("_spoil_") for it in _SPOILERS} | {"bytes", "form"})
 
 
 def _spoilt_json(value: Any, rng: random.Random) -> Any:
