@@ -16,7 +16,7 @@ from promptq.producer.gateway.answering.preparing import answer, frame
 
 _MOST_BYTES = 2 << 30
 """Of memory. The worst body of 8 MB that is well-formed takes half of it."""
-_NICENESS = 5
+_NICENESS = 15
 
 
 def main() -> None:
