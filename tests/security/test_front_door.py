@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -57,6 +57,10 @@ def is_served(gateway: LiveGateway, secret: str) -> bool:
     with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
         answer = http.post("/v1/completions", json=body)
     return answer.status_code == 400 and "n:" in answer.text
+
+
+def until(condition: Callable[[], bool]) -> None:
+    assert any(condition() for _ in range(500))
 
 
 def wait_until_closed(connection: socket.socket, piece: bytes, num_read: int = 65536) -> None:
@@ -179,8 +183,7 @@ def test_the_bodies_of_one_key_leave_room_for_those_of_another(redis_url: str) -
             for _ in range(2):
                 connection = stack.enter_context(connected(gateway))
                 connection.sendall(head("/v1/completions", greedy, MIB) + b" " * (MIB - 1))
-            while is_served(gateway, greedy):
-                pass  # until all of it has come
+            until(lambda: not is_served(gateway, greedy))  # all of it has come
             with connected(gateway) as connection:
                 connection.sendall(head("/v1/completions", greedy, 9) + b'{"n":"a"}')
                 start, body = answer_of(connection)
@@ -188,8 +191,7 @@ def test_the_bodies_of_one_key_leave_room_for_those_of_another(redis_url: str) -
             assert b"retry-after: 1" in start
             assert json.loads(body)["error"]["code"] == "bodies_of_key"
             assert is_served(gateway, other)
-        while not is_served(gateway, greedy):
-            pass
+        until(lambda: is_served(gateway, greedy))
 
 
 def test_the_bodies_of_all_are_bounded(redis_url: str) -> None:
@@ -203,8 +205,7 @@ def test_the_bodies_of_all_are_bounded(redis_url: str) -> None:
         for secret in secrets[:2]:
             connection = stack.enter_context(connected(gateway))
             connection.sendall(head("/v1/completions", secret, MIB) + b" " * (MIB - 1))
-        while is_served(gateway, secrets[2]):
-            pass
+        until(lambda: not is_served(gateway, secrets[2]))
         with connected(gateway) as connection:
             connection.sendall(head("/v1/completions", secrets[2], 9) + b'{"n":"a"}')
             start, body = answer_of(connection)
@@ -221,8 +222,7 @@ def test_connections_are_bounded_and_probes_still_answered(redis_url: str) -> No
         assert refused.headers["retry-after"] == "1"
         assert httpx2.get(f"{gateway.url}/healthz").status_code == 200
         stack.close()
-        while httpx2.get(f"{gateway.url}/v1/models").status_code != 200:
-            pass
+        until(lambda: httpx2.get(f"{gateway.url}/v1/models").status_code == 200)
         with ExitStack() as crowd:
             for _ in range(100):
                 connection = crowd.enter_context(connected(gateway))
