@@ -107,7 +107,7 @@ bench-pairs: $(SET_UP)
 chaos: $(SET_UP)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
-# Malformed requests against a running worker: make fuzz ARGS="--count 100000 --seed 7".
+# Malformed requests against a running worker and a gateway: make fuzz ARGS="--count 100000 --seed 7".
 fuzz: $(SET_UP)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 

@@ -3,8 +3,10 @@
 Workers on the model-free engine make tokens at a fixed rate. A plain subscriber of all channels, a
 process of its own, notes when Redis has published each event, and bare HTTP clients, in another
 one, when its bytes arrive; both only note times, and what they mean is worked out afterwards. The
-difference is what the gateway and a socket add. Each load has several workers, as that many streams
-would have, so that their steps do not come all at once. Times in milliseconds.
+difference is what the gateway and a socket add; one row has an attacker beside the load, who sends
+the worst that a key of his own allows (`benchmarks/attacker.py`). Each load has several workers,
+as that many streams would have, so that their steps do not come all at once. Times in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from rich.table import Table
 
 from benchmarks.children import child, peak_bytes
 from benchmarks.statistics import percentile
+from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.server import allow_many_connections
 from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
@@ -74,10 +78,11 @@ RELAY = ("benchmarks.relay",)
 """Of the command line of what carries the streams; the server's URL follows."""
 
 ROWS = (
-    ("gateway", [GATEWAY], LOADS[0]),
-    ("two gateways", [GATEWAY, GATEWAY], LOADS[0]),
-    ("bare relay", [RELAY], LOADS[0]),
-    ("gateway", [GATEWAY], LOADS[1]),
+    ("gateway", [GATEWAY], LOADS[0], False),
+    ("gateway, an attacker beside", [GATEWAY], LOADS[0], True),
+    ("two gateways", [GATEWAY, GATEWAY], LOADS[0], False),
+    ("bare relay", [RELAY], LOADS[0], False),
+    ("gateway", [GATEWAY], LOADS[1], False),
 )
 
 
@@ -133,15 +138,17 @@ def observe(url: str, file: Path) -> None:
 class HttpClient(asyncio.Protocol):
     """One stream."""
 
-    def __init__(self, payload: bytes, finished: asyncio.Semaphore) -> None:
+    def __init__(self, secret: str, payload: bytes, finished: asyncio.Semaphore) -> None:
         self.noted: Noted = []
+        self._secret = secret.encode()
         self._payload = payload
         self._finished = finished
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(self._payload), self._payload)
+            b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n%b"
+            % (self._secret, len(self._payload), self._payload)
         )
 
     def data_received(self, data: bytes) -> None:
@@ -151,7 +158,7 @@ class HttpClient(asyncio.Protocol):
         self._finished.release()
 
 
-async def ask(ports: Sequence[int], share: Load) -> list[HttpClient]:
+async def ask(ports: Sequence[int], share: Load, secret: str) -> list[HttpClient]:
     """All streams, a share from each port, from the first to the last byte."""
     loop, finished = asyncio.get_running_loop(), asyncio.Semaphore(0)
     fields = {"prompt": "Hi", "stream": True, "max_tokens": share.num_tokens}
@@ -159,7 +166,7 @@ async def ask(ports: Sequence[int], share: Load) -> list[HttpClient]:
     clients = []
     for port in [port for _ in range(share.num_streams) for port in ports]:
         _, client = await loop.create_connection(
-            lambda: HttpClient(payload, finished), "127.0.0.1", port
+            lambda: HttpClient(secret, payload, finished), "127.0.0.1", port
         )
         clients.append(client)
     for _ in clients:
@@ -208,21 +215,26 @@ class Measured:
     peak_bytes: int
 
 
-def measure(commands: Sequence[Sequence[str]], load: Load) -> Measured:
+def measure(commands: Sequence[Sequence[str]], load: Load, *, is_attacked: bool) -> Measured:
     """Carry a load through processes that share its streams, and that are started for it."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
     share = replace(load, num_streams=load.num_streams // len(commands))
     with ExitStack() as stack:
         noted = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "noted"
         url = stack.enter_context(EmbeddedServer()).url
+        with Client(url) as client:
+            secret, attackers = (client.create_api_key(ApiKey(name=it))[0] for it in ("a", "b"))
         for _ in range(load.num_workers):
             stack.enter_context(child(this, "--serve", url, "--load", described))
         carriers = [stack.enter_context(child(*command, url)) for command in commands]
         pids = [pid for pid, _ in carriers]
         ports = [int(said.split("//127.0.0.1:")[1].split(",")[0]) for _, said in carriers]
         with child(this, "--observe", url, "--file", str(noted)):
+            if is_attacked:
+                attack = ("--port", str(ports[0]), "--secret", attackers)
+                stack.enter_context(child("benchmarks.attacker", *attack))
             cpu_before = sum(map(_cpu_seconds, pids))
-            clients = uvloop.run(ask(ports, share))
+            clients = uvloop.run(ask(ports, share, secret))
             cpu_seconds = sum(map(_cpu_seconds, pids)) - cpu_before
             cpu_per_token = cpu_seconds / (load.num_streams * load.num_tokens)
             peak = sum(map(peak_bytes, pids))
@@ -241,6 +253,7 @@ def _cpu_seconds(pid: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
+    parser.add_argument("--attacked", action="store_true", help="one gateway, attacked and not")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--observe", help=argparse.SUPPRESS)
     parser.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
@@ -255,9 +268,12 @@ def main() -> None:
     allow_many_connections()
     places = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
     table = Table("", "streams", *places, "CPU, µs a token", "memory, MiB")
-    for name, commands, load in ROWS:
+    for name, commands, load, is_attacked in ROWS:
+        if options.attacked and commands != [GATEWAY]:
+            continue
         short = replace(load, seconds=load.seconds / 5)
-        measured = measure(commands, short if options.quick else load)
+        timed = short if options.quick else load
+        measured = measure(commands, timed, is_attacked=is_attacked)
         added = [f"{percentile(measured.added, at) * 1000:.2f}" for at in places.values()]
         used = [f"{measured.cpu_per_token * 1e6:.0f}", f"{measured.peak_bytes / 2**20:.0f}"]
         table.add_row(name, f"{load.num_streams:,}", *added, *used)

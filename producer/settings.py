@@ -48,6 +48,20 @@ class GatewaySettings(FilesSettings):
     http_max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1, description="largest body of a request for a completion"
     )
+    http_body_bytes_per_key: int = Field(
+        64 * 1024 * 1024,
+        ge=1,
+        description="most bytes of bodies that a key may have on their way to the queue at once;"
+        " beyond it 429",
+    )
+    http_body_bytes: int = Field(
+        256 * 1024 * 1024, ge=1, description="the same of all keys together; beyond it 503"
+    )
+    http_max_connections: int = Field(
+        4096,
+        ge=1,
+        description="most connections at once; beyond it 503, but for 64 that only probes use",
+    )
     http_header_seconds: float = Field(
         10.0,
         ge=0,

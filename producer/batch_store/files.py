@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -96,7 +96,8 @@ class FileStore:
             with suppress(FileNotFoundError):  # moved by a process that died before the next line
                 source.replace(data)
         else:
-            _write(source, data)
+            with _nothing_left(data):
+                _write(source, data)
         now = int(time.time())
         stored = StoredFile(
             id=file_id,
@@ -107,13 +108,11 @@ class FileStore:
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
             tenant=tenant,
         )
-        try:
-            with entering(tenant, stored.bytes) if entering else nullcontext():
-                _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
-        except BaseException:
-            if entering:
-                data.unlink(missing_ok=True)
-            raise
+        with (
+            nullcontext() if isinstance(source, Path) else _nothing_left(data),
+            entering(tenant, stored.bytes) if entering else nullcontext(),
+        ):
+            _write_whole(io.BytesIO(stored.model_dump_json().encode()), self._meta(file_id))
         return stored
 
     def get(self, file_id: str, *tenants: str) -> StoredFile:
@@ -225,6 +224,16 @@ class FileStore:
 
     def _data(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.data"
+
+
+@contextmanager
+def _nothing_left(path: Path) -> Iterator[None]:
+    """Delete what has been written there if what is done inside fails."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _write(source: BinaryIO, path: Path) -> None:

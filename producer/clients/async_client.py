@@ -66,7 +66,7 @@ from promptq.shared.errors import RedisUnavailableError
 from promptq.shared.protocol.events import Result, TokenEvent
 from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
-from promptq.shared.protocol.request import NewRequest, RequestState, TokenAccount
+from promptq.shared.protocol.request import NewRequest, RequestState
 from promptq.shared.protocol.worker_stats import Sample
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
@@ -122,11 +122,13 @@ class AsyncClient:
         request = call_fields(prompt, messages, request_id, delay_ms, fields)
         return (await self.enqueue_many([request]))[0]
 
-    async def enqueue_many(
-        self, requests: Iterable[Mapping[str, Any]], *, account: TokenAccount | None = None
-    ) -> list[str]:
-        """As `Client.enqueue_many`. With an account, output is charged to it as it comes."""
-        return await self._enqueue(compose(requests, account))
+    async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
+        """As `Client.enqueue_many`."""
+        return await self.enqueue_composed(compose(requests))
+
+    async def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
+        """As `enqueue_many`, of what `compose` gives."""
+        return await self._enqueue(new)
 
     async def enqueue_samples(
         self,

@@ -8,16 +8,19 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
+from promptq.producer.gateway.answering.preparing import Preparing
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.dashboard import actions, pages
 from promptq.producer.gateway.http import errors
+from promptq.producer.gateway.http.body_budget import BodyBudget
 from promptq.producer.gateway.http.meter import measure_http
 from promptq.producer.gateway.http.tracing import trace_http
 from promptq.producer.gateway.routes import (
@@ -48,6 +51,9 @@ _ROUTERS = (
     actions.router,
 )
 _MAX_CALLING = 32
+_UPLOADS_OF_CALLER = 4
+_UPLOADS = 16
+"""Of the largest size, at once: until they are whole they take room beside the folder for files."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -63,6 +69,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         cancels = BackgroundCancels(client, calling)
         queue = AsyncRequestQueue(connection, settings.queue)
         watch = QueueWatch(connection, queue.keys, url)
+        app.state.preparing = Preparing()
         app.state.gateway = Gateway(
             settings,
             client,
@@ -70,6 +77,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             queue,
             watch,
             cancels,
+            BodyBudget(
+                max(settings.http_body_bytes_per_key, settings.http_max_body_bytes),
+                max(settings.http_body_bytes, settings.http_max_body_bytes),
+            ),
+            BodyBudget(_UPLOADS_OF_CALLER * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
             calling,
             FileQuotas(
                 FileStore(settings.files_dir),
@@ -81,6 +93,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         try:
             yield
         finally:
+            await app.state.preparing.aclose()
             await cancels.aclose()
             await client.close()
             await connection.aclose()

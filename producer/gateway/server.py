@@ -74,7 +74,7 @@ def run_gateway(settings: GatewaySettings) -> None:
 
     from promptq.producer.clients.connecting import server_url
     from promptq.producer.gateway.app import create_app
-    from promptq.producer.gateway.http.protocol import BoundedProtocol
+    from promptq.producer.gateway.http.protocol import bounded_protocol
     from promptq.shared.runtime.logs import configure_logs
     from promptq.shared.server.connection import without_password
 
@@ -87,7 +87,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=BoundedProtocol,
+        http=bounded_protocol(settings.http_max_connections),
         lifespan="on",
         log_config=None,
         access_log=False,

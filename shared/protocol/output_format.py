@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import Any
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -76,7 +77,7 @@ def _json_output(response_format: Mapping[str, Any] | None) -> JsonOutput | None
     kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
-            f"response_format: type {kind!r} is none of text, json_object, json_schema"
+            f"response_format: type {shown(kind)} is none of text, json_object, json_schema"
         )
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     _refuse_unknown(response_format, known, "response_format")
@@ -104,7 +105,7 @@ def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             return str(function["name"])
     raise ValueError(
-        f"tool_choice: {tool_choice!r} is none of auto, none, required and"
+        f"tool_choice: {shown(tool_choice)} is none of auto, none, required and"
         ' {"type": "function", "function": {"name": ...}}'
     )
 
@@ -130,7 +131,7 @@ def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
 def _strict(described: Mapping[str, Any], where: str) -> bool:
     strict = described.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise ValueError(f"{where}: strict must be true, false or null, not {strict!r}")
+        raise ValueError(f"{where}: strict must be true, false or null, not {shown(strict)}")
     return strict is not False
 
 

@@ -6,13 +6,22 @@ Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import islice
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import from_json
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.keys import NAME, NAME_IN_WORDS
@@ -24,6 +33,7 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
 """Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
 
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
 _PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
 
@@ -77,8 +87,19 @@ TEMPLATE_CALL_ARGUMENTS = frozenset(
 )
 """What the call that renders a chat takes beside the template's own variables. A chat template that
 came with a request would be a stranger's program."""
+_LONGEST_SHOWN = 80
+"""Characters of a wrong value that are told."""
+
+_LONGEST_MESSAGE = 500
 
 TokenId = Annotated[int, Field(ge=0)]
+
+# As only the first error is told: all those of a long list would take seconds and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+Words = Annotated[list[Word], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class FinishReason(StrEnum):
@@ -141,12 +162,10 @@ class SamplingParams(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
         None, max_length=MAX_LOGIT_BIAS, description="token id (as text, as in JSON) to bias"
     )
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]] | None = (
-        Field(None, max_length=256)
-    )
+    bad_words: Words | None = Field(None, max_length=256)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=256)
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=256)
     ignore_eos: bool = False
     logprobs: int | None = Field(
         None, ge=0, le=20, description="report the chosen token and this many of the likeliest"
@@ -177,12 +196,18 @@ class SamplingParams(BaseModel):
         _check_sum("bad words", words or [], MAX_BAD_WORDS_CHARS)
         return words
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for token_id in bias or ():
-            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
-                raise ValueError(f"key {token_id[:80]!r} is not a token id")
+    def _check_logit_bias(cls, bias: Any) -> Any:
+        """Before all else, as there is no way to have a dict's validation stop at an error."""
+        if not isinstance(bias, dict):
+            return bias
+        for token_id, value in bias.items():
+            if not (isinstance(token_id, str) and _TOKEN_ID.fullmatch(token_id)):
+                raise ValueError(f"key {str(token_id)[:80]!r} is not a token id")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and -100 <= value <= 100):
+                raise ValueError(f"{token_id}: must be a number from -100 to 100")
         return bias
 
     @model_validator(mode="after")
@@ -225,9 +250,9 @@ class Request(SamplingParams):
 
     version: int = Field(PROTOCOL_VERSION, ge=1)
     model: str | None = None
-    prompt: str | list[TokenId] | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    prompt: str | TokenIds | None = None
+    messages: Objects | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: Objects | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower runs sooner")
@@ -274,13 +299,19 @@ class Request(SamplingParams):
         """
         check_size(len(payload))
         try:
-            return cls.model_validate_json(payload)
-        except ValidationError as error:
-            raise invalid_request(error) from None
+            fields = from_json(payload, cache_strings="keys")
+        except ValueError as error:
+            raise InvalidRequestError(f"payload: is not JSON: {error}", field="payload") from None
+        if not isinstance(fields, dict):
+            raise InvalidRequestError("payload: is not a JSON object", field="payload")
+        return cls.build(fields)
 
     @classmethod
     def build(cls, fields: dict[str, Any]) -> Self:
         """Make a request of Python values. Raises InvalidRequestError like `parse`."""
+        for name in fields:  # before pydantic, which would report each of them
+            if name not in cls.model_fields:
+                raise _unknown_field(name)
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -312,7 +343,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     for other in others:  # of a union's members, the one that got furthest is the one meant
         if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
             first = other
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE]
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"payload: is not JSON: {message}", field="payload")
     if not first["loc"]:
@@ -331,9 +362,19 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
         return _unknown_field(field)
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
         message = f"is not {_PATTERNS_IN_WORDS[pattern]}"
-    value = json.dumps(first.get("input"), default=str)
-    shown = value if len(value) <= 80 else value[:77] + "..."
-    return InvalidRequestError(f"{field}: {message}, got {shown}", field=field)
+    return InvalidRequestError(f"{field}: {message}, got {_shown(first.get('input'))}", field=field)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value as JSON; it may be megabytes, of which no more is written."""
+    text = ""
+    if isinstance(value, str):
+        value = value[:_LONGEST_SHOWN]
+    for piece in json.JSONEncoder(default=str).iterencode(value):
+        text += piece
+        if len(text) > _LONGEST_SHOWN:
+            return text[: _LONGEST_SHOWN - 3] + "..."
+    return text
 
 
 def _unknown_field(name: str) -> InvalidRequestError:
@@ -357,7 +398,24 @@ class TokenAccount:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
+    """A request that is to be enqueued.
+
+    With a `payload`, its JSON form without `trace_context`, of `request` no more is needed than
+    what the queue itself looks at.
+    """
+
     request_id: str
     request: Request
     delay_ms: int = 0
     account: TokenAccount | None = None
+    payload: bytes | None = None
+
+    def to_payload(self) -> str | bytes:
+        """The JSON form."""
+        if self.payload is None:
+            return self.request.to_payload()
+        context = self.request.trace_context
+        if context is None:
+            return self.payload
+        traced = context.model_dump_json(exclude_defaults=True).encode()
+        return b'%b,"trace_context":%b}' % (self.payload[:-1], traced)

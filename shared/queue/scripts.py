@@ -48,7 +48,7 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     args: list[str | bytes | int] = [f"{idempotency_ms} {8 if has_accounts else 7}"]
     for item in new:
         request = item.request
-        args += [item.request_id, request.to_payload(), request.priority]
+        args += [item.request_id, item.to_payload(), request.priority]
         args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
         args.append(request.tenant or "")
         if has_accounts:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import sys
 from collections.abc import MutableMapping
+from textwrap import indent
 from typing import Any, TextIO, cast
 
 import structlog
+
+from promptq.shared.runtime.printable import printable
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _ACCESS_LOG = "uvicorn.access"
@@ -28,10 +33,14 @@ def configure_logs(level: str, form: str) -> None:
     ]
     rendering: list[Any] = [
         structlog.processors.format_exc_info,
-        structlog.processors.JSONRenderer(),
+        structlog.processors.JSONRenderer(_json),
     ]
     if console:
-        rendering = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        colors = sys.stderr.isatty()
+        rendering = [
+            _printable_values,
+            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_write_traceback),
+        ]
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -95,6 +104,26 @@ def bind(**fields: Any) -> None:
 def unbind(*names: str) -> None:
     """Undo a `bind`, where a task goes on with something else or has begun another task."""
     structlog.contextvars.unbind_contextvars(*names)
+
+
+def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Values hold what strangers wrote, and a terminal obeys what is in it."""
+    for name, value in line.items():
+        if name != "exc_info" and not name.startswith("_"):
+            line[name] = printable(value if isinstance(value, str) else repr(value))
+    return line
+
+
+def _write_traceback(target: TextIO, exc_info: Any) -> None:
+    """Indented, so that no message of an exception looks like a line of the log."""
+    plain = io.StringIO()
+    structlog.dev.plain_traceback(plain, exc_info)
+    target.write(indent(printable(plain.getvalue(), keep="\n"), "  "))
+
+
+def _json(line: Any, **options: Any) -> str:
+    """It is ASCII, so that one unsafe character is left."""
+    return json.dumps(line, **options).replace("\x7f", "\\u007f")
 
 
 def _name_fields(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

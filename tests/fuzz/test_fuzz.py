@@ -5,15 +5,20 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import redis
 
 from promptq.shared.protocol.keys import Keys
 from tests.fuzz.commands import make_request
 from tests.fuzz.fuzzing import Fuzzing, report
+from tests.fuzz.http_fuzzing import HttpFuzzing, report_http, send
+from tests.fuzz.http_requests import KINDS as KINDS_OF_HTTP
+from tests.fuzz.http_requests import all_routes
 from tests.fuzz.payloads import KINDS
 from tests.roles import as_role
 
 COUNT = 15_000
+HTTP_COUNT = 600
 
 
 def test_malformed_requests_harm_nobody(redis_url: str, tmp_path: Path) -> None:
@@ -23,6 +28,23 @@ def test_malformed_requests_harm_nobody(redis_url: str, tmp_path: Path) -> None:
     assert not outcome.faults, report(outcome) + (tmp_path / "worker.log").read_text()[-3000:]
     assert outcome.kinds.total() == COUNT
     assert {kind.__name__ for kind in KINDS} <= set(outcome.kinds)
+
+
+def test_malformed_http_harms_nobody(redis_url: str, tmp_path: Path) -> None:
+    """No status 500, no growth of memory, and another client is served throughout."""
+    seed = random.randrange(10**6)
+    outcome = HttpFuzzing(redis_url, tmp_path, seed).run(HTTP_COUNT)
+    shown = report_http(outcome)
+    assert not outcome.faults, shown + (tmp_path / "gateway.log").read_text()[-3000:]
+    assert outcome.routes.total() == HTTP_COUNT
+    assert len(outcome.routes) == len(all_routes()), shown
+    assert set(outcome.kinds) == KINDS_OF_HTTP
+    assert outcome.num_good > 0
+
+
+def test_nothing_is_thrown_at_another_machine() -> None:
+    with pytest.raises(ValueError, match="not on this machine"):
+        send("http://192.0.2.1:80", b"")
 
 
 def test_is_a_function_of_its_seed() -> None:

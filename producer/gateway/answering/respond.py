@@ -3,36 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.presence import while_present
 from promptq.producer.gateway.answering.records import payloads_of
-from promptq.producer.gateway.context.access import Caller, account_of, admit
+from promptq.producer.gateway.context.access import Caller, account_of, rates_of, take
 from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import CompletionCall
+from promptq.producer.gateway.openai.calls import CompletionCall, read_chat, read_completion
 from promptq.producer.gateway.openai.completion import (
     Completion,
     check_completion_id,
     completion_of,
-    new_completion_id,
 )
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.positions import Position, read_event_id
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.request import NewRequest
+from promptq.shared.queue.rate_limits import Rate
 from promptq.shared.runtime.logs import bind
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that was read: what is to be enqueued, what it takes of its caller's rates.
+
+    Of `call` there is no more than its answer needs. `taken` says of how many requests the rate was
+    taken before the body was read.
+    """
+
+    call: CompletionCall
+    new: list[NewRequest]
+    rates: list[Rate]
+    completion_id: str
+    taken: int = 0
+
+
+def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    """Raises InvalidRequestError."""
+    return read_chat(body, headers) if is_chat else read_completion(body, headers)
+
+
+def prepare(call: CompletionCall, caller: Caller, completion_id: str) -> Prepared:
+    """The call as its caller may make it; all that takes long where a body is large.
+
+    Raises InvalidRequestError, ApiError 403.
+    """
+    call = granted(call, caller)
+    tenant = call.fields.get("tenant") or ""
+    if caller.is_own_tenant and tenant == caller.tenant:
+        tenant = ""  # as gateways of earlier releases have it, which may have taken the same call
+    requests = call.with_key_of(caller.name, tenant).requests(completion_id)
+    rates = rates_of(caller, requests)
+    new = compose(requests, account_of(caller, caller.name))
+    return Prepared(call.for_answer(), new, rates, completion_id)
+
+
 async def respond(
-    request: Request, gateway: Gateway, caller: Caller, call: CompletionCall
+    request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueue what is asked for and answer, or go on with a stream that broke off."""
+    """Enqueue what is asked for and answer, or go on with a stream that broke off.
+
+    Releases the hold on the body once that is in the queue.
+    """
+    call = prepared.call
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         if not call.stream:
@@ -40,7 +83,9 @@ async def respond(
                 "Last-Event-ID: goes with stream: true", field="Last-Event-ID"
             )
         return await _resume(gateway, caller, call, last_event_id)
-    completion, rates = await _begin(gateway, caller, call)
+    completion, rates = await _begin(gateway, caller, prepared)
+    prepared.new.clear()
+    hold.release()
     if call.stream:
         return _with(rates, EventStream(gateway, completion, is_new=True))
     try:
@@ -58,9 +103,10 @@ def _with(headers: Mapping[str, str], response: Response) -> Response:
 
 
 async def _begin(
-    gateway: Gateway, caller: Caller, call: CompletionCall
+    gateway: Gateway, caller: Caller, prepared: Prepared
 ) -> tuple[Completion, Mapping[str, str]]:
     """What was enqueued, and the headers that tell of the caller's rates."""
+    call = prepared.call
     view = await gateway.watch.look()
     if call.model and view.model and call.model != view.model:
         raise unknown_model(call.model, view.model)
@@ -71,7 +117,7 @@ async def _begin(
             code="no_worker",
             headers={"Retry-After": "5"},
         )
-    enqueued, rates = await enqueue(gateway, caller, call, new_completion_id(call.is_chat))
+    enqueued, rates = await enqueue(gateway, caller, prepared)
     # Where the idempotency key was known, these are those of the call that brought it first.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
     bind(request_id=completion_id)
@@ -79,21 +125,19 @@ async def _begin(
 
 
 async def enqueue(
-    gateway: Gateway, caller: Caller, call: CompletionCall, completion_id: str
+    gateway: Gateway, caller: Caller, prepared: Prepared
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Enqueue as the caller may: the requests' ids, and headers that tell of the caller's rates.
+    """Enqueue what was prepared: its ids, and headers that tell of the caller's rates.
 
-    Raises ApiError 403 and 429, and what the client raises.
+    Raises ApiError 429, and what the client raises.
     """
-    call = granted(call, caller)
-    tenant = call.fields.get("tenant") or ""
-    if caller.is_own_tenant and tenant == caller.tenant:
-        tenant = ""  # as gateways of earlier releases have it, which may have taken the same call
-    requests = call.with_key_of(caller.name, tenant).requests(completion_id)
-    rates = await admit(gateway, caller, requests)
+    left = [
+        replace(rate, amount=rate.amount - prepared.taken) if rate.name == "requests" else rate
+        for rate in prepared.rates
+    ]
+    rates = await take(gateway, caller, left)
     async with gateway.calling:
-        account = account_of(caller, caller.name)
-        return await gateway.client.enqueue_many(requests, account=account), rates
+        return await gateway.client.enqueue_composed(prepared.new), rates
 
 
 def unknown_model(asked: str, served: str) -> ApiError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 
@@ -33,6 +33,9 @@ _FORWARDED = (
     "cf-connecting-ip",
 )
 """By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_OWN_PAGES = ("same-origin", "none")
+"""What browsers say in `Sec-Fetch-Site` of a page of this gateway, and of what people typed."""
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
@@ -112,15 +115,16 @@ async def admit(
     quarter of the payload's bytes; the output is charged as it comes, to `account_of` the caller.
     Raises ApiError 429.
     """
-    return await _take(gateway, caller, rates_of(caller, requests))
+    return await take(gateway, caller, rates_of(caller, requests))
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """As `admit`, for a call that enqueues nothing, such as an upload: it takes one request."""
-    return await _take(gateway, caller, _rate_of_requests(caller, 1))
+    """As `admit`, of one request, before the body of a call is looked at."""
+    return await take(gateway, caller, _rate_of_requests(caller, 1))
 
 
-async def _take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
+async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
+    """As `admit`, of what `rates_of` gives."""
     if not rates:
         return {}
     async with gateway.calling:
@@ -191,15 +195,29 @@ def _unauthorised(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers=headers)
 
 
+def is_of_own_page(request: Request) -> bool:
+    """Whether no browser says that a page of another origin is behind it, be it of this machine."""
+    site = request.headers.get("sec-fetch-site", "none")
+    own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
+    origins = request.headers.getlist("origin")
+    return site in _OWN_PAGES and all(origin.lower() == own for origin in origins)
+
+
 def _is_from_this_machine(request: Request) -> bool:
     """Whether nothing tells of somebody else: of a proxy, or a browser's page of another site."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):
         return False
-    origin = request.headers.get("origin")
-    hosts = [request.url.hostname, *([urlsplit(origin).hostname] if origin else [])]
-    return all(host == "localhost" or _is_loopback(host or "") for host in hosts)
+    hosts = request.headers.getlist("host")
+    return len(hosts) == 1 and _names_this_machine(hosts[0]) and is_of_own_page(request)
+
+
+def _names_this_machine(host: str) -> bool:
+    """Also of a rebound name or one that is malformed, in which the URL's would be our own."""
+    found = _HOST.fullmatch(host)
+    name = (found[1] or found[2]).lower() if found else ""
+    return name == "localhost" or _is_loopback(name)
 
 
 def _is_loopback(host: str) -> bool:

@@ -14,6 +14,7 @@ from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.gateway.http.body_budget import BodyBudget
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -31,6 +32,10 @@ class Gateway:
     """For calls that the client has no method for, such as those about API keys and rates."""
     watch: QueueWatch
     cancels: BackgroundCancels
+    bodies: BodyBudget
+    """Of what is held in memory."""
+    uploads: BodyBudget
+    """Of what is on its way to the disk."""
     calling: asyncio.Semaphore
     """Held around a call: each has a connection to itself, and so many are enough."""
     file_quotas: FileQuotas

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
-from promptq.producer.gateway.answering.respond import enqueue
-from promptq.producer.gateway.context.access import ThisAdmin, check_scope
+from promptq.producer.gateway.answering.respond import enqueue, prepare
+from promptq.producer.gateway.context.access import ThisAdmin, check_scope, is_of_own_page
 from promptq.producer.gateway.context.context import ThisGateway
-from promptq.producer.gateway.http.bodies import BoundedRoute
+from promptq.producer.gateway.context.json_body import json_body
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.calls import CompletionCall
 from promptq.shared.errors import RequestNotFoundError
@@ -27,7 +27,7 @@ async def same_origin(request: Request) -> None:
     here shows. Browsers say where a request comes from; programs do not, and are no concern here.
     Raises ApiError 403.
     """
-    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+    if not is_of_own_page(request):
         raise ApiError(403, "another web site may not do this", code="cross_site")
 
 
@@ -35,27 +35,41 @@ router = APIRouter(
     prefix="/dashboard/api",
     include_in_schema=False,
     dependencies=[Depends(same_origin)],
-    route_class=BoundedRoute,
 )
 
 MAX_DEAD = 1000
 """So many dead letters one action takes."""
 
-OneId = Annotated[str, Body(embed=True, alias="id")]
+
+class One(BaseModel):
+    """A request or a worker."""
+
+    id: str
+
+
+class Move(One):
+    """A request and where it is to go."""
+
+    priority: int = Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
 class DeadLetters(BaseModel):
     """Some dead letters, or with `all` as many as one action takes."""
 
-    ids: list[str] = Field([], max_length=MAX_DEAD)
+    ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False
+
+
+ThisOne = Annotated[One, Depends(json_body(One))]
+TheseLetters = Annotated[DeadLetters, Depends(json_body(DeadLetters))]
 
 
 @router.post("/cancel")
 async def cancel(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: OneId
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, one: ThisOne
 ) -> dict[str, str]:
     """End a request: at once if it waits, at the next token if it runs."""
+    request_id = one.id
     status = await gateway.client.cancel(request_id)
     _log(request, admin, "cancel", request_id=request_id, status=status.value)
     if status is CancelStatus.UNKNOWN:
@@ -68,10 +82,10 @@ async def reprioritise(
     request: Request,
     admin: ThisAdmin,
     gateway: ThisGateway,
-    request_id: OneId,
-    priority: Annotated[int, Body(embed=True, ge=-MAX_PRIORITY, le=MAX_PRIORITY)],
+    move: Annotated[Move, Depends(json_body(Move))],
 ) -> dict[str, str]:
     """Move a waiting request to another priority."""
+    request_id, priority = move.id, move.priority
     status = await gateway.client.reprioritise(request_id, priority)
     _log(
         request,
@@ -104,9 +118,10 @@ async def resume(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> di
 
 @router.post("/drain")
 async def drain(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: OneId
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, one: ThisOne
 ) -> dict[str, list[str]]:
     """Tell one worker to finish what it runs and to exit."""
+    worker_id = one.id
     told = await gateway.client.drain(worker_id)
     _log(request, admin, "drain", worker_id=worker_id, told=len(told))
     if not told:
@@ -116,7 +131,7 @@ async def drain(
 
 @router.post("/dead/requeue")
 async def requeue(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: DeadLetters
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
     """Run dead letters again; gives the new ids by the old ones. Others' haste is no error."""
     new_ids = {}
@@ -131,7 +146,7 @@ async def requeue(
 
 @router.post("/dead/purge")
 async def purge(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: DeadLetters
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: TheseLetters
 ) -> dict[str, int]:
     """Delete dead letters; gives how many there were."""
     chosen = await _chosen(gateway, letters)
@@ -145,12 +160,12 @@ async def play(
     request: Request,
     admin: ThisAdmin,
     gateway: ThisGateway,
-    fields: Annotated[dict[str, Any], Body()],
+    fields: Annotated[dict[str, Any], Depends(json_body(dict[str, Any]))],
 ) -> dict[str, str]:
     """Enqueue a request of the playground; its fields are those of a payload."""
     check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
-    (request_id,), _ = await enqueue(gateway, admin, call, new_request_id())
+    (request_id,), _ = await enqueue(gateway, admin, prepare(call, admin, new_request_id()))
     _log(request, admin, "play", request_id=request_id)
     return {"id": request_id}
 

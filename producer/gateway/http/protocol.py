@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from math import inf
+from typing import TYPE_CHECKING, Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.gateway.http.meter import POLLED
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
 """Of a request's line and headers; a little more may be read at once."""
@@ -21,24 +29,63 @@ Unfinished = Callable[[], Awaitable[None]] | None
 """What is to be called and awaited before more is written, if anything."""
 
 _SILENCE_SECONDS = 60.0
+_HEAD_SECONDS = 20.0
+"""From a request's first byte to the end of its head."""
+_LEAST_BYTES_PER_SECOND = 4096
+"""Of a body on average, beside `_SILENCE_SECONDS`."""
+_MOST_DROPPED_BYTES = 1 << 28
+_DROP_SECONDS = 30.0
+"""Most clients send all of a body before they read an answer. Closed while they still send, the
+connection is reset, and the answer may be lost with it."""
+_UNREAD_SECONDS = 600.0
+"""For which a client may take nothing of an answer. A slow one takes a little now and then."""
+_MOST_PIPELINED = 16
+"""Requests that wait behind one. Uvicorn would keep all that a client sends ahead."""
+_LOOK_SECONDS = 2.0
+_RESERVED_CONNECTIONS = 64
+"""Beside the most that there may be, for who only asks whether the gateway is alive."""
+
+_FULL = ApiError(
+    503,
+    "the gateway has as many connections as it may; try again soon",
+    code="connections",
+    headers={"Retry-After": "1", "Connection": "close"},
+)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes a connection that sends ever more of a head, or for a minute nothing of a request.
+    """Closes a connection that sends ever more of a head, or a request too slowly.
 
     Uvicorn would keep a head of any size, and wait for the rest of a request for ever; both before
-    anybody has asked for a key. What counts is bytes that bring no request nearer: those since the
-    last end of a head, piece of a body or end of a message. So endless trailers count too.
+    anybody has asked for a key. What counts for a head is bytes that bring no request nearer: those
+    since the last end of a head, piece of a body or end of a message. So endless trailers count
+    too. A body whose request has been answered is dropped as it comes, for a while.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._max_connections = max_connections
         self._num_pending = 0
         self._in_head = True
         self._in_request = True  # a new connection is to send one
+        self._num_body_bytes = 0
+        self._num_dropped_bytes = 0
+        self._closes_behind_request = False
         self._unanswered: list[RequestResponseCycle] = []
-        self._heard_at = self.loop.time()
-        self._timer = self.loop.call_later(_SILENCE_SECONDS, self._look)
+        self._began_at = self._looked_at = self._taken_at = self.loop.time()
+        self._our_seconds = 0.0  # of those since then, in which we kept the client waiting
+        self._num_unsent = 0
+        self._timer = self.loop.call_later(_look_seconds(), self._look)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._max_connections is None:
+            return
+        beyond = len(self.connections) - self._max_connections
+        if beyond > _RESERVED_CONNECTIONS:
+            transport.abort()
+        elif beyond > 0:
+            self.app = _for_probes_only(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -49,6 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         self._num_pending += len(data)
         super().data_received(data)
         if self._num_pending > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -67,36 +116,114 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._progressed()
         super().on_headers_complete()
+        if len(self.pipeline) > _MOST_PIPELINED:
+            raise ValueError("too many requests wait behind one")  # the parser ends in status 400
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
+        if not self.cycle.keep_alive:
+            self.cycle.transport = cast(asyncio.Transport, _ClosedBehindRequest(self))
         self._unanswered = [it for it in self._unanswered if not it.response_complete]
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        self._progressed()
+        self._num_pending = 0
+        if self.cycle.response_complete:
+            self._num_dropped_bytes += len(body)
+            if self._num_dropped_bytes > _MOST_DROPPED_BYTES:
+                self.transport.close()
+            return
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_request = False
         self._progressed()
         super().on_message_complete()
+        if self._closes_behind_request:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         self._progressed()
+        for cycle in self._unanswered:
+            if cycle.response_complete:
+                cycle.body = bytearray()  # what nobody has read of it
         super().on_response_complete()
 
+    def close_behind_request(self) -> None:
+        """Close the connection once all of the request has come, or at once if it has."""
+        if self._in_request:
+            self._closes_behind_request = True
+        else:
+            self.transport.close()
+
     def _progressed(self) -> None:
-        self._num_pending = 0
-        self._heard_at = self.loop.time()
+        """A phase has ended: a head, a request, an answer."""
+        self._num_pending = self._num_body_bytes = self._num_dropped_bytes = 0
+        self._our_seconds = 0.0
+        self._began_at = self.loop.time()
 
     def _look(self) -> None:
         """Now and then, as a timer for each piece would cost more."""
-        left = self._heard_at + _SILENCE_SECONDS - self.loop.time()
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        is_our_turn = self.flow.read_paused or (is_answering and not self._in_request)
-        if left <= 0 and not is_our_turn:
+        now = self.loop.time()
+        if self.flow.read_paused:
+            self._our_seconds += now - max(self._looked_at, self._began_at)
+        self._looked_at = now
+        num_unsent = self.transport.get_write_buffer_size()
+        if not num_unsent or num_unsent < self._num_unsent:
+            self._taken_at = now
+        self._num_unsent = num_unsent
+        is_closing = self.transport.is_closing()  # which it does when all is sent
+        if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
+            self.transport.abort()
+            return
+        if now - self._began_at - self._our_seconds > self._most_seconds():
             self.transport.close()
-        else:
-            self._timer = self.loop.call_later(max(left, _SILENCE_SECONDS / 60), self._look)
+        self._timer = self.loop.call_later(_look_seconds(), self._look)
+
+    def _most_seconds(self) -> float:
+        """What the phase that the connection is in may take."""
+        has_cycle = self.cycle is not None
+        if self._in_request:
+            if self._in_head:
+                return _HEAD_SECONDS
+            if has_cycle and self.cycle.response_complete:
+                return _DROP_SECONDS
+            return _SILENCE_SECONDS + self._num_body_bytes / _LEAST_BYTES_PER_SECOND
+        return inf if has_cycle and not self.cycle.response_complete else _SILENCE_SECONDS
+
+
+def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
+    """What uvicorn makes for each connection of a gateway that takes so many."""
+    making = partial(BoundedProtocol, max_connections=max_connections)
+    return cast(type[BoundedProtocol], making)
+
+
+class _ClosedBehindRequest:
+    """The transport of a connection that ends with its answer: but not before its request."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._transport = protocol.transport
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._protocol.close_behind_request()
+
+
+def _look_seconds() -> float:
+    return min(_LOOK_SECONDS, _SILENCE_SECONDS)
+
+
+def _for_probes_only(app: ASGI3Application) -> ASGI3Application:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        polled = scope["type"] == "http" and scope["path"] in POLLED
+        await (app if polled else _FULL.response())(scope, receive, send)
+
+    return answer
 
 
 def _write(cycle: RequestResponseCycle, piece: bytes) -> Unfinished:

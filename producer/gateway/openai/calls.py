@@ -11,15 +11,20 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.openai.messages import normalised
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, invalid_request
+from promptq.shared.protocol.request import (
+    MAX_PAYLOAD_BYTES,
+    PROTOCOL_VERSION,
+    Objects,
+    invalid_request,
+)
 
 MAX_CHOICES = 256
 """Prompts times `n` of one call."""
@@ -47,6 +52,20 @@ _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 T = TypeVar("T", bound="CallOptions")
 
 
+def _known_options(given: Any) -> Any:
+    """Pydantic would report each name that is not known."""
+    for name in given if isinstance(given, dict) else ():
+        if name not in _STREAM_OPTIONS:
+            raise ValueError(f"{name[:80]!r} is none of {', '.join(_STREAM_OPTIONS)}")
+    return given
+
+
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+StreamOptions = Annotated[
+    dict[Literal["include_usage", "include_obfuscation"], bool], BeforeValidator(_known_options)
+]
+
+
 class CallOptions(BaseModel):
     """What both endpoints take beside a payload's fields."""
 
@@ -56,7 +75,7 @@ class CallOptions(BaseModel):
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="of the payload")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
-    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = Field(
+    stream_options: StreamOptions | None = Field(
         None, description='{"include_usage": true}: a last chunk has the usage'
     )
     detach: bool = Field(
@@ -80,7 +99,7 @@ class CompletionOptions(CallOptions):
 class ChatOptions(CallOptions):
     """Of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     logprobs: bool = Field(False, description="report each token's log-probability")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="and so many likeliest")
     max_completion_tokens: int | None = Field(None, ge=1, description="as max_tokens")
@@ -100,6 +119,7 @@ class CompletionCall:
     echo: bool = False
     detach: bool = False
     wait_for_worker: bool = True
+    body_bytes: int = 0
 
     @property
     def num_choices(self) -> int:
@@ -124,6 +144,22 @@ class CompletionCall:
                 own["idempotency_key"] = f"{key}:{index}"
             requests.append({**self.fields, **own})
         return requests
+
+    @property
+    def num_bytes(self) -> int:
+        """About how long all payloads of the call are together, of the body that it came by."""
+        return self.body_bytes * self.num_choices
+
+    def for_answer(self) -> CompletionCall:
+        """With no more than its answer needs, which is little unless prompts are repeated."""
+        needed = ("model", "logprobs")
+        kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
+        if self.fields.get("tools") and self.fields.get("tool_choice") != "none":
+            kept["tools"] = [{}]
+        prompts: list[Prompt | None] = [None] * len(self.prompts)
+        if self.echo:
+            prompts = self.prompts
+        return replace(self, fields=kept, prompts=prompts)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
         """With these fields of the payload set."""
@@ -161,7 +197,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     _refuse("prompt", fields)
     _check_size(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
-    return _call(options, fields, is_chat=True, prompts=[None])
+    return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
 def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
@@ -179,7 +215,7 @@ def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
             )
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequestError("echo: goes with prompts that are text", field="echo")
-    call = _call(options, fields, is_chat=False, prompts=prompts)
+    call = _call(options, fields, len(body), is_chat=False, prompts=prompts)
     return replace(call, echo=options.echo)
 
 
@@ -208,7 +244,12 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
 
 
 def _call(
-    options: CallOptions, fields: dict[str, Any], *, is_chat: bool, prompts: list[Prompt | None]
+    options: CallOptions,
+    fields: dict[str, Any],
+    body_bytes: int,
+    *,
+    is_chat: bool,
+    prompts: list[Prompt | None],
 ) -> CompletionCall:
     stream_options = options.stream_options or {}
     if stream_options and not options.stream:
@@ -228,6 +269,7 @@ def _call(
         include_usage=stream_options.get("include_usage", False),
         detach=options.detach,
         wait_for_worker=options.wait_for_worker,
+        body_bytes=body_bytes,
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from promptq.producer.batch_store.batch_records import (
     Batches,
@@ -18,8 +18,8 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingEr
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.json_body import described_body, json_body
 from promptq.producer.gateway.context.uploads import in_quota
-from promptq.producer.gateway.http.bodies import BoundedRoute
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.routes.files import (
     LEAST_EXPIRY_SECONDS,
@@ -31,7 +31,6 @@ from promptq.producer.gateway.routes.files import (
 router = APIRouter(
     tags=["batches"],
     responses=described(400, 401, 403, 404, 503),
-    route_class=BoundedRoute,
     dependencies=[needs("batches")],
 )
 
@@ -41,6 +40,20 @@ class Expiry(BaseModel):
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
+
+
+def _check_number(given: Any) -> Any:
+    """Before all else, as pydantic would report each that is wrong."""
+    if isinstance(given, dict) and len(given) > _MOST_METADATA:
+        raise ValueError(f"{len(given)} are more than the {_MOST_METADATA} allowed")
+    return given
+
+
+_MOST_METADATA = 16
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    BeforeValidator(_check_number),
+]
 
 
 class NewBatch(BaseModel):
@@ -56,18 +69,19 @@ class NewBatch(BaseModel):
     output_expires_after: Expiry | None = Field(
         None, description="when the answers are deleted; left out: after 30 days"
     )
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | (
-        None
-    ) = Field(None, max_length=16, description="up to 16 texts, kept with the batch")
+    metadata: Metadata | None = Field(None, description="up to 16 texts, kept with the batch")
 
 
 def _batches(gateway: Gateway) -> Batches:
     return Batches(gateway.redis, gateway.keys)
 
 
-@router.post("/v1/batches", responses=described(413))
+@router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413))
 async def create(
-    asked: NewBatch, gateway: ThisGateway, caller: ThisCaller, store: ThisStore
+    asked: Annotated[NewBatch, Depends(json_body(NewBatch))],
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    store: ThisStore,
 ) -> dict[str, object]:
     """Have the lines of an uploaded file run within a day."""
     try:

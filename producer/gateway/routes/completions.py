@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from promptq.producer.gateway.answering.preparing import Preparing, ThisPreparing
 from promptq.producer.gateway.answering.respond import respond
-from promptq.producer.gateway.context.access import ThisCaller, needs
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.access import Caller, ThisCaller, admit_call, needs
+from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import read_body
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.calls import (
@@ -19,8 +21,6 @@ from promptq.producer.gateway.openai.calls import (
     CallOptions,
     ChatOptions,
     CompletionOptions,
-    read_chat,
-    read_completion,
 )
 from promptq.shared.protocol.request import Request
 
@@ -63,19 +63,34 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions", openapi_extra=_operation(ChatOptions), response_class=Response)
 async def create_chat_completion(
-    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, preparing: ThisPreparing
 ) -> Response:
     """The answer to a chat, whole or with `stream` as it comes."""
-    body = await read_body(request, gateway.settings.http_max_body_bytes)
-    return await respond(request, gateway, caller, read_chat(body, request.headers))
+    return await _create(request, gateway, caller, preparing, is_chat=True)
 
 
 @router.post(
     "/v1/completions", openapi_extra=_operation(CompletionOptions), response_class=Response
 )
 async def create_completion(
-    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, preparing: ThisPreparing
 ) -> Response:
     """The continuation of one prompt or several, whole or with `stream` as it comes."""
-    body = await read_body(request, gateway.settings.http_max_body_bytes)
-    return await respond(request, gateway, caller, read_completion(body, request.headers))
+    return await _create(request, gateway, caller, preparing, is_chat=False)
+
+
+async def _create(
+    request: HttpRequest, gateway: Gateway, caller: Caller, preparing: Preparing, *, is_chat: bool
+) -> Response:
+    headers = request.headers
+    # Whoever only goes on with a stream was counted before.
+    taken = 0 if headers.get("last-event-id") else 1
+    if taken:
+        await admit_call(gateway, caller)
+    with gateway.bodies.hold(caller.name) as hold:
+        most = gateway.settings.http_max_body_bytes
+        prepared = await preparing.prepare(
+            is_chat, await read_body(request, most, hold), headers, caller
+        )
+        prepared = replace(prepared, taken=taken)
+        return await respond(request, gateway, caller, prepared, hold)

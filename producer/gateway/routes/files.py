@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
-from starlette.datastructures import UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
 from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import ThisGateway
-from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload
+from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload, UploadCall
 from promptq.producer.gateway.http.bodies import body_pieces
+from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, described
 
 router = APIRouter(
@@ -24,6 +27,10 @@ router = APIRouter(
     dependencies=[needs("files")],
 )
 
+_MOST_FIELDS = 16
+_FIELD_BYTES = 1024
+_CHARSETS = ("utf-8", "ascii", "iso8859-1")
+"""By the names of their codecs. Python has others, which fail or give what is no text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -58,22 +65,37 @@ def not_found(error: Exception) -> ApiError:
 
 
 @router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413, 429))
-async def upload(request: Request, upload: ThisUpload) -> dict[str, object]:
+async def upload(
+    request: Request, gateway: ThisGateway, caller: ThisCaller, upload: ThisUpload
+) -> dict[str, object]:
     """Take a file in; the body is a multipart form."""
+    with gateway.uploads.hold(caller.name) as hold:
+        return await _take_in(request, upload, hold)
+
+
+async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str, object]:
     # It goes to the disk as it comes.
-    pieces = body_pieces(request, MAX_FILE_BYTES, most_beside=FORM_BYTES, what="file")
-    parser = MultiPartParser(request.headers, upload.counting(pieces), max_files=1)
+    pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
+    parser = MultiPartParser(
+        _checked(request.headers),
+        upload.counting(pieces),
+        max_files=1,
+        max_fields=_MOST_FIELDS,
+        max_part_size=_FIELD_BYTES,
+    )
     try:
         form = await parser.parse()
-    except (MultiPartException, KeyError) as error:
-        raise ApiError(400, f"the body is no multipart form: {error}") from None
+    except (MultiPartException, LookupError, ValueError) as error:
+        raise ApiError(400, f"the body is no multipart form: {str(error)[:200]}") from None
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise ApiError(400, "file: is missing", param="file")
         if purpose not in _PURPOSES:
             raise ApiError(
-                400, f"purpose: {purpose!r} is not one of {', '.join(_PURPOSES)}", param="purpose"
+                400,
+                f"purpose: {str(purpose)[:80]!r} is not one of {', '.join(_PURPOSES)}",
+                param="purpose",
             )
         default = BATCH_FILE_SECONDS if purpose == "batch" else None
         ttl = _expiry(form.get("expires_after[seconds]"), form.get("expires_after[anchor]"))
@@ -147,12 +169,26 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
     }
 
 
+def _checked(headers: Headers) -> Headers:
+    """Raises ApiError 400 where names and fields are not written as text usually is."""
+    _, options = parse_options_header(headers.get("content-type"))
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    try:
+        is_served = codecs.lookup(charset).name in _CHARSETS
+    except (LookupError, ValueError):
+        is_served = False
+    if not is_served:
+        raise ApiError(400, f"Content-Type: the charset {charset[:80]!r} is not served, utf-8 is")
+    return headers
+
+
 def _expiry(seconds: object, anchor: object) -> int | None:
     if seconds is None and anchor is None:
         return None
     least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS
     text = str(seconds)
-    if anchor != "created_at" or not text.isdecimal() or not least <= int(text) <= most:
+    is_number = text.isdecimal() and len(text) <= len(str(most))
+    if anchor != "created_at" or not is_number or not least <= int(text) <= most:
         raise ApiError(
             400,
             f"expires_after: needs the anchor created_at and {least} to {most} seconds",

@@ -15,7 +15,7 @@ import uvicorn
 
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import Caller, caller_of
-from promptq.producer.gateway.http.protocol import BoundedProtocol
+from promptq.producer.gateway.http.protocol import bounded_protocol
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.served_model import Served
@@ -87,11 +87,18 @@ async def serving(
     if urlsplit(redis_url).username in ROLES:
         redis_url = as_role("gateway", redis_url)
     app = create_app(GatewaySettings(redis_url=redis_url, **settings))
+    """A gateway under uvicorn, as the command runs it; with a caller, everybody is that one."""
+    all_settings = GatewaySettings(redis_url=redis_url, **settings)
+    app = create_app(all_settings)
     if caller is not None:
         app.dependency_overrides[caller_of] = lambda: caller
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, http=BoundedProtocol, lifespan="on", log_config=None, timeout_graceful_shutdown=1
+        app,
+        http=bounded_protocol(all_settings.http_max_connections),
+        lifespan="on",
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))

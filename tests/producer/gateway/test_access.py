@@ -304,7 +304,7 @@ def test_openai_client_with_a_key(
 ) -> None:
     gateway = start_gateway(http_header_seconds=0)
     secret = make_key(
-        redis_url, name="web", tenant="shop", highest_priority=-1, requests_per_minute=2
+        redis_url, name="web", tenant="shop", highest_priority=-1, requests_per_minute=4
     )
     options = {"base_url": gateway.base_url, "max_retries": 0}
     with (

@@ -97,6 +97,7 @@ def test_a_client_that_sends_no_more(
 ) -> None:
     """Its connection is closed in the end; that of a client that waits for an answer is not."""
     monkeypatch.setattr(protocol, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.1)
     gateway = start_gateway()
     asked = b'{"prompt":"Hi"}'
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"

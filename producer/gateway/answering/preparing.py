@@ -1,0 +1,191 @@
+"""Reads calls: those with small bodies at once, others in processes beside the event loop.
+
+To read, check and write megabytes of JSON takes hundreds of milliseconds, for which a thread would
+hold the interpreter's lock, and every stream would stand. A process can also be killed, and what
+the JSON becomes in it is bounded: an empty object of two characters takes 72 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated, Any
+from weakref import WeakValueDictionary
+
+from fastapi import Depends, Request
+
+from promptq.producer.gateway.answering.respond import Prepared, prepare, read_call
+from promptq.producer.gateway.context.access import Caller, account_of
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.gateway.openai.calls import HEADERS, CompletionCall
+from promptq.producer.gateway.openai.completion import new_completion_id
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
+from promptq.shared.protocol.request import Request as PayloadRequest
+from promptq.shared.queue.rate_limits import Rate
+
+_SMALL_BYTES = 65_536
+"""Of a body, and of a call's payloads: reading so much takes milliseconds at worst."""
+_NUM_PROCESSES = 2
+_MOST_SECONDS = 30.0
+_LENGTH_BYTES = 4
+
+
+class Preparing:
+    """What reads the calls of one gateway. Its processes start when they are needed first.
+
+    Calls with large bodies take turns by their keys: each key has one of them read at a time.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Process] = []
+        self._turns = asyncio.Semaphore(_NUM_PROCESSES)
+        self._turns_of_keys: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def prepare(
+        self, is_chat: bool, body: bytes, headers: Mapping[str, str], caller: Caller
+    ) -> Prepared:
+        """Raises InvalidRequestError, ApiError."""
+        completion_id = new_completion_id(is_chat)
+        if len(body) <= _SMALL_BYTES:
+            call = read_call(is_chat, body, headers)
+            if call.num_bytes <= _SMALL_BYTES:
+                return prepare(call, caller, completion_id)
+        own_turn = self._turns_of_keys.setdefault(caller.name, asyncio.Lock())
+        async with own_turn, self._turns:
+            return await self._prepare(is_chat, body, headers, caller, completion_id)
+
+    async def aclose(self) -> None:
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _prepare(
+        self,
+        is_chat: bool,
+        body: bytes,
+        headers: Mapping[str, str],
+        caller: Caller,
+        completion_id: str,
+    ) -> Prepared:
+        asked = {
+            "is_chat": is_chat,
+            "headers": {it: headers[it] for it in HEADERS.values() if it in headers},
+            "caller": caller.model_dump(mode="json"),
+            "completion_id": completion_id,
+        }
+        process = self._idle.pop() if self._idle else await _start()
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                told, payloads = await _ask(process, asked, body)
+        except (EOFError, OSError, TimeoutError):
+            await _end(process)
+            raise _too_much() from None
+        except BaseException:
+            process.kill()
+            raise
+        self._idle.append(process)
+        if "error" in told:
+            raise _error_of(told["error"])
+        return _prepared_of(told, payloads, account_of(caller, caller.name))
+
+
+def preparing_of(request: Request) -> Preparing:
+    """That of the gateway which serves an HTTP request."""
+    found: Preparing = request.app.state.preparing
+    return found
+
+
+ThisPreparing = Annotated[Preparing, Depends(preparing_of)]
+
+
+def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """What a process gives back: a header that is JSON, and payloads behind it."""
+    try:
+        call = read_call(asked["is_chat"], body, asked["headers"])
+        caller = Caller.model_validate(asked["caller"])
+        prepared = prepare(call, caller, asked["completion_id"])
+    except InvalidRequestError as error:
+        return {"error": {"message": str(error), "field": error.field}}, []
+    except ApiError as error:
+        told = {"message": str(error), "status": error.status}
+        return {"error": {**told, "param": error.param, "code": error.code}}, []
+    new, payloads = [], []
+    for item in prepared.new:
+        looked_at = {"priority", "deadline_ms", "idempotency_key", "tenant", "trace_context"}
+        new.append([item.request_id, item.request.model_dump(include=looked_at), item.delay_ms])
+        bare = item.request.model_copy(update={"trace_context": None})
+        payloads.append(bare.to_payload().encode())
+    call_told = asdict(prepared.call)
+    rates = [asdict(rate) for rate in prepared.rates]
+    told = {"call": call_told, "new": new, "rates": rates, "id": prepared.completion_id}
+    return told, payloads
+
+
+def frame(told: Mapping[str, Any], payloads: list[bytes]) -> bytes:
+    """As it goes through a pipe: the length of the header, the header, the payloads."""
+    header = json.dumps({**told, "sizes": [len(it) for it in payloads]}).encode()
+    return b"".join([len(header).to_bytes(_LENGTH_BYTES, "big"), header, *payloads])
+
+
+def _prepared_of(
+    told: Mapping[str, Any], payloads: list[bytes], account: TokenAccount | None
+) -> Prepared:
+    new = [
+        NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
+        for (request_id, fields, delay_ms), payload in zip(told["new"], payloads, strict=True)
+    ]
+    rates = [Rate(**rate) for rate in told["rates"]]
+    return Prepared(CompletionCall(**told["call"]), new, rates, told["id"])
+
+
+def _looked_at(fields: dict[str, Any]) -> PayloadRequest:
+    context = fields.pop("trace_context")
+    if context is not None:
+        context = TraceContext.model_construct(**context)
+    return PayloadRequest.model_construct(**fields, trace_context=context)
+
+
+def _error_of(told: dict[str, Any]) -> Exception:
+    if "field" in told:
+        return InvalidRequestError(told["message"], field=told["field"])
+    message, status = told.pop("message"), told.pop("status")
+    return ApiError(status, message, **told)
+
+
+def _too_much() -> ApiError:
+    return ApiError(
+        400,
+        "the body takes too much time or memory to read; send fewer or shorter lists and objects",
+        code="body_too_complex",
+    )
+
+
+async def _start() -> Process:
+    module = "promptq.producer.gateway.answering.prepare_process"
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, stdin=PIPE, stdout=PIPE
+    )
+
+
+async def _ask(
+    process: Process, asked: Mapping[str, Any], body: bytes
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Raises EOFError and OSError where the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(frame(asked, [body]))
+    await process.stdin.drain()
+    length = int.from_bytes(await process.stdout.readexactly(_LENGTH_BYTES), "big")
+    told = json.loads(await process.stdout.readexactly(length))
+    return told, [await process.stdout.readexactly(size) for size in told.pop("sizes")]
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

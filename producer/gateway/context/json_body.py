@@ -1,0 +1,72 @@
+"""Bodies that a model of pydantic describes, read once it is known who calls.
+
+FastAPI would read a body before it asks that, without a bound, and report each of its errors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.http.bodies import read_body
+from promptq.producer.gateway.http.errors import ApiError
+
+_MOST_BYTES = 262_144
+"""So that what it costs to read one on the event loop is little, whatever is in it."""
+_MOST_FIELDS = 100
+"""Pydantic would report each that is not known."""
+
+
+def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
+    """A dependency of a route: its body, as JSON of this model or type.
+
+    Raises ApiError, RequestValidationError.
+    """
+    adapter = TypeAdapter(kind)
+
+    async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:
+        with gateway.bodies.hold(caller.name) as hold:
+            most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
+            body = await read_body(request, most, hold)
+        # Else a page of another site could send it without asking first.
+        if "json" not in request.headers.get("content-type", ""):
+            raise ApiError(400, "the body is read as JSON only with Content-Type: application/json")
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body is not a JSON object")
+        if len(given) > _MOST_FIELDS:
+            raise ApiError(400, f"the body has {len(given)} fields")
+        try:
+            return adapter.validate_python(given)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(include_url=False)[:1]) from None
+
+    return read
+
+
+def described_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route for FastAPI's `openapi_extra`, models within it in their place."""
+    schema = kind.model_json_schema()
+    inner = schema.pop("$defs", {})
+
+    def in_place(part: Any) -> Any:
+        if isinstance(part, list):
+            return [in_place(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return in_place(inner[part["$ref"].rpartition("/")[2]])
+        return {name: in_place(each) for name, each in part.items()}
+
+    content = {"application/json": {"schema": in_place(schema)}}
+    return {"requestBody": {"content": content, "required": True}}

@@ -1,0 +1,235 @@
+"""Who has no key costs nothing, and one who has takes no more than a share; on raw sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import select
+import socket
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.gateway.http import protocol
+from tests.producer.gateway.living import LiveGateway, live_gateway
+
+MIB = 1 << 20
+GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@contextmanager
+def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
+    parts = urlsplit(gateway.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+        yield connection
+
+
+def head(path: str, secret: str, num_bytes: int) -> bytes:
+    key = f"Authorization: Bearer {secret}\r\n" if secret else ""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Type: application/json\r\n"
+        f"Content-Length: {num_bytes}\r\n\r\n"
+    ).encode()
+
+
+def answer_of(connection: socket.socket) -> tuple[bytes, bytes]:
+    """The next answer: its head and its body."""
+    with connection.makefile("rb") as incoming:
+        start = b"".join(iter(incoming.readline, b"\r\n"))
+        length = re.search(rb"(?i)content-length: (\d+)", start)
+        assert length is not None
+        return start, incoming.read(int(length[1]))
+
+
+def make_key(redis_url: str, name: str, **fields: object) -> str:
+    with Client(redis_url) as client:
+        return client.create_api_key(ApiKey.build(name=name, **fields))[0]
+
+
+def is_served(gateway: LiveGateway, secret: str) -> bool:
+    headers = {"Authorization": f"Bearer {secret}"}
+    body = {"prompt": "Hi", "n": 0}  # which is refused, once all of it was read
+    with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
+        answer = http.post("/v1/completions", json=body)
+    return answer.status_code == 400 and "n:" in answer.text
+
+
+def until(condition: Callable[[], bool]) -> None:
+    assert any(condition() for _ in range(500))
+
+
+def wait_until_closed(connection: socket.socket, piece: bytes, num_read: int = 65536) -> None:
+    """Send one piece after the other, slowly, until the gateway hangs up."""
+    connection.settimeout(0.02)
+    for _ in range(1000):
+        try:
+            connection.sendall(piece)
+            if not num_read:
+                select.select([], [], [], 0.02)
+            elif connection.recv(num_read) == b"":
+                return
+        except TimeoutError:
+            continue
+        except (BrokenPipeError, ConnectionResetError):
+            return
+    raise AssertionError("the gateway never hung up")
+
+
+def paths_with_bodies(gateway: LiveGateway) -> list[str]:
+    document = httpx2.get(f"{gateway.url}/openapi.json").json()
+    found = [
+        re.sub(r"{\w+}", "x", path)
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        if "requestBody" in operation
+    ]
+    assert len(found) >= 4
+    actions = ("cancel", "reprioritise", "drain", "dead/requeue", "dead/purge", "play")
+    return [*found, *(f"/dashboard/api/{action}" for action in actions)]
+
+
+def test_without_a_key_the_answer_comes_before_the_body(redis_url: str) -> None:
+    """On every route that reads one; and the connection goes on behind what is dropped."""
+    make_key(redis_url, "web")
+    with live_gateway(redis_url) as gateway:
+        for path in paths_with_bodies(gateway):
+            with connected(gateway) as connection:
+                connection.sendall(head(path, "pq-wrong", 8 * MIB))
+                assert answer_of(connection)[0].startswith(b"HTTP/1.1 401 "), path
+                connection.sendall(b"x" * 8 * MIB + GET % b"/healthz")
+                assert answer_of(connection)[1] == b'{"status":"ok"}', path
+
+
+def test_without_a_key_no_body_is_kept(redis_url: str) -> None:
+    make_key(redis_url, "web")
+    with live_gateway(redis_url) as gateway, ExitStack() as stack:
+        crowd = [stack.enter_context(connected(gateway)) for _ in range(48)]
+        tracemalloc.start()
+        try:
+            for connection in crowd:
+                connection.sendall(head("/v1/batches", "", 8 * MIB))
+                connection.sendall(b"x" * (8 * MIB - 1))
+            for connection in crowd:
+                assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 60 * MIB, "of 384 MiB; 8 are those of this test"
+
+
+@pytest.mark.parametrize(
+    ("sent", "piece"),
+    [
+        (b"", b"G"),
+        (b"GET / HTTP/1.1\r\nX-Slow: ", b"x"),
+        (b"KEY", b"x"),
+        (b"", b"\r\n"),
+    ],
+    ids=["a method", "a header", "a body", "empty lines"],
+)
+def test_one_byte_now_and_then_keeps_no_connection(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, sent: bytes, piece: bytes
+) -> None:
+    for name in ("_SILENCE_SECONDS", "_HEAD_SECONDS"):
+        monkeypatch.setattr(protocol, name, 0.3)
+    secret = make_key(redis_url, "web")
+    if sent == b"KEY":
+        sent = head("/v1/completions", secret, MIB)
+    with live_gateway(redis_url) as gateway, connected(gateway) as connection:
+        connection.sendall(sent)
+        wait_until_closed(connection, piece)
+        assert is_served(gateway, secret)
+
+
+def test_who_was_refused_may_not_send_for_ever(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_DROP_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "_LOOK_SECONDS", 0.05)
+    make_key(redis_url, "web")
+    with live_gateway(redis_url) as gateway, connected(gateway) as connection:
+        connection.sendall(head("/v1/completions", "", 100 * MIB))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+        wait_until_closed(connection, b"x")
+
+
+def test_an_answer_that_nobody_reads_keeps_no_connection(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(protocol, "_LOOK_SECONDS", 0.05)
+    with live_gateway(redis_url, files_dir=tmp_path) as gateway, connected(gateway) as connection:
+        form = {"files": {"file": b"x" * 20 * MIB}, "data": {"purpose": "batch"}}
+        file_id = httpx2.post(f"{gateway.url}/v1/files", **form, timeout=30).json()["id"]
+        connection.sendall(GET % f"/v1/files/{file_id}/content".encode())
+        wait_until_closed(connection, b"\r\n", num_read=0)
+
+
+def test_requests_sent_far_ahead_end_the_connection(redis_url: str) -> None:
+    """Each that waits behind another takes memory, whoever sent it."""
+    with live_gateway(redis_url) as gateway, connected(gateway) as connection:
+        ahead = GET % b"/openapi.json" * 1000
+        wait_until_closed(connection, ahead, num_read=1)
+
+
+def test_the_bodies_of_one_key_leave_room_for_those_of_another(redis_url: str) -> None:
+    """Bytes that have come count; once their connections are gone, there is room again."""
+    greedy, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
+    limits = {"http_max_body_bytes": MIB, "http_body_bytes_per_key": 2 * MIB}
+    with live_gateway(redis_url, **limits) as gateway:
+        with ExitStack() as stack:
+            for _ in range(2):
+                connection = stack.enter_context(connected(gateway))
+                connection.sendall(head("/v1/completions", greedy, MIB) + b" " * (MIB - 1))
+            until(lambda: not is_served(gateway, greedy))  # all of it has come
+            with connected(gateway) as connection:
+                connection.sendall(head("/v1/completions", greedy, 9) + b'{"n":"a"}')
+                start, body = answer_of(connection)
+            assert start.startswith(b"HTTP/1.1 429 ")
+            assert b"retry-after: 1" in start
+            assert json.loads(body)["error"]["code"] == "bodies_of_key"
+            assert is_served(gateway, other)
+        until(lambda: is_served(gateway, greedy))
+
+
+def test_the_bodies_of_all_are_bounded(redis_url: str) -> None:
+    secrets = [make_key(redis_url, f"key-{number}") for number in range(3)]
+    limits = {
+        "http_max_body_bytes": MIB,
+        "http_body_bytes_per_key": MIB,
+        "http_body_bytes": 2 * MIB,
+    }
+    with live_gateway(redis_url, **limits) as gateway, ExitStack() as stack:
+        for secret in secrets[:2]:
+            connection = stack.enter_context(connected(gateway))
+            connection.sendall(head("/v1/completions", secret, MIB) + b" " * (MIB - 1))
+        until(lambda: not is_served(gateway, secrets[2]))
+        with connected(gateway) as connection:
+            connection.sendall(head("/v1/completions", secrets[2], 9) + b'{"n":"a"}')
+            start, body = answer_of(connection)
+        assert start.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(body)["error"]["code"] == "bodies"
+
+
+def test_connections_are_bounded_and_probes_still_answered(redis_url: str) -> None:
+    with live_gateway(redis_url, http_max_connections=4) as gateway, ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connected(gateway))
+        refused = httpx2.get(f"{gateway.url}/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "connections")
+        assert refused.headers["retry-after"] == "1"
+        assert httpx2.get(f"{gateway.url}/healthz").status_code == 200
+        stack.close()
+        until(lambda: httpx2.get(f"{gateway.url}/v1/models").status_code == 200)
+        with ExitStack() as crowd:
+            for _ in range(100):
+                connection = crowd.enter_context(connected(gateway))
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", "there are more than probes need"

@@ -1,0 +1,158 @@
+"""Bodies that take long to read are read beside the event loop, each key's in its turn."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+import redis
+
+from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.gateway.answering import preparing
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
+from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.roles import as_role
+
+MANY = [{"role": "user", "content": ""}] * 60_000
+LARGE = json.dumps({"messages": MANY * 2}).encode()
+LARGE_AND_WRONG = json.dumps({"messages": MANY, "temperature": 9}).encode()
+
+
+def make_key(redis_url: str, name: str, **fields: Any) -> str:
+    with Client(redis_url) as client:
+        return client.create_api_key(ApiKey.build(name=name, **fields))[0]
+
+
+@contextmanager
+def sent(gateway: LiveGateway, secret: str, body: bytes) -> Iterator[socket.socket]:
+    """A connection on which a chat has been asked for."""
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {secret}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    parts = urlsplit(gateway.url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        connection.sendall(head.encode() + body)
+        yield connection
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[RequestQueue]:
+    with redis.Redis.from_url(as_role("", redis_url)) as connection:
+        yield RequestQueue(connection)
+
+
+def test_others_are_answered_while_a_large_body_is_read(
+    redis_url: str, queue: RequestQueue
+) -> None:
+    secret, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
+    headers = {"Authorization": f"Bearer {other}"}
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+        sent(gateway, secret, LARGE),
+    ):
+        num_answered = 0
+        while queue.is_empty():
+            refused = http.post("/v1/completions", json={"prompt": "Hi", "temperature": 9})
+            assert refused.status_code == 400
+            num_answered += 1
+    assert num_answered > 5, "before the large one was in the queue"
+
+
+def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(redis_url: str) -> None:
+    greedy, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
+    with live_gateway(redis_url) as gateway, ExitStack() as stack:
+        crowd = [stack.enter_context(sent(gateway, greedy, LARGE_AND_WRONG)) for _ in range(5)]
+        with sent(gateway, other, LARGE_AND_WRONG) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 400"
+            answered, _, _ = select.select(crowd, [], [], 0)
+        assert len(answered) <= 3
+        for connection in crowd:
+            assert connection.recv(12) == b"HTTP/1.1 400"
+
+
+def test_a_body_that_takes_too_long_fails_alone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = make_key(redis_url, "greedy")
+    headers = {"Authorization": f"Bearer {secret}"}
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(preparing, "_MOST_SECONDS", 0.001)
+            refused = http.post("/v1/chat/completions", content=LARGE)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
+        wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
+
+
+def test_an_invalid_body_counts_as_a_call(redis_url: str) -> None:
+    secret = make_key(redis_url, "web", requests_per_minute=2)
+    headers = {"Authorization": f"Bearer {secret}"}
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        answers = [http.post("/v1/completions", content=b"{") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [400, 400, 429]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "Grüße 🎉", "seed": 7, "echo": True, "n": 2}),
+        ("completions", {"prompt": [[1, 2], "x"], "logprobs": 1, "idempotency_key": "k"}),
+        ("completions", {"prompt": "x", "trace_context": {"traceparent": "00-1-2-01"}}),
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "deadline_ms": 100_000,
+                "priority": 3,
+            },
+        ),
+    ],
+)
+def test_what_is_enqueued_does_not_depend_on_where_it_was_read(
+    redis_url: str,
+    queue: RequestQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+) -> None:
+    secret = make_key(redis_url, "web", tenant="shop", tokens_per_minute=100_000)
+    headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
+    kept: list[list[dict[bytes, bytes]]] = []
+    with live_gateway(redis_url, http_header_seconds=0) as gateway:
+        for most in (preparing._SMALL_BYTES, 0):
+            monkeypatch.setattr(preparing, "_SMALL_BYTES", most)
+            with (
+                httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+                http.stream("POST", f"/v1/{path}", json={**fields, "stream": True}) as answer,
+            ):
+                assert answer.status_code == 200
+                assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
+                ids = queue.run(lookups.waiting_ids(queue.keys, 9))
+                connection: Any = queue._redis
+                names = ("payload", "tenant", "priority")
+                kept.append([connection.hmget(Keys().request(it), names) for it in sorted(ids)])
+                kept_url = answer.headers["x-stream-url"].partition("?")[2]
+                kept[-1].append(kept_url)
+            connection.flushdb()
+            secret_again = make_key(redis_url, "web", tenant="shop", tokens_per_minute=100_000)
+            headers["Authorization"] = f"Bearer {secret_again}"
+    assert kept[0] == kept[1]

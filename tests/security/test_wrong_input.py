@@ -1,0 +1,171 @@
+"""Odd input of each kind gets an error that says what is wrong, never 500, and leaves nothing."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import Request
+from tests.producer.gateway.living import live_gateway
+
+MANY = 300_000
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return tmp_path / "files"
+
+
+@pytest.fixture
+def http(redis_url: str, files: Path) -> Iterator[httpx2.Client]:
+    with (
+        live_gateway(redis_url, files_dir=files) as gateway,
+        httpx2.Client(base_url=gateway.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def form(name: str, fields: dict[str, str], boundary: str = "b") -> bytes:
+    parts = [
+        f'--{boundary}\r\nContent-Disposition: form-data; name="{key}"\r\n\r\n{value}\r\n'
+        for key, value in fields.items()
+    ]
+    parts.append(
+        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
+        f"{{}}\r\n--{boundary}--\r\n"
+    )
+    return "".join(parts).encode()
+
+
+EXPIRY = {"purpose": "batch", "expires_after[anchor]": "created_at"}
+
+
+@pytest.mark.parametrize(
+    ("charset", "fields", "told"),
+    [
+        ("undefined", {"purpose": "batch"}, "charset 'undefined'"),
+        ("punycode", {"purpose": "batch"}, "charset 'punycode'"),
+        ("utf-7", {"purpose": "batch"}, "charset 'utf-7'"),
+        ("utf-8", {**EXPIRY, "expires_after[seconds]": "9" * 1000}, "expires_after"),
+        ("utf-8", {**EXPIRY, "expires_after[seconds]": "9" * 5000}, "multipart form"),
+        ("utf-8", {"purpose": "x" * 1000}, "purpose"),
+        ("utf-8", {"purpose": "batch", **{str(n): "" for n in range(50)}}, "Too many fields"),
+    ],
+)
+def test_an_upload_that_is_wrong_is_refused_and_leaves_nothing(
+    http: httpx2.Client, files: Path, charset: str, fields: dict[str, str], told: str
+) -> None:
+    kind = {"Content-Type": f"multipart/form-data; boundary=b; charset={charset}"}
+    refused = http.post("/v1/files", content=form("+2AA-", fields), headers=kind)
+    assert refused.status_code == 400
+    assert told in refused.json()["error"]["message"]
+    assert not files.exists() or not list(files.iterdir())
+
+
+def test_a_file_that_cannot_be_written_down_leaves_nothing(
+    http: httpx2.Client, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("promptq.producer.batch_store.files._write_whole", full)
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert http.post("/v1/files", content=form("a", EXPIRY), headers=kind).status_code == 400
+    body = form("a", {"purpose": "batch"})
+    assert http.post("/v1/files", content=body, headers=kind).status_code >= 500
+    assert not list(files.iterdir())
+
+
+def test_many_large_form_fields_end_at_the_first(http: httpx2.Client) -> None:
+    def pieces() -> Iterator[bytes]:
+        for number in range(150):
+            name = f'name="{number}"'.encode()
+            yield b"--b\r\nContent-Disposition: form-data; " + name + b"\r\n\r\n"
+            yield b"x" * 1_000_000
+            yield b"\r\n"
+
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    tracemalloc.start()
+    try:
+        refused = http.post("/v1/files", content=pieces(), headers=kind)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refused.status_code == 400
+    assert "exceeded" in refused.json()["error"]["message"]
+    assert peak < 50_000_000, "of 150 MB"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://["},
+        {"Origin": "http://localhost:1"},
+        {"Origin": "http://127.0.0.1"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Host": "a b"},
+        {"Host": "local host"},
+        {"Host": "["},
+        {"Host": "localhost:x"},
+        {"Host": "localhost@elsewhere.example"},
+        {"Host": "elsewhere.example"},
+        {"Host": "127.0.0.1.elsewhere.example"},
+        {"Host": ""},
+    ],
+    ids=str,
+)
+def test_without_a_key_only_this_machine_and_its_own_page_are_answered(
+    http: httpx2.Client, headers: dict[str, str]
+) -> None:
+    """A page on another port of this machine is another origin."""
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
+        assert http.request(method, path, headers=headers).status_code == 401
+
+
+def test_without_a_key_the_gateways_own_page_may_act(http: httpx2.Client) -> None:
+    headers = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+    assert http.get("/v1/models", headers=headers).status_code == 200
+    assert http.post("/dashboard/api/resume", headers=headers).status_code == 200
+    other = http.post("/dashboard/api/resume", headers={"Origin": "http://localhost:1"})
+    assert (other.status_code, other.json()["error"]["code"]) == (403, "cross_site")
+
+
+def repeated(what: str) -> str:
+    return ",".join([what] * MANY)
+
+
+def named(what: str) -> str:
+    return ",".join(f'"a{number}":{what}' for number in range(MANY))
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ('{"prompt": [0,' + repeated("-1") + "]}", "prompt"),
+        ('{"messages": [1,' + repeated("1") + "]}", "messages"),
+        ('{"messages": [{}], "tools": [1,' + repeated("1") + "]}", "tools"),
+        ('{"prompt": "x", "stop": [1,' + repeated("1") + "]}", "stop"),
+        ('{"prompt": "x", "bad_words": [1,' + repeated("1") + "]}", "bad_words"),
+        ('{"prompt": "x", "logit_bias": {' + named("1") + "}}", "logit_bias"),
+        ("{" + named("1") + "}", "a0"),
+        ('{"messages": [{}], "tools": [{}], "tool_choice": {' + named("1") + "}}", "tool_choice"),
+    ],
+    ids=["prompt", "messages", "tools", "stop", "bad_words", "logit_bias", "names", "tool_choice"],
+)
+def test_of_a_payload_with_many_errors_the_first_is_told(body: str, field: str) -> None:
+    """And no more are looked for: each would take time, and hundreds of bytes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError) as refused:
+            Request.parse(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refused.value.field == field
+    assert len(str(refused.value)) < 1000
+    assert peak < 25 * len(body), "what reading it as JSON takes"
