@@ -25,7 +25,7 @@ class Happened(StrEnum):
     ENQUEUED = "enqueued"
     CLAIMED = "claimed"
     PREFILL = "prefill"
-    FIRST_TOKEN = "first_token"
+    FIRST_TOKEN = "first_token"  # noqa: S105 # of an output
     PREEMPTED = "preempted"
     RESUMED = "resumed"
     GIVEN_BACK = "given_back"

@@ -352,7 +352,7 @@ class _Stream:
     def _backoff(self) -> float:
         """Seconds until the next try, spread so that clients do not return all at once."""
         longest = min(_FIRST_BACKOFF_SECONDS * 2**self._failures, _MAX_BACKOFF_SECONDS)
-        return random.uniform(longest / 2, longest)
+        return random.uniform(longest / 2, longest)  # noqa: S311 # spreads retries
 
 
 def _parse(event: bytes) -> TokenEvent | None:

@@ -100,7 +100,8 @@ class Subscriptions:
                 while not me.cancelling():  # redis-py swallows cancellations, see `cancelling`
                     await self._listen(pubsub.connection, me)
                     await pubsub.connection.disconnect(nowait=True)
-                    await asyncio.sleep(random.uniform(0, _MAX_RECONNECT_SECONDS))
+                    seconds = random.uniform(0, _MAX_RECONNECT_SECONDS)  # noqa: S311 # spreads them
+                    await asyncio.sleep(seconds)
                     await pubsub.connect()
         except Exception as error:  # whatever it is, those who listen must not wait in vain
             if self._keeper is me:

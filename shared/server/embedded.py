@@ -135,7 +135,7 @@ class EmbeddedServer:
         temporary = str(self._dir) if is_temporary else ""
         alive = self._advertisement
         advertised = "" if alive is None else str(alive.file)
-        return subprocess.Popen(
+        return subprocess.Popen(  # noqa: S603 # a fixed script; paths are arguments
             ["/bin/sh", "-c", _WAIT_FOR_OWNER, "sh", temporary, advertised, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if alive is None else alive.descriptor,

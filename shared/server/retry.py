@@ -43,4 +43,4 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
                 get_logger().info("Redis takes it again", failures=failures)
             return value
         longest = min(_FIRST_BACKOFF_SECONDS * 2.0**failures, _MAX_BACKOFF_SECONDS)
-        await asyncio.sleep(random.uniform(longest / 2, longest))
+        await asyncio.sleep(random.uniform(longest / 2, longest))  # noqa: S311 # spreads retries

@@ -252,7 +252,8 @@ class Prefetcher:
             await self._tell_prompt_tokens()
             return
         if self.num_workers > 1:
-            await asyncio.sleep(random.uniform(0, _JITTER_SECONDS * (self.num_workers - 1)))
+            jitter = _JITTER_SECONDS * (self.num_workers - 1)
+            await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
 
     async def _fill(self) -> int:
         """Claim and prepare once; gives how many were claimed."""

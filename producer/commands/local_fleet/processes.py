@@ -59,7 +59,7 @@ class ChildProcess:
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.is_ready = False
         self._show = show
-        self._shell = subprocess.Popen(
+        self._shell = subprocess.Popen(  # noqa: S603 # a list of ours, no shell
             ["/bin/sh", "-c", _WATCH_OWNER, "sh", *command],
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
