@@ -121,7 +121,9 @@ class Run:
                     client.hset(Keys(queue).config, mapping=_CONFIG)
             self._fleet = Fleet(
                 {queue: WORKERS[queue] for queue in self._queues},
-                *(as_role("worker", self._proxy.url(Role.WORKERS)), self._folder, self._group),
+                self._as_role("worker", self._proxy.url(Role.WORKERS)),
+                self._folder,
+                self._group,
                 self._environment,
                 self._earlier,
             )
@@ -147,6 +149,10 @@ class Run:
         self.outcome.num_swallowed = self._proxy.num_swallowed
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         return self.outcome
+
+    def _as_role(self, role: str, url: str) -> str:
+        """Roles are this release's: beside an earlier one there are none."""
+        return as_role("" if self._earlier else role, url)
 
     async def _close(self, references: dict[str, Expected]) -> None:
         """Let all come to its end, and audit."""
@@ -194,8 +200,8 @@ class Run:
 
     async def _start_clients(self) -> None:
         urls = [
-            as_role("producer", self._proxy.url(Role.PRODUCERS)),
-            as_role("subscriber", self._proxy.url(Role.SUBSCRIBERS)),
+            self._as_role("producer", self._proxy.url(Role.PRODUCERS)),
+            self._as_role("subscriber", self._proxy.url(Role.SUBSCRIBERS)),
         ]
         for number in range(_NUM_CLIENTS):
             name = f"clients-{number}"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.chaos.group import ProcessGroup
 
-LAST_RELEASE = "0.1.0"
-REVISION = "5a4f609"
+LAST_RELEASE = "0.2.0"
+REVISION = "9d8ec56"
 """What the last release was made of. The next release moves both."""
 
 SHARES = (1.0, 0.5, 0.0, 0.5, 1.0, 0.5)
@@ -37,7 +37,7 @@ class Release:
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which its code is found: `promptq`, or the three folders of 0.1."""
+        """In which its code is found."""
         path = os.pathsep.join((f"{self.folder}/src", str(self.folder)))
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
