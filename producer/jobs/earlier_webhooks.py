@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import zlib
 from typing import Any
@@ -13,6 +14,7 @@ from promptq.producer.jobs.allowed_jobs import rq_queue_name
 from promptq.shared.protocol.keys import Keys, is_request_id
 from promptq.shared.runtime.logs import get_logger
 
+_JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
 _MAX_BYTES = 64 * 1024 * 1024
 """Of a job, which held the whole message."""
 
@@ -29,14 +31,15 @@ def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     found = [*client.lrange(waiting, 0, -1), *client.zrange(scheduled, 0, -1)]
     count = 0
     for job_id in found:
-        key = b"rq:job:" + job_id
-        request_id = _request_id_in(client.hget(key, "data") or b"")
-        if request_id is not None and own.exists(keys.request(request_id)):
-            own.zadd(keys.webhooks, {request_id: int(time.time() * 1000)}, nx=True)
-            count += 1
+        if _JOB_ID.fullmatch(job_id):
+            key = b"rq:job:" + job_id
+            request_id = _request_id_in(client.hget(key, "data") or b"")
+            if request_id is not None and own.exists(keys.request(request_id)):
+                own.zadd(keys.webhooks, {request_id: int(time.time() * 1000)}, nx=True)
+                count += 1
+            client.delete(key)
         client.lrem(waiting, 0, job_id)
         client.zrem(scheduled, job_id)
-        client.delete(key)
     if found:
         get_logger(queue=keys.queue).info("webhooks taken over", found=len(found), taken=count)
     return count

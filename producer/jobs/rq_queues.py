@@ -53,8 +53,8 @@ _LOST_SECONDS = 15
 _WORKER_TTL_SECONDS = 30
 _BATCH_JOB = "promptq-"
 _TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
-_JOB_ID = re.compile(rb"[A-Za-z0-9_-]{1,200}")
-_EXECUTION = re.compile(rb"[A-Za-z0-9_-]{1,200}:[A-Za-z0-9_-]{1,200}")
+_JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
+_EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _FIELDS = ("data", "origin", "status")
 """All that is read of a job's hash."""
 _REFUSED_SECONDS = 60

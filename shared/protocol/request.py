@@ -49,8 +49,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
 """Of all bad words of a request together."""
-MAX_STOP_CHARS = 1024
-MAX_STOPS_CHARS = 8192
+MAX_STOP_CHARS = 4096
+MAX_STOPS_CHARS = 16_384
 """Of all stop strings of a request together."""
 
 TEMPLATE_CALL_ARGUMENTS = frozenset(

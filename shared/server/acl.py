@@ -53,7 +53,7 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("queue", "workers", "worker", "job", "job:")),
     *(f"~rq:{kind}:promptq-*" for kind in ("execution", "executions", "results", "finished")),
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
-    *("~rq:queues", "~rq:workers", "%R~rq:suspended"),
+    *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last: of 0.2
 )
 """All queues, jobs and workers of ours are called so; RQ's lists of all are shared."""
 

@@ -45,7 +45,7 @@ MUTANTS = {
     "cancel-drops-leases": _of_states("cancel", "if mode == 'any' then"),
     "finish-keeps-holds": _of_states(ALL_SCRIPTS, "leases, deadlines, delayed}"),
     "finish-without-state": _of_states(ALL_SCRIPTS, "redis.pcall('HSET', key, 'state',"),
-    "half-a-result": _of_states(ALL_SCRIPTS, "last.text"),
+    "half-a-result": _of_states(ALL_SCRIPTS, "event.text"),
     "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl()"),
     "key-astray": _of_states(ALL_SCRIPTS, "prefix .. 'tokens:'"),
     "script-raises": _of_states(ALL_SCRIPTS, "redis.call('HDEL', request_key(id), 'fence'"),

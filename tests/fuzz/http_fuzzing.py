@@ -66,7 +66,7 @@ class HttpFuzzing:
 
     def run(self, count: int) -> HttpOutcome:
         """Throw `count` requests, uploads among them."""
-        with Client(self._redis_url) as client:
+        with Client(as_role("operator", self._redis_url)) as client:
             secret, _ = client.create_api_key(ApiKey(name="plain"))
             admin_secret, _ = client.create_api_key(ApiKey(name="admin", is_admin=True))
             other, _ = client.create_api_key(ApiKey(name="other", tenant="other"))
@@ -142,7 +142,7 @@ class HttpFuzzing:
         """Its address and process."""
         kept = {name: it for name, it in os.environ.items() if not name.startswith("PROMPTQ_")}
         env = {**kept, "PROMPTQ_FILES_DIR": str(self._folder / "files"), "PYTHONUNBUFFERED": "1"}
-        url = as_role("producer", self._redis_url)
+        url = as_role("gateway", self._redis_url)
         command = [sys.executable, "-m", "promptq.producer.cli", "gateway", "--port", "0"]
         with (self._folder / "gateway.log").open("w") as log:
             process = subprocess.Popen(

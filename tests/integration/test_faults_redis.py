@@ -99,7 +99,7 @@ def test_a_worker_whose_links_were_forgotten_hears_what_it_is_told(
     url = f"{network.url}?socket_timeout=0.3"
     with (
         started(tmp_path, url, module=FAULTY) as worker,
-        Client(server.url) as client,
+        Client(as_role("operator", server.url)) as steering,
         server.client() as own,
     ):
         until(lambda: own.pubsub_numsub(queue.keys.control)[0][1] == 1)
@@ -111,7 +111,7 @@ def test_a_worker_whose_links_were_forgotten_hears_what_it_is_told(
         until(lambda: network.num_accepted > before)
         network.mend()
         while worker.process.poll() is None:
-            client.drain()
+            steering.drain()
             time.sleep(0.1)
         assert worker.wait() == 0
 

@@ -72,7 +72,7 @@ def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
         "debug",
     ]
     with running(*worker) as (_, of_worker), Client(redis_url) as client:
-        with running("-c", GATEWAY, redis_url) as (port, of_gateway):
+        with running("-c", GATEWAY, as_role("gateway", redis_url)) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"
             body = {"prompt": "x", "max_tokens": 3}
             asked = httpx2.post(f"{url}/v1/completions?key=secret", json=body, timeout=None).json()[
@@ -129,7 +129,8 @@ def test_every_call_about_an_answer_is_logged_with_its_id(redis_url: str) -> Non
         "--log-level",
         "debug",
     ]
-    gateway = ["-m", "promptq.producer.cli", "gateway", "--port", "0", "--redis", redis_url]
+    gateway = ["-m", "promptq.producer.cli", "gateway", "--port", "0"]
+    gateway += ["--redis", as_role("gateway", redis_url)]
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
     unknown = "/v1/streams/chatcmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"
     with running(*worker) as (_, of_worker), running(*gateway) as (ready, of_gateway):

@@ -22,6 +22,7 @@ from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.served_model import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.helpers import finished, running_worker
+from tests.roles import as_role
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
 
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text", "mixtral"]
@@ -65,7 +66,7 @@ async def test_greedy_tokens_are_those_of_generate(
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in expected}) > 6, "the models must tell prompts apart"
 
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
         queue = AsyncRequestQueue(client)
 
         async def put(prompt: list[int], **fields: Any) -> str:

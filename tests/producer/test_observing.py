@@ -48,7 +48,7 @@ async def test_a_workers_slots_tell_who_runs_and_how_far(
         prompt = "a prompt of five blocks"  # 23 tokens
         first = await client.enqueue(prompt, max_tokens=900, tenant="gold", priority=-2)
         await anext(client.stream(first))
-        second = await client.enqueue(prompt, max_tokens=900)
+        second = await client.enqueue(prompt, max_tokens=900, tenant="gold")
         await anext(client.stream(second))
 
         async def both_run() -> Any:

@@ -140,10 +140,11 @@ async def test_reaps_on_where_it_may_not_look_for_orphans(
     """Servers say it in different words."""
     redis_url = request.getfixturevalue(kind)
     rules = ["on", "nopass", "~*", "&*", "+@all", "-scan"]
-    async with redis.asyncio.Redis.from_url(redis_url) as admin:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
         await admin.flushall()
         await admin.execute_command("ACL", "SETUSER", "narrow", *rules)
-        async with redis.asyncio.Redis.from_url(redis_url, username="narrow") as client:
+        narrow = as_role("", redis_url).replace("//", "//narrow:x@")
+        async with redis.asyncio.Redis.from_url(narrow) as client:
             assert not await reaps_and_sweeps(redis_url, client)
         await admin.execute_command("ACL", "DELUSER", "narrow")
     told = capsys.readouterr()

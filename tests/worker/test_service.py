@@ -27,7 +27,7 @@ from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from tests.helpers import finished, running_worker, served_model_free, text_of
-from tests.roles import as_role
+from tests.roles import AsyncQueueClient, as_role
 
 BY_ITSELF = {"max_events_per_second": math.inf}
 """Settings of a worker that sends each token by itself."""
@@ -62,7 +62,7 @@ async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) ->
 
 @pytest.fixture
 async def queue(redis_url: str) -> Any:
-    client = redis.asyncio.Redis.from_url(redis_url)
+    client = AsyncQueueClient.from_url(as_role("", redis_url))
     yield AsyncRequestQueue(client)
     await client.aclose()
 
@@ -382,7 +382,7 @@ async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQu
 async def test_a_worker_starts_whatever_a_stranger_wrote_about_others(
     redis_url: str, queue: AsyncRequestQueue, worker_id: str | bytes
 ) -> None:
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
         await client.zadd(queue.keys.workers, {worker_id: 2**52})
         await client.hset(queue.keys.worker("stranger"), "max_model_len", "nonsense")
     async with running_worker(redis_url):
@@ -395,7 +395,7 @@ async def test_a_worker_of_another_model_refuses_to_start(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     other_model = ModelIdentity("llama", "123")
-    async with redis.asyncio.Redis.from_url(redis_url) as client:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as client:
         other = AsyncRequestQueue(client, model=other_model)
         await other.take_batch(Room(max_count=0, token_budget=0))
     with pytest.raises(ModelMismatchError, match="llama"):

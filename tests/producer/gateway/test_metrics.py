@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from promptq import AsyncClient
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.http.meter import measure_http
+from promptq.producer.settings import GatewaySettings
 from promptq.shared.runtime import metrics
-from promptq.shared.runtime.settings import Settings
 from tests.helpers import running_worker, served_model_free
 from tests.producer.commands.test_queue_commands import bury
 
@@ -46,7 +46,7 @@ def values(families: dict[str, Metric], spec: metrics.Spec) -> dict[tuple[str, .
 
 
 async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> None:
-    app = measure_http(create_app(Settings(redis_url=redis_url)))
+    app = measure_http(create_app(GatewaySettings(redis_url=redis_url)))
     async with client_of(app) as client, AsyncClient(redis_url) as queue:
         async with running_worker(redis_url):
             told = await scrape(client)
@@ -72,7 +72,7 @@ async def test_tells_of_the_queue_and_of_what_http_answered(redis_url: str) -> N
 
 async def test_tells_what_runs_what_was_given_up_and_of_a_pause(redis_url: str) -> None:
     bury(redis_url, "one", "two")
-    app = create_app(Settings(redis_url=redis_url))
+    app = create_app(GatewaySettings(redis_url=redis_url))
     async with client_of(app) as client, AsyncClient(redis_url) as queue:
         served = served_model_free(step_seconds=0.01)
         async with running_worker(redis_url, served):
@@ -90,7 +90,7 @@ async def test_tells_what_runs_what_was_given_up_and_of_a_pause(redis_url: str) 
 
 
 async def test_answers_while_redis_is_away() -> None:
-    app = create_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1/0"))
     async with client_of(app) as client:
         told = await scrape(client)
     assert values(told, metrics.QUEUE_UP) == {("default",): 0}
