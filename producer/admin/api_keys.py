@@ -22,6 +22,9 @@ from promptq.shared.queue.call import Call, text_map
 SCOPES = ("completions", "files", "batches", "models")
 """What a key may be kept to: completions with their streams, files, batches, the list of models."""
 
+LOCAL_NAME = "local"
+"""What callers of this machine are called where no key is needed; no key may be called so."""
+
 _PREFIX = "pq-"
 
 
@@ -100,6 +103,10 @@ def create(
     the tenant would let two keys see each other's that should not, and for an unknown scope.
     """
     _check_scopes(key)
+    if key.name == LOCAL_NAME:
+        raise ConfigurationError(
+            f"name: {LOCAL_NAME!r} is what callers without a key are called; choose another one"
+        )
     _check_apart(key, (yield from list_all(keys)))
     secret = _PREFIX + secrets.token_urlsafe(32)
     now_ms = yield lookups.server_time_ms()

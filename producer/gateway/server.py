@@ -89,6 +89,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         loop="uvloop",
         http=bounded_protocol(settings.http_max_connections),
         lifespan="on",
+        ws="none",  # else a library that is there by chance would take connections over
         log_config=None,
         access_log=False,
         server_header=False,

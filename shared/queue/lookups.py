@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from pydantic import ValidationError
+
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
@@ -80,10 +82,12 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
-    """What a worker last told of itself; None if it is gone."""
+    """What a worker last told of itself; None if it is gone, or no worker wrote it."""
 
     def parse(reply: Any) -> WorkerStats | None:
-        fields = text_map(reply)
-        return WorkerStats.model_validate(fields) if fields else None
+        with suppress(ValidationError):
+            fields = text_map(reply)
+            return WorkerStats.model_validate(fields) if fields else None
+        return None
 
     return Call("", ["HGETALL", keys.worker(worker_id)], parse)

@@ -17,7 +17,7 @@ from tests.chaos.records import Claimed, Expected, Kind, Logprob, Queue, Seen, S
 
 FINAL_STATES = {"completed", "failed", "cancelled", "expired", "dead"}
 _HOLDS = {"pending", "leases", "deadlines", "delayed"}
-_PER_QUEUE = {"config", "outputs", "workers", "dead", "tenants"}
+_PER_QUEUE = {"config", "model", "outputs", "workers", "dead", "tenants"}
 """One key each for a queue, whatever it served."""
 
 

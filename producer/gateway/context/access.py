@@ -22,7 +22,7 @@ from promptq.shared.queue.rate_limits import Rate, take_of_rates
 Caller = ApiKey
 """Somebody is what their key allows."""
 
-_NOBODY = Caller(name="local", highest_priority=-MAX_PRIORITY, is_admin=True)
+_NOBODY = Caller(name=api_keys.LOCAL_NAME, highest_priority=-MAX_PRIORITY, is_admin=True)
 _FORWARDED = (
     "forwarded",
     "x-forwarded-for",

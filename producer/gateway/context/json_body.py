@@ -5,13 +5,13 @@ FastAPI would read a body before it asks that, without a bound, and report each 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from promptq.producer.gateway.context.access import ThisCaller
 from promptq.producer.gateway.context.context import ThisGateway
@@ -39,8 +39,8 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
         if "json" not in request.headers.get("content-type", ""):
             raise ApiError(400, "the body is read as JSON only with Content-Type: application/json")
         try:
-            given = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            given = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise ApiError(400, "the body is not a JSON object")

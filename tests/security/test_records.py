@@ -1,0 +1,75 @@
+"""What somebody wrote into a record of the queue, or sends as JSON, disturbs nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import redis
+
+from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.keys import Keys
+from tests.helpers import running_worker
+from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.playing import Run
+from tests.roles import as_role
+
+KEYS = Keys()
+
+
+@pytest.fixture
+def gateway(redis_url: str, tmp_path: Path) -> Iterator[LiveGateway]:
+    with live_gateway(redis_url, files_dir=tmp_path) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def admin(redis_url: str, gateway: LiveGateway) -> Iterator[httpx2.Client]:
+    with Client(redis_url) as client:
+        secret, _ = client.create_api_key(ApiKey(name="admin", is_admin=True))
+    headers = {"Authorization": f"Bearer {secret}"}
+    with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
+        yield http
+
+
+async def test_a_worker_that_no_worker_is_hides_no_other_one(
+    redis_url: str, admin: httpx2.Client, run: Run
+) -> None:
+    with redis.Redis.from_url(as_role("worker", redis_url)) as forger:
+        forger.hset(KEYS.worker("ev"), mapping={"worker_id": "ev", "step_ms": "x"})
+        forger.zadd(KEYS.workers, {"ev": 2**52})
+    async with running_worker(redis_url) as worker:
+        assert admin.get("/readyz").status_code == 200
+        assert "promptq_queue_workers{" in admin.get("/metrics").text
+        told = run("stats")
+        assert told.returncode == 0
+        assert worker.worker_id in told.stdout
+
+
+HALF_A_CHARACTER: list[tuple[str, Any]] = [
+    ("drain", b'{"id":"\\ud800"}'),
+    ("cancel", b'{"id":"\\ud800"}'),
+    ("dead/requeue", b'{"ids":["\\ud800"]}'),
+    ("dead/purge", b'{"ids":["\\ud800"]}'),
+    ("play", b'{"\\ud800":1}'),
+    ("play", b'{"prompt":"\\ud800"}'),
+]
+
+
+@pytest.mark.parametrize(("action", "body"), HALF_A_CHARACTER)
+def test_half_a_character_is_no_json_for_an_action(
+    admin: httpx2.Client, action: str, body: bytes
+) -> None:
+    kind = {"Content-Type": "application/json"}
+    answer = admin.post(f"/dashboard/api/{action}", content=body, headers=kind)
+    assert answer.status_code == 400, answer.text
+
+
+def test_no_key_is_called_as_callers_without_one(redis_url: str) -> None:
+    with Client(redis_url) as client, pytest.raises(ConfigurationError, match=r"^name: 'local'"):
+        client.create_api_key(ApiKey(name="local"))
