@@ -222,6 +222,10 @@ def run(settings: Settings) -> None:
 def _serve(settings: Settings, redis_url: str) -> None:
     try:
         asyncio.run(serve(settings, redis_url))
+        # The interpreter's end takes handlers away, and a signal that comes then would make a
+        # failure of what ended well.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     except RedisError as error:
         raise explain(error, redis_url) from error
 
