@@ -473,6 +473,50 @@ def test_a_tenants_files_have_so_many_bytes(
     assert len(list((tmp_path / "files").glob("*.data"))) == 2, "nothing of what was refused"
 
 
+def test_a_new_batch_takes_of_the_rate(
+    start: Callable[..., LiveGateway], make_key: Callable[..., str]
+) -> None:
+    gateway, secret = start(), make_key("web", requests_per_minute=2)
+    file_id = upload(gateway, secret).json()["id"]
+    assert new_batch_of(gateway, secret, file_id).headers["x-ratelimit-remaining-requests"] == "0"
+    refused = new_batch_of(gateway, secret, file_id)
+    assert error_of(refused) == (429, "rate_limit_exceeded")
+
+
+def test_a_tenant_has_so_many_unfinished_batches(
+    start: Callable[..., LiveGateway], make_key: Callable[..., str], everything: redis.Redis
+) -> None:
+    """Also where all come at once, at two gateways; others are not concerned."""
+    gateways, secret = [start(batches_per_tenant=3) for _ in range(2)], make_key("web")
+    file_id = upload(gateways[0], secret).json()["id"]
+
+    def ask(number: int) -> httpx2.Response:
+        return new_batch_of(gateways[number % 2], secret, file_id)
+
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(ask, range(12)))
+    made = [it.json()["id"] for it in answers if it.status_code == 200]
+    refused = [it for it in answers if it.status_code != 200]
+    assert len(made) <= 3
+    assert {error_of(it) for it in refused} == {(429, "too_many_batches")}
+    listed = httpx2.get(f"{gateways[0].base_url}/batches", headers=bearer(secret)).json()["data"]
+    assert {it["id"] for it in listed} == set(made), "nothing is left of those refused"
+    assert everything.scard(KEYS.unfinished_batches) == len(made)
+    while len(made) < 3:  # all that came at once may have been refused
+        made.append(ask(0).json()["id"])
+    assert error_of(ask(0)) == (429, "too_many_batches")
+    other = make_key("other")
+    file_of_other = upload(gateways[0], other).json()["id"]
+    assert new_batch_of(gateways[0], other, file_of_other).status_code == 200
+    everything.srem(KEYS.unfinished_batches, made[0])  # as at its end
+    assert ask(0).status_code == 200
+
+
+def new_batch_of(gateway: LiveGateway, secret: str, file_id: str) -> httpx2.Response:
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    return httpx2.post(f"{gateway.base_url}/batches", json=body, headers=bearer(secret))
+
+
 def test_what_is_being_uploaded_counts(
     start: Callable[..., LiveGateway], make_key: Callable[..., str]
 ) -> None:
