@@ -382,18 +382,24 @@ def test_what_an_earlier_release_handed_to_rq(
         ask(own_worker.queue, request_id, receiving.url(f"/{request_id}"))
         own_worker.finish(own_worker.take(), "hi")
     server.delete(KEYS.webhooks)
-    first, later, unknown, bomb = (f"msg_{digit * 32}" for digit in "0123")
+    first, later, unknown, bomb, text, large = (f"msg_{digit * 32}" for digit in "012345")
     for name, request_id in {first: "first", later: "next", unknown: "unknown"}.items():
         body = json.dumps({"data": {"request_id": request_id}})
         args = ["default", name, "http://127.0.0.1:1/elsewhere", body]
         data = zlib.compress(json.dumps(["any.name", None, args, {}]).encode())
         server.hset(f"rq:job:{name}", "data", data)
     server.hset(f"rq:job:{bomb}", "data", zlib.compress(bytes(10**8)))
-    server.rpush("rq:queue:promptq-default-webhooks", first, unknown, bomb, b"\xff", "other")
+    server.set(f"rq:job:{text}", "x")
+    server.hset(f"rq:job:{large}", "data", data + bytes(2**24))
+    listed = "rq:queue:promptq-default-webhooks"
+    server.rpush(listed, text, large, unknown, bomb, b"\xff", "other", first)
     server.zadd("rq:scheduled:promptq-default-webhooks", {later: 2**40})
     assert take_over(jobs.redis, jobs.redis, KEYS) == 2
     jobs.work()
     assert sorted(at for at, _, _ in receiving.calls) == ["/first", "/next"]
+    assert server.keys("rq:*") == []
+    server.set(listed, "x")
+    assert take_over(jobs.redis, jobs.redis, KEYS) == 0
     assert server.keys("rq:*") == []
 
 
