@@ -107,7 +107,7 @@ def ask(queue: RequestQueue, request_id: str, url: str, **fields: Any) -> None:
 
 def test_every_final_state_is_told(server: Server) -> None:
     """Exactly those requests that asked for it are listed, whoever ended them and how; and their
-    results are kept for a day."""
+    results are kept for longer than a day."""
     with closing(server.connect()) as client:
         hand, url = HandWorker(client), "http://example.com/"
         ask(hand.queue, "completed", url)
@@ -142,7 +142,7 @@ def test_every_final_state_is_told(server: Server) -> None:
             "plain",
         }  # fmt: skip
         for request_id in told - {"dead"}:
-            assert client.pttl(KEYS.request(request_id)) > 23 * 3_600_000
+            assert client.pttl(KEYS.request(request_id)) > 25 * 3_600_000
         assert client.pttl(KEYS.request("nobody")) <= 3_600_000
 
 
@@ -218,6 +218,9 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
     jobs.work()
     again = sorted(at for at, _, _ in receiving.calls[3:])
     assert again == ["/never", "/status/302"], "gone is gone; a redirect is followed nowhere"
+    [dead] = jobs.dead()
+    assert (dead.request_id, dead.attempts) == ("status/410", 1)
+    assert dead.reason.endswith("answered 410: it wants no more")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -262,7 +265,32 @@ def test_private_addresses_are_refused(
     jobs.work()
     assert receiving.calls == []
     assert jobs.waiting() == {}
-    assert "private network" in capsys.readouterr().out
+    [dead] = jobs.dead()
+    allowing = "127.0.0.1 is in a private network; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it"
+    assert (dead.request_id, dead.reason) == ("r", allowing)
+    said = capsys.readouterr().out
+    assert all(f"{name}=" in said for name in ("request_id", "webhook_id", "tenant"))
+
+
+def test_a_record_that_is_gone(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
+    """However it went: who waits for the webhook finds it among the dead."""
+    ask(own_worker.queue, "r", receiving.url("/status/500"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    own_worker.redis.delete(KEYS.request("r"))
+    jobs.pass_time()
+    jobs.work()
+    [dead] = jobs.dead()
+    assert (dead.request_id, dead.attempts) == ("r", 2)
+    assert dead.reason == "its record is kept no longer"
+
+
+def test_the_leader_goes_on_beside_what_ends(jobs: Jobs, own_worker: HandWorker) -> None:
+    """A tick takes in so much and no more, however much there is."""
+    server = own_worker.redis
+    server.zadd(KEYS.webhooks, {f"r{number}": number for number in range(3000)})
+    jobs.deliveries.go_on()
+    assert server.zcard(KEYS.webhooks) == 1000
 
 
 def test_strangers_keep_nobody_from_a_webhook(
@@ -346,7 +374,7 @@ def test_what_a_tenant_may_pile_up(
     assert set(jobs.waiting()) == {"a0", "a1", "a2"}
     listed = json.loads(run("webhooks", "dead", "--json").stdout)
     assert [it["request_id"] for it in listed] == ["a4", "a3"]
-    assert "too many of its tenant's wait" in run("webhooks", "dead").stdout
+    assert "too many webhooks of its tenant wait" in run("webhooks", "dead").stdout
     assert {(it.request_id, it.tenant, it.attempts) for it in jobs.dead()} == {
         ("a3", "a", 0), ("a4", "a", 0),
     }  # fmt: skip
