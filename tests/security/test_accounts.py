@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -21,6 +22,7 @@ import redis
 
 from promptq import Client
 from promptq.producer.admin.api_keys import SCOPES, ApiKey, hash_of
+from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.gateway.context import key_uses
 from promptq.shared.errors import ConfigurationError
@@ -471,6 +473,38 @@ def test_a_tenants_files_have_so_many_bytes(
     left = {it.suffix for it in (tmp_path / "files").iterdir()}
     assert left == {".data", ".json", ".lock"}
     assert len(list((tmp_path / "files").glob("*.data"))) == 2, "nothing of what was refused"
+
+
+def test_an_expired_file_counts_until_it_is_deleted(
+    start: Callable[..., LiveGateway], make_key: Callable[..., str], tmp_path: Path
+) -> None:
+    gateway, store, secret = start(files_per_tenant=1), FileStore(tmp_path / "files"), make_key("a")
+    store.add(io.BytesIO(b"x"), filename="x", purpose="batch", tenant="a", ttl_seconds=-10)
+    listed = httpx2.get(f"{gateway.base_url}/files", headers=bearer(secret))
+    assert listed.json()["data"] == []
+    assert error_of(upload(gateway, secret)) == (413, "file_quota_exceeded")
+    assert store.sweep() == 1
+    assert upload(gateway, secret).status_code == 200
+
+
+def test_what_is_known_of_a_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever lists or counts, so that nobody pays for the files of others at each call."""
+    quotas = FileQuotas(FileStore(tmp_path), 0, 0)
+    for tenant in "aab":
+        quotas.store.add(io.BytesIO(b"x"), filename="x", purpose="batch", tenant=tenant)
+    assert quotas.kept("a") == (2, 2)
+    first, second = quotas.store.page("a", order="asc")[0]
+
+    def no_reading(path: Path) -> bytes:
+        raise AssertionError(f"{path} is read again")
+
+    monkeypatch.setattr(Path, "read_bytes", no_reading)
+    assert quotas.kept("b") == (1, 1)
+    assert quotas.store.page("a", limit=1) == ([second], True)
+    assert quotas.store.page("a", limit=1, after=second.id) == ([first], False)
+    assert quotas.store.page("a", purpose="other") == ([], False)
 
 
 def test_a_new_batch_takes_of_the_rate(
