@@ -1,8 +1,9 @@
 """How much each tenant may keep in the folder for files, and how much it is just bringing.
 
 What is kept is counted anew whenever it is asked for: a look at the folder's names, as other
-gateways and the jobs add and delete too. A file that has expired counts until it is deleted. What is being uploaded counts as well, each process its own; the last look, at the end of
-an upload, is one process's at a time, so all gateways together keep to the quota.
+gateways and the jobs add and delete too. A file that has expired counts until it is deleted. What
+is being uploaded counts as well, each process its own; the last look, at the end of an upload, is
+one process's at a time, so all gateways together keep to the quota.
 """
 
 from __future__ import annotations
