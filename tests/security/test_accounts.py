@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -19,9 +20,11 @@ import httpx2
 import openai
 import pytest
 import redis
+import redis.asyncio
 
 from promptq import Client
 from promptq.producer.admin.api_keys import SCOPES, ApiKey, hash_of
+from promptq.producer.batch_store.batch_records import Batches, TooManyBatchesError, new_batch
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.gateway.context import key_uses
@@ -542,6 +545,28 @@ def test_a_tenant_has_so_many_unfinished_batches(
     assert new_batch_of(gateways[0], other, file_of_other).status_code == 200
     everything.srem(KEYS.unfinished_batches, made[0])  # as at its end
     assert ask(0).status_code == 200
+
+
+async def test_batches_that_all_looked_before_any_was_added(redis_url: str) -> None:
+    """What each gateway saw does not count, but how many there are then."""
+    looked = asyncio.Barrier(12)
+
+    class Together(redis.asyncio.Redis):
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            answer = await super().execute_command(*args, **options)
+            if args[0] == "ZINTERCARD":
+                await looked.wait()
+            return answer
+
+    async with Together.from_url(as_role("gateway", redis_url)) as connection:
+        batches = Batches(connection, KEYS)
+        asked = [new_batch("/v1/completions", "file-1", ApiKey(name="web")) for _ in range(12)]
+        answers = await asyncio.gather(
+            *(batches.add(it, 3) for it in asked), return_exceptions=True
+        )
+        left, _ = await batches.page(("",), 100, None)
+    assert sum(isinstance(it, TooManyBatchesError) for it in answers) == 9
+    assert len(left) == 3
 
 
 def new_batch_of(gateway: LiveGateway, secret: str, file_id: str) -> httpx2.Response:
