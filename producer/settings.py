@@ -39,6 +39,9 @@ class GatewaySettings(FilesSettings):
     files_per_tenant: int = Field(
         1000, ge=0, description="most files that a tenant may have, likewise; 0: no limit"
     )
+    batches_per_tenant: int = Field(
+        100, ge=0, description="most batches of a tenant that have not ended; 0: no limit"
+    )
 
     http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
     http_port: int = Field(8000, ge=0, le=65535, description="its port; 0: any free one")

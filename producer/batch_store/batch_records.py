@@ -123,6 +123,10 @@ def new_batch(
     )
 
 
+class TooManyBatchesError(PromptqError):
+    """As many batches of a tenant as it may have have not ended."""
+
+
 class Batches:
     """The batches of a queue. All methods raise redis.RedisError when the server is away."""
 
@@ -130,15 +134,33 @@ class Batches:
         self._redis: Any = connection
         self._keys = keys
 
-    async def add(self, record: BatchRecord) -> None:
-        """From now on the jobs know of it."""
+    async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
+        """From now on the jobs know of it.
+
+        Raises TooManyBatchesError where its tenant has so many that have not ended; 0: no limit.
+        """
+        if max_unfinished and await self._count_unfinished(self._redis, record) >= max_unfinished:
+            raise _too_many(max_unfinished)
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hset(self._keys.batch(record.id), mapping=_fields(record.model_dump()))
         pipeline.zadd(self._keys.batches_of(record.tenant), {record.id: record.created_at})
         forgotten = record.created_at - WINDOW_SECONDS - BATCH_FILE_SECONDS
         pipeline.zremrangebyscore(self._keys.batches_of(record.tenant), "-inf", forgotten)
         pipeline.sadd(self._keys.unfinished_batches, record.id)
-        await pipeline.execute()
+        if max_unfinished:
+            self._count_unfinished(pipeline, record)
+        *_, unfinished = await pipeline.execute()
+        if max_unfinished and unfinished > max_unfinished:  # others came at the same time
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.srem(self._keys.unfinished_batches, record.id)
+            pipeline.zrem(self._keys.batches_of(record.tenant), record.id)
+            pipeline.delete(self._keys.batch(record.id))
+            await pipeline.execute()
+            raise _too_many(max_unfinished)
+
+    def _count_unfinished(self, client: Any, record: BatchRecord) -> Any:
+        keys = [self._keys.unfinished_batches, self._keys.batches_of(record.tenant)]
+        return client.zintercard(len(keys), keys)
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
         """With tenants only if it is one of theirs. Raises BatchMissingError."""
@@ -228,6 +250,13 @@ class Batches:
     async def forget(self, batch_id: str) -> None:
         """One whose record is gone need not be run."""
         await self._redis.srem(self._keys.unfinished_batches, batch_id)
+
+
+def _too_many(limit: int) -> TooManyBatchesError:
+    return TooManyBatchesError(
+        f"{limit} batches of this tenant have not ended, and it may have no more; wait for one to"
+        " end, or cancel one"
+    )
 
 
 def _fields(values: dict[str, Any]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """How much each tenant may keep in the folder for files, and how much it is just bringing.
 
 What is kept is counted anew whenever it is asked for: a look at the folder's names, as other
-gateways and the jobs add and delete too, and what is known of a file is read once, for it never
-changes. What is being uploaded counts as well, each process its own; the last look, at the end of
-an upload, is one process's at a time, so all gateways together keep to the quota.
+gateways and the jobs add and delete too. A file that has expired counts until it is deleted. What
+is being uploaded counts as well, each process its own; the last look, at the end of an upload, is
+one process's at a time, so all gateways together keep to the quota.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class FileQuotas:
         self.store = store
         self.max_bytes = max_bytes
         self.max_files = max_files
-        self._known: dict[str, StoredFile] = {}
-        self._looking = threading.Lock()
         self._uploads: set[Upload] = set()
         self._changing = threading.Lock()
 
@@ -73,9 +71,7 @@ class FileQuotas:
 
     def kept(self, tenant: str) -> tuple[int, int]:
         """How many files of a tenant there are, and their bytes."""
-        with self._looking:
-            self._known = self.store.known(self._known)
-            sizes = [it.bytes for it in self._known.values() if it.is_of(tenant)]
+        sizes = [it.bytes for it in self.store.of(tenant)]
         return len(sizes), sum(sizes)
 
     def _check(self, tenant: str, files: int, size: int, *, more_bytes: int) -> None:

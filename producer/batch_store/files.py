@@ -12,8 +12,9 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -66,10 +67,12 @@ def new_file_id() -> str:
 
 
 class FileStore:
-    """The files in a folder, which is made when the first one comes."""
+    """The files in a folder, which is made when the first one comes. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._known: dict[str, StoredFile] = {}
+        self._looking = threading.Lock()
 
     def add(
         self,
@@ -163,25 +166,29 @@ class FileStore:
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
         """So many files of these tenants behind the id `after`, and whether there are more."""
-        found: list[StoredFile] = []
-        for file_id in sorted(self._ids(), reverse=order == "desc"):
-            if after is not None and (file_id >= after if order == "desc" else file_id <= after):
-                continue
-            with suppress(FileMissingError):
-                stored = self.get(file_id, *tenants)
-                if purpose in (None, stored.purpose):
-                    if len(found) == limit:
-                        return found, True
-                    found.append(stored)
-        return found, False
+        is_newest_first = order == "desc"
+        found = [
+            it
+            for it in self.of(*tenants)
+            if not it.is_over
+            and purpose in (None, it.purpose)
+            and (after is None or (it.id < after if is_newest_first else it.id > after))
+        ]
+        found.sort(key=lambda it: it.id, reverse=is_newest_first)
+        return found[:limit], len(found) > limit
 
-    def known(self, before: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
-        """All files by their ids; what was known `before` is not read again."""
-        found = {}
-        for file_id in self._ids():
-            with suppress(FileMissingError):
-                found[file_id] = before.get(file_id) or self._read(file_id)
-        return found
+    def of(self, *tenants: str) -> list[StoredFile]:
+        """All files of these tenants, those too that have expired and are not deleted yet.
+
+        What was read of a file is not read again, for it never changes.
+        """
+        with self._looking:
+            known = {}
+            for file_id in self._ids():
+                with suppress(FileMissingError):
+                    known[file_id] = self._known.get(file_id) or self._read(file_id)
+            self._known = known
+        return [it for it in known.values() if it.tenant in tenants]
 
     def sweep(self) -> int:
         """Delete what is over, and what uploads that broke off left; gives how many files."""

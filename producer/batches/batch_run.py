@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 import redis.asyncio
+from redis.exceptions import AuthenticationError, NoPermissionError
 
 from promptq.producer.batch_store.batch_lines import BrokenLineError, LineReader, RefusedLineError
 from promptq.producer.batches.batch_journal import Journal
@@ -320,11 +321,16 @@ class BatchRun:
         return [new for new, it in pairs if it and not RequestState(it.decode()).is_final]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try again while the server is away or refuses; all calls here may be repeated."""
+        """Try again while the server is away or refuses; all calls here may be repeated.
+
+        Refused credentials and rights are raised at once.
+        """
         until: float | None = None
         while True:
             try:
                 return await call()
+            except (AuthenticationError, NoPermissionError):
+                raise
             except (redis.RedisError, RedisSideError) as error:
                 until = until or time.monotonic() + self._options.retry_seconds
                 if self._stopped.is_set():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,20 +65,23 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
     promptq webhooks dead
     """
     require("promptq webhooks", "jobs")
-    from promptq.producer.clients.connecting import server_url
+    from promptq.producer.clients.connecting import explained, server_url
+    from promptq.producer.commands.screens.render import dead_webhooks_table
+    from promptq.producer.commands.screens.terminal import SafeConsole
     from promptq.producer.jobs.deliveries import read_dead
     from promptq.shared.server.connection import open_redis
 
     settings = _settings(redis_url=redis, queue=queue)
-    with open_redis(server_url(settings.redis_url)) as connection:
+    url = server_url(settings.redis_url)
+    with explained(url), open_redis(url) as connection:
         found = read_dead(connection, Keys(settings.queue))
     if as_json:
         print(json.dumps([item.model_dump() for item in found], indent=2))
         return
-    for item in found:
-        at = datetime.fromtimestamp(item.at / 1000, UTC).isoformat(timespec="seconds")
-        # As JSON, since strangers chose what stands in it.
-        print(at, json.dumps(item.model_dump(exclude={"at"})))
+    if found:
+        SafeConsole().print(dead_webhooks_table(found))
+    else:
+        print("no webhooks were given up")
 
 
 def _secrets(queue: str | None) -> WebhookSecrets:

@@ -26,10 +26,11 @@ from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.producer.webhooks.webhooks import (
     BACKOFF_SECONDS,
     DeliveryError,
-    UnreadableRecordError,
+    UndeliverableError,
     deliver,
     message_of,
     tenant_of,
+    webhook_id_of,
 )
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 from promptq.shared.protocol.keys import Keys, check_request_id, is_request_id
@@ -39,7 +40,10 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
 
 _PAGE = 500
-_DAY_MS = 86_400_000
+_PAGES = 4
+"""So many at a time: between them the leader says that it still leads."""
+_RECORD_MS = 26 * 3_600_000
+"""Longer than all attempts take, as in shared/lua/parts/moves.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
@@ -77,8 +81,8 @@ def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[De
 
 
 class _Outcome(BaseModel):
-    kind: Literal["over", "failed", "full", "away"]
-    """`full`: its receiver has no room; `away`: the queue's server is."""
+    kind: Literal["over", "failed", "undeliverable", "full", "away"]
+    """`failed` is tried again; `full`: its receiver has no room; `away`: the queue's server is."""
     reason: str = ""
     receiver: str | None = None
 
@@ -111,8 +115,9 @@ class Deliveries:
         self._note()
         if not self._is_known:
             self._read_all()
-        while self._take_in() == _PAGE:
-            pass
+        for _ in range(_PAGES):
+            if self._take_in() < _PAGE:
+                break
         self._begin()
 
     def pause(self) -> None:
@@ -190,12 +195,12 @@ class Deliveries:
             if not is_request_id(request_id):
                 self._log.warning("webhook struck off", entry=shown(raw), reason="it is no id")
             elif self._of_tenant[tenant] + coming[tenant] >= self._settings.webhook_max_waiting:
-                self._bury(writing, request_id, tenant, 0, "too many of its tenant's wait")
+                self._bury(writing, request_id, tenant, 0, "too many webhooks of its tenant wait")
             else:
                 coming[tenant] += request_id not in self._waiting
                 new[request_id] = Waiting(tenant=tenant, due=self._clock())
                 # So long its message can be made; a dead letter, without an end, stays as it is.
-                writing.pexpire(self._keys.request(request_id), _DAY_MS, gt=True)
+                writing.pexpire(self._keys.request(request_id), _RECORD_MS, gt=True)
         if new:
             values = {request_id: item.model_dump_json() for request_id, item in new.items()}
             writing.hset(self._keys.webhooks_waiting, mapping=values)
@@ -243,28 +248,33 @@ class Deliveries:
             receiver = message.receiver
             if not self._turns.name_receiver(request_id, receiver):
                 return _Outcome(kind="full", receiver=receiver)
-            deliver(message, self._settings, self._secrets)
-        except UnreadableRecordError as error:
-            entry = shown(request_id.encode())
-            self._log.warning("webhook struck off", entry=entry, reason=str(error))
-            return _Outcome(kind="over")
+            status = deliver(message, self._settings, self._secrets)
+            self._log_of(request_id, message.tenant).info("webhook delivered", status=status)
+        except UndeliverableError as error:
+            return _Outcome(kind="undeliverable", reason=str(error), receiver=receiver)
         except (DeliveryError, ConfigurationError) as error:
             return _Outcome(kind="failed", reason=str(error), receiver=receiver)
         except redis.RedisError:
             return _Outcome(kind="away", receiver=receiver)
         except Exception as error:  # whatever a message may do, others are called all the same
-            self._log.error("webhook cannot be called", request_id=request_id, exc_info=error)
+            item = self._waiting.get(request_id)
+            log = self._log_of(request_id, item.tenant if item is not None else "")
+            log.error("webhook cannot be called", exc_info=error)
             return _Outcome(kind="failed", reason=type(error).__name__, receiver=receiver)
         return _Outcome(kind="over")
 
     def _record_of(self, request_id: str) -> dict[str, str]:
-        """Raises UnreadableRecordError where there is no hash."""
+        """Raises UndeliverableError where there is no hash."""
         try:
             return self._queue.run(lookups.record(self._keys, request_id))
         except redis.ResponseError as error:
             if not is_wrong_type(error):
                 raise
-            raise UnreadableRecordError("its record is no hash") from None
+            raise UndeliverableError("its record is no hash") from None
+
+    def _log_of(self, request_id: str, tenant: str) -> Any:
+        webhook_id = webhook_id_of(self._keys.queue, request_id)
+        return self._log.bind(request_id=request_id, webhook_id=webhook_id, tenant=tenant)
 
     def _note(self) -> None:
         for future in [it for it in self._under_way if it.done()]:
@@ -289,8 +299,9 @@ class Deliveries:
             return
         writing = self._redis.pipeline(transaction=True)
         again = None
-        if outcome.kind == "failed" and item is not None:
-            again = self._next_attempt(request_id, item, outcome.reason)
+        if outcome.kind in ("failed", "undeliverable") and item is not None:
+            if outcome.kind == "failed":
+                again = self._next_attempt(request_id, item, outcome.reason)
             if again is None:
                 attempts = item.attempts + 1
                 self._bury(writing, request_id, item.tenant, attempts, outcome.reason)
@@ -309,16 +320,15 @@ class Deliveries:
     def _next_attempt(self, request_id: str, item: Waiting, reason: str) -> Waiting | None:
         attempts = item.attempts + 1
         left = len(BACKOFF_SECONDS) - item.attempts
-        self._log.warning(
-            "webhook failed", request_id=request_id, reason=reason, attempts_left=left
-        )
+        log = self._log_of(request_id, item.tenant)
+        log.warning("webhook failed", reason=reason, attempts_left=left)
         if not left:
             return None
         due = self._clock() + BACKOFF_SECONDS[item.attempts]
         return Waiting(tenant=item.tenant, attempts=attempts, due=due)
 
     def _bury(self, writing: Any, request_id: str, tenant: str, attempts: int, reason: str) -> None:
-        self._log.warning("webhook is dead", request_id=request_id, reason=reason)
+        self._log_of(request_id, tenant).warning("webhook is dead", reason=reason)
         fields: dict[str, str | int] = {
             "request_id": request_id,
             "tenant": tenant,

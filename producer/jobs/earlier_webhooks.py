@@ -6,34 +6,41 @@ import json
 import re
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import redis
 
 from promptq.producer.jobs.allowed_jobs import rq_queue_name
 from promptq.shared.protocol.keys import Keys, is_request_id
+from promptq.shared.queue.call import is_wrong_type
 from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
-_MAX_BYTES = 64 * 1024 * 1024
-"""Of a job, which held the whole message."""
+_MAX_BYTES = 16 * 1024 * 1024
+"""Of a job, packed and unpacked, which held the whole message."""
+_PAGE = 500
 
 
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     """Have those called that waited in RQ for their first attempt or the next; gives how many.
 
+    A page of each list at a time. Whatever is listed there is struck off.
     Of a job only the request's id is taken. Whoever wrote it gets nothing but one more call of a
     webhook that the request itself asks for.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")
     waiting, scheduled = f"rq:queue:{name}", f"rq:scheduled:{name}"
-    found = [*client.lrange(waiting, 0, -1), *client.zrange(scheduled, 0, -1)]
+    found = [
+        *_listed(client, waiting, lambda: client.lrange(waiting, 0, _PAGE - 1)),
+        *_listed(client, scheduled, lambda: client.zrange(scheduled, 0, _PAGE - 1)),
+    ]
     count = 0
     for job_id in found:
         if _JOB_ID.fullmatch(job_id):
             key = b"rq:job:" + job_id
-            request_id = _request_id_in(client.hget(key, "data") or b"")
+            request_id = _request_id_in(_data_of(client, key))
             if request_id is not None and own.exists(keys.request(request_id)):
                 own.zadd(keys.webhooks, {request_id: int(time.time() * 1000)}, nx=True)
                 count += 1
@@ -43,6 +50,29 @@ def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
     if found:
         get_logger(queue=keys.queue).info("webhooks taken over", found=len(found), taken=count)
     return count
+
+
+def _listed(client: Any, key: str, read: Callable[[], list[bytes]]) -> list[bytes]:
+    """What a stranger made something else of is deleted, so that it hinders nothing."""
+    try:
+        return read()
+    except redis.ResponseError as error:
+        if not is_wrong_type(error):
+            raise
+        client.delete(key)
+        return []
+
+
+def _data_of(client: Any, key: bytes) -> bytes:
+    """Empty where there is none, or more than a job of ours had."""
+    try:
+        if client.hstrlen(key, "data") > _MAX_BYTES:
+            return b""
+        return client.hget(key, "data") or b""
+    except redis.ResponseError as error:
+        if not is_wrong_type(error):
+            raise
+        return b""
 
 
 def _request_id_in(data: bytes) -> str | None:

@@ -49,7 +49,8 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
                 leads, is_well = _is_away(error), False
             is_well &= _do_each(steps if leads else [deliveries.pause])
             deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
-        deliveries.close(_END_SECONDS)
+        with suppress(redis.RedisError):
+            deliveries.close(_END_SECONDS)
         with suppress(redis.RedisError):
             dispatcher.step_down()
 

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 import redis
+from redis.exceptions import NoPermissionError
 from rq.exceptions import StopRequested
 
 from promptq.producer.clients.connecting import server_url
@@ -27,9 +28,11 @@ from promptq.producer.jobs.rq_queues import (
 )
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets, master_file
-from promptq.shared.errors import RedisUnavailableError
+from promptq.shared.errors import RedisAuthError, RedisUnavailableError
+from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import ENV_PREFIX
+from promptq.shared.server.acl import user_name
 from promptq.shared.server.connection import open_redis, without_password
 
 _TICK_SECONDS = 0.25
@@ -45,8 +48,11 @@ def run_jobs(settings: JobsSettings) -> None:
     has_shared_secret = WebhookSecrets(settings).has_shared
     _export(settings)
     stop = _StopSignal()
-    _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))).close()
-    _open_when_there(settings, lambda: open_jobs_redis(settings)).close()
+    keys = Keys(settings.queue)
+    with _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))) as own:
+        _check_rights(settings, own, "HEXISTS", keys.upkeep, "seen")
+    with _open_when_there(settings, lambda: open_jobs_redis(settings)) as jobs:
+        _check_rights(settings, jobs, "LLEN", upkeep_queue(settings.queue, jobs).key)
     if has_shared_secret:
         get_logger().warning(
             "one secret signs the webhooks of all tenants too: give each its own and take that one"
@@ -73,6 +79,20 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
             if time.monotonic() > until:
                 raise
             time.sleep(_TICK_SECONDS)
+
+
+def _check_rights(settings: JobsSettings, connection: redis.Redis, *command: str) -> None:
+    """Raises RedisAuthError for a user that may not send what the role `jobs` alone may."""
+    try:
+        connection.execute_command(*command)  # type: ignore[no-untyped-call]
+    except NoPermissionError:
+        user = connection.connection_pool.connection_kwargs.get("username") or "default"
+        raise RedisAuthError(
+            f"the user {user!r} may not do what `promptq jobs` does; give it the URL of the user"
+            f" {user_name('jobs', settings.queue)!r} (promptq acl)"
+        ) from None
+    except redis.ResponseError:
+        pass  # a stranger made something else of it, which is told later
 
 
 def _export(settings: JobsSettings) -> None:

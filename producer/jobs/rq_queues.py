@@ -24,7 +24,7 @@ from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException
 from rq.utils import now
-from rq.worker_registration import clean_worker_registry, register
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, register
 
 from promptq.producer.batch_store.batch_lines import is_batch_id
 from promptq.producer.clients.connecting import server_url
@@ -55,6 +55,7 @@ _BATCH_JOB = "promptq-"
 _TAKEN = {status.value.encode() for status in (JobStatus.QUEUED, JobStatus.STARTED)}
 _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
+_WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _FIELDS = ("data", "origin", "status")
 """All that is read of a job's hash."""
 _REFUSED_SECONDS = 60
@@ -111,7 +112,14 @@ def batches_waiting(queue: Queue) -> set[str]:
 
 def num_workers(queue: Queue) -> int:
     """How many workers RQ believes to live; one that was killed counts for some seconds."""
-    return Worker.count(queue=queue)
+    return len(_worker_keys(queue))
+
+
+def _worker_keys(queue: Queue) -> list[bytes]:
+    """Of our own workers; whatever else is listed there is not looked at."""
+    client: Any = queue.connection
+    listed = client.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
+    return [it for it in listed if _WORKER_KEY.fullmatch(it)]
 
 
 def is_taken(queue: Queue, batch_id: str) -> bool:
@@ -302,7 +310,7 @@ class _Worker(Worker):
         if queue.acquire_maintenance_lock():
             try:
                 self._clean(queue)
-            except redis.ResponseError as error:
+            except (redis.ResponseError, ValueError) as error:
                 get_logger().warning("a list of RQ's is spoilt", reason=str(error))
             finally:
                 queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
@@ -317,7 +325,10 @@ class _Worker(Worker):
         started.cleanup(exception_handlers=self._exc_handlers)
         queue.finished_job_registry.cleanup()
         queue.failed_job_registry.cleanup()
-        clean_worker_registry(queue)
+        for key in _worker_keys(queue):
+            if not client.exists(key):
+                client.srem(WORKERS_BY_QUEUE_KEY % queue.name, key)
+                client.srem(REDIS_WORKER_KEYS, key)
         waiting = queue.intermediate_queue
         for job_id in set(client.lrange(waiting.key, 0, -1)):
             if not _JOB_ID.fullmatch(job_id):

@@ -118,7 +118,10 @@ def _connect(
     addresses = [it[4] for it in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in addresses:
         if not (allow_private or is_public(str(address[0]))):
-            raise AddressRefusedError(f"{host!r} is in a private network, at {address[0]}")
+            at = "" if host == address[0] else f", at {address[0]}"
+            raise AddressRefusedError(
+                f"{host} is in a private network{at}; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it"
+            )
     last: OSError = OSError(f"{host!r} has no address")
     for address in addresses:
         left = until - time.monotonic()

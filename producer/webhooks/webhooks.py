@@ -17,14 +17,14 @@ from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.shared.errors import InvalidRequestError, PromptqError
 from promptq.shared.protocol.keys import is_tenant
 from promptq.shared.protocol.request import Request
-from promptq.shared.runtime.logs import get_logger
 
 BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
 """Between the attempts, together just under a day."""
 
 
-class UnreadableRecordError(PromptqError):
-    """No message can be made of a request's hash."""
+class UndeliverableError(PromptqError):
+    """It is not tried again: no message can be made, or nobody is there who may or wants to hear
+    it."""
 
 
 class DeliveryError(PromptqError):
@@ -64,10 +64,10 @@ def tenant_of(name: str | None) -> str:
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:
     """What is to be sent for a request's hash; None where nobody asked.
 
-    Raises UnreadableRecordError for one that is gone, or into which a stranger wrote.
+    Raises UndeliverableError for one that is gone, or into which a stranger wrote.
     """
     if not record:
-        raise UnreadableRecordError("its record is kept no longer")
+        raise UndeliverableError("its record is kept no longer")
     try:
         request = Request.parse(record.get("payload", ""))
     except InvalidRequestError:  # it may have ended for just that; its URL may be sound
@@ -80,7 +80,7 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message |
         body = _body_of(queue, request_id, record, metadata)
         body.encode()  # as it will be sent
     except (ValueError, OverflowError, OSError, RecursionError) as error:
-        raise UnreadableRecordError(f"its record is no worker's: {error}") from None
+        raise UndeliverableError(f"its record is no worker's: {error}") from None
     tenant = tenant_of(record.get("tenant"))
     return Message(webhook_id_of(queue, request_id), tenant, url, body)
 
@@ -102,9 +102,11 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
-def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> str:
-    """One attempt, and what came of it. Raises DeliveryError to be tried again."""
-    log = get_logger(webhook_id=message.webhook_id)
+def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
+    """One attempt; gives the status of the answer.
+
+    Raises DeliveryError to be tried again, and UndeliverableError.
+    """
     timestamp = int(time.time())
     headers = {
         "content-type": "application/json; charset=utf-8",
@@ -124,17 +126,14 @@ def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -
             allow_private=settings.webhook_allow_private,
         )
     except AddressRefusedError as error:
-        log.warning("webhook refused", reason=str(error))
-        return f"refused: {error}"
+        raise UndeliverableError(str(error)) from None
     except (OSError, http.client.HTTPException) as error:
         raise DeliveryError(f"{message.receiver}: {type(error).__name__}: {error}") from None
     if status == 410:
-        log.info("webhook is not wanted any more", status=status)
-        return "gone"
+        raise UndeliverableError(f"{message.receiver} answered 410: it wants no more")
     if not 200 <= status < 300:
         raise DeliveryError(f"{message.receiver} answered {status}")
-    log.info("webhook delivered", status=status)
-    return "delivered"
+    return status
 
 
 def _url_of(payload: str) -> str | None:

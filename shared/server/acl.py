@@ -112,7 +112,7 @@ ROLES: dict[str, Role] = {
         reads=("outputs", "workers", "statistics", "model", "api_keys"),
         channels=("control", "drain", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
-        " multi exec discard watch unwatch",
+        " multi exec discard watch unwatch zintercard",
     ),
     "jobs": Role(
         writes=(*_ENQUEUEING, "rates", "batches", "upkeep", "statistics"),

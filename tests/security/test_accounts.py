@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import re
 import socket
@@ -18,9 +20,12 @@ import httpx2
 import openai
 import pytest
 import redis
+import redis.asyncio
 
 from promptq import Client
 from promptq.producer.admin.api_keys import SCOPES, ApiKey, hash_of
+from promptq.producer.batch_store.batch_records import Batches, TooManyBatchesError, new_batch
+from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.gateway.context import key_uses
 from promptq.shared.errors import ConfigurationError
@@ -471,6 +476,102 @@ def test_a_tenants_files_have_so_many_bytes(
     left = {it.suffix for it in (tmp_path / "files").iterdir()}
     assert left == {".data", ".json", ".lock"}
     assert len(list((tmp_path / "files").glob("*.data"))) == 2, "nothing of what was refused"
+
+
+def test_an_expired_file_counts_until_it_is_deleted(
+    start: Callable[..., LiveGateway], make_key: Callable[..., str], tmp_path: Path
+) -> None:
+    gateway, store, secret = start(files_per_tenant=1), FileStore(tmp_path / "files"), make_key("a")
+    store.add(io.BytesIO(b"x"), filename="x", purpose="batch", tenant="a", ttl_seconds=-10)
+    listed = httpx2.get(f"{gateway.base_url}/files", headers=bearer(secret))
+    assert listed.json()["data"] == []
+    assert error_of(upload(gateway, secret)) == (413, "file_quota_exceeded")
+    assert store.sweep() == 1
+    assert upload(gateway, secret).status_code == 200
+
+
+def test_what_is_known_of_a_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever lists or counts, so that nobody pays for the files of others at each call."""
+    quotas = FileQuotas(FileStore(tmp_path), 0, 0)
+    for tenant in "aab":
+        quotas.store.add(io.BytesIO(b"x"), filename="x", purpose="batch", tenant=tenant)
+    assert quotas.kept("a") == (2, 2)
+    first, second = quotas.store.page("a", order="asc")[0]
+
+    def no_reading(path: Path) -> bytes:
+        raise AssertionError(f"{path} is read again")
+
+    monkeypatch.setattr(Path, "read_bytes", no_reading)
+    assert quotas.kept("b") == (1, 1)
+    assert quotas.store.page("a", limit=1) == ([second], True)
+    assert quotas.store.page("a", limit=1, after=second.id) == ([first], False)
+    assert quotas.store.page("a", purpose="other") == ([], False)
+
+
+def test_a_new_batch_takes_of_the_rate(
+    start: Callable[..., LiveGateway], make_key: Callable[..., str]
+) -> None:
+    gateway, secret = start(), make_key("web", requests_per_minute=2)
+    file_id = upload(gateway, secret).json()["id"]
+    assert new_batch_of(gateway, secret, file_id).headers["x-ratelimit-remaining-requests"] == "0"
+    refused = new_batch_of(gateway, secret, file_id)
+    assert error_of(refused) == (429, "rate_limit_exceeded")
+
+
+def test_a_tenant_has_so_many_unfinished_batches(
+    start: Callable[..., LiveGateway], make_key: Callable[..., str], everything: redis.Redis
+) -> None:
+    """Also where all come at once, at two gateways; others are not concerned."""
+    gateways, secret = [start(batches_per_tenant=3) for _ in range(2)], make_key("web")
+    file_id = upload(gateways[0], secret).json()["id"]
+
+    def ask(number: int) -> httpx2.Response:
+        return new_batch_of(gateways[number % 2], secret, file_id)
+
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(ask, range(12)))
+    made = [it.json()["id"] for it in answers if it.status_code == 200]
+    refused = [it for it in answers if it.status_code != 200]
+    assert len(made) == 3
+    assert {error_of(it) for it in refused} == {(429, "too_many_batches")}
+    listed = httpx2.get(f"{gateways[0].base_url}/batches", headers=bearer(secret)).json()["data"]
+    assert {it["id"] for it in listed} == set(made), "nothing is left of those refused"
+    assert everything.scard(KEYS.unfinished_batches) == len(made)
+    assert error_of(ask(0)) == (429, "too_many_batches")
+    other = make_key("other")
+    file_of_other = upload(gateways[0], other).json()["id"]
+    assert new_batch_of(gateways[0], other, file_of_other).status_code == 200
+    everything.srem(KEYS.unfinished_batches, made[0])  # as at its end
+    assert ask(0).status_code == 200
+
+
+async def test_batches_that_all_looked_before_any_was_added(redis_url: str) -> None:
+    """What each gateway saw does not count, but how many there are then."""
+    looked = asyncio.Barrier(12)
+
+    class Together(redis.asyncio.Redis):
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            answer = await super().execute_command(*args, **options)
+            if args[0] == "ZINTERCARD":
+                await looked.wait()
+            return answer
+
+    async with Together.from_url(as_role("gateway", redis_url)) as connection:
+        batches = Batches(connection, KEYS)
+        asked = [new_batch("/v1/completions", "file-1", ApiKey(name="web")) for _ in range(12)]
+        answers = await asyncio.gather(
+            *(batches.add(it, 3) for it in asked), return_exceptions=True
+        )
+        left, _ = await batches.page(("",), 100, None)
+    assert sum(isinstance(it, TooManyBatchesError) for it in answers) == 9
+    assert len(left) == 3
+
+
+def new_batch_of(gateway: LiveGateway, secret: str, file_id: str) -> httpx2.Response:
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    return httpx2.post(f"{gateway.base_url}/batches", json=body, headers=bearer(secret))
 
 
 def test_what_is_being_uploaded_counts(

@@ -31,7 +31,7 @@ from tests.producer.jobs.processes import until_ready
 from tests.producer.jobs.receiving import MASTER, Receiver, receiver, secret_of
 from tests.producer.jobs.test_webhooks import ask
 from tests.producer.playing import HandWorker, Start
-from tests.roles import as_role
+from tests.roles import as_role, forget_refusals, refusals
 
 QUEUES = [f"promptq-default-{work}" for work in ("upkeep", "batches", "webhooks")]
 REAP = "promptq.producer.jobs.upkeep.reap"
@@ -48,11 +48,12 @@ class Forger:
         self.num_forged = 0
 
     def push(self, queue: str, data: bytes, **fields: Any) -> None:
+        """Twice: by an id that jobs of ours have, and by one that none has."""
         self.num_forged += 1
-        job_id = f"forged-{self.num_forged}"
         sound = {"origin": queue, "status": "queued", "created_at": "2026-01-01T00:00:00.000000Z"}
-        self._server.hset(f"rq:job:{job_id}", mapping={**sound, "data": data, **fields})
-        self._server.rpush(f"rq:queue:{queue}", job_id)
+        for job_id in (f"promptq-forged-{self.num_forged}", f"forged-{self.num_forged}"):
+            self._server.hset(f"rq:job:{job_id}", mapping={**sound, "data": data, **fields})
+            self._server.rpush(f"rq:queue:{queue}", job_id)
 
     def call(self, queue: str, *data: Any, **fields: Any) -> None:
         self.push(queue, zlib.compress(json.dumps(data).encode()), **fields)
@@ -120,13 +121,16 @@ async def test_rq_runs_our_functions_only(
     """What somebody wrote to RQ's server is neither run nor imported, sends nothing, and hinders
     nobody: behind all of it a batch, a webhook and the upkeep are served."""
     server, ran, log = own_worker.redis, tmp_path / "ran", tmp_path / "log"
+    forget_refusals(redis_url)
     with receiver() as receiving, log.open("w") as logged:
         forger = Forger(server)
         forge_everything(forger, f"touch {ran}", receiving.url("/forged"))
         for queue in QUEUES:
             server.rpush(f"rq:queue:{queue}", b"\xff\xfe", "a b", "no-such-job", "x" * 100_000)
             server.zadd(f"rq:wip:{queue}", {b"\xff": 1, "a:b:c": 1, "no:one": 1})
-            server.rpush(f"rq:queue:{queue}:intermediate", b"\xff", "no-such-job")
+            server.rpush(f"rq:queue:{queue}:intermediate", b"\xff", "no-such-job", "forged-1")
+            server.rpush(f"rq:queue:{queue}:intermediate", "promptq-no-such-job")
+            server.sadd(f"rq:workers:{queue}", "rq:worker:other", "session:1", b"\xff")
         server.set("rq:job:no-hash", "a")
         server.rpush(f"rq:queue:{QUEUES[0]}", "no-hash")
         process = start(
@@ -157,11 +161,14 @@ async def test_rq_runs_our_functions_only(
     assert "imported" not in text
     assert "Traceback" not in text
     assert "a process died" not in text
-    told = re.findall(r'"job_id": ?"(forged-\d+)"', text)
+    told = re.findall(r'"job_id": ?"(promptq-forged-\d+)"', text)
+    struck_off = re.findall(r"b'(forged-\d+)'", text)
     # What is forged beside a sound function and arguments is not even seen; and what lies in the
     # queue of webhooks, which no worker has any longer, is deleted.
     assert len(told) == len(set(told)), "one line each"
     assert len(told) == 2 * forger.num_forged / len(QUEUES) - NUM_SOUND
+    assert len(struck_off) == len(set(struck_off)) == 2 * forger.num_forged / len(QUEUES)
+    assert refusals(redis_url) == [], "what is none of ours is not even read"
 
 
 async def test_a_forged_webhook_is_not_sent(

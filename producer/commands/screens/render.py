@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -19,6 +19,10 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.admin.dead_letters import DeadLetter
 from promptq.producer.admin.queue_stats import QueueStats
 from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.runtime.printable import printable
+
+if TYPE_CHECKING:
+    from promptq.producer.jobs.deliveries import DeadWebhook
 
 
 def milliseconds(value: float | None) -> str:
@@ -91,9 +95,22 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     """One row for each."""
     table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
     for letter in letters:
-        buried = f"{datetime.fromtimestamp(letter.buried_at / 1000):%Y-%m-%d %H:%M:%S}"
+        buried = _second(letter.buried_at)
         counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
         table.add_row(Text(letter.request_id), buried, *counts, Text(letter.payload[:80]))
+    return table
+
+
+def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
+    """One row for each."""
+    table = plain_table(
+        "given up", "request", "tenant", "attempts", "reason", left=("request", "tenant", "reason")
+    )
+    for item in webhooks:
+        request, tenant, reason = map(printable, (item.request_id, item.tenant, item.reason))
+        table.add_row(
+            _second(item.at), Text(request), Text(tenant), str(item.attempts), Text(reason)
+        )
     return table
 
 
@@ -134,6 +151,10 @@ def _expiry(key: ApiKey, now_ms: float) -> str:
 
 def _minute(at_ms: int) -> str:
     return f"{datetime.fromtimestamp(at_ms / 1000):%Y-%m-%d %H:%M}"
+
+
+def _second(unix_ms: float) -> str:
+    return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
 
 
 def _limit(a_minute: int) -> str:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from promptq.producer.batch_store.batch_records import (
     Batches,
     BatchMissingError,
     BatchOverError,
+    TooManyBatchesError,
     new_batch,
 )
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
 from promptq.producer.clients.connecting import explained
-from promptq.producer.gateway.context.access import ThisCaller, needs
+from promptq.producer.gateway.context.access import ThisCaller, admit_call, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.context.json_body import described_body, json_body
 from promptq.producer.gateway.context.uploads import in_quota
-from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError, described
 from promptq.producer.gateway.routes.files import (
     LEAST_EXPIRY_SECONDS,
     ThisStore,
@@ -76,14 +77,16 @@ def _batches(gateway: Gateway) -> Batches:
     return Batches(gateway.redis, gateway.keys)
 
 
-@router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413))
+@router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413, 429))
 async def create(
     asked: Annotated[NewBatch, Depends(json_body(NewBatch))],
+    response: Response,
     gateway: ThisGateway,
     caller: ThisCaller,
     store: ThisStore,
 ) -> dict[str, object]:
     """Have the lines of an uploaded file run within a day."""
+    response.headers.update(await admit_call(gateway, caller))
     try:
         stored = await asyncio.to_thread(store.get, asked.input_file_id, *caller.reach)
     except FileMissingError as error:
@@ -104,8 +107,11 @@ async def create(
         asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
     )
     record.tenant = stored.tenant  # the caller's own, or nobody's
-    with explained(gateway.client.url):
-        await _batches(gateway).add(record)
+    try:
+        with explained(gateway.client.url):
+            await _batches(gateway).add(record, gateway.settings.batches_per_tenant)
+    except TooManyBatchesError as error:
+        raise ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN) from None
     return record.to_api()
 
 

@@ -37,7 +37,8 @@ local function result_ttl() return math.max(log_ttl(), whole(config('result_ttl_
 
 -- Whether somebody is to be told of the end by HTTP. A claim notes it as the request's field `webhook`,
 -- so that no end has to read a payload that may be large.
-local WEBHOOK_MS = 86400000 -- so long a result is kept for whoever calls webhooks, at least
+-- So long a result is kept for whoever calls webhooks, at least: all attempts take a day.
+local WEBHOOK_MS = 26 * 3600000
 local function wants_webhook(payload)
   return payload and string.find(payload, '"webhook_url"', 1, true) ~= nil
 end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tests.helpers import running_worker
 from tests.integration.faults import OwnServer
 from tests.producer.jobs.batches import KEYS, line, write_lines
 from tests.producer.jobs.receiving import receiver
-from tests.producer.playing import Start
+from tests.producer.playing import Run, Start
+from tests.roles import as_role, forget_refusals
 
 ACL = Path(__file__).parents[3] / "deploy" / "redis.acl"
 
@@ -56,9 +58,33 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
         process.terminate()
         await asyncio.to_thread(process.wait)
         refused = {entry["object"] for entry in everything.acl_log()}
-        assert refused <= {"client|list"}, "by which RQ would find its own address; it need not"
+        assert not refused
         with (
             redis.Redis.from_url(url("jobs")) as jobs,
             pytest.raises(redis.exceptions.NoPermissionError),
         ):
             jobs.get("other")
+
+
+@pytest.mark.parametrize("role", ["producer", "operator", "subscriber"])
+def test_in_another_role(role: str, redis_url: str, run: Run, tmp_path: Path) -> None:
+    """Each command says so in one line, and ends."""
+    url = as_role(role, redis_url)
+    refused = run("jobs", url=url, PROMPTQ_FILES_DIR=str(tmp_path / "files"))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == (
+        f"promptq: the user '{role}' may not do what `promptq jobs` does; give it the URL of the"
+        " user 'jobs' (promptq acl)\n"
+    )
+    listed = run("webhooks", "dead", url=url)
+    if role == "operator":
+        assert listed.stdout == "no webhooks were given up\n"
+    else:
+        assert (listed.returncode, listed.stdout) == (1, "")
+        assert re.fullmatch(r"promptq: the server at .* refused .*\n", listed.stderr)
+    if role == "subscriber":
+        source = write_lines(tmp_path / "in.jsonl", [line(0)])
+        ended = run("batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), url=url)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert re.fullmatch(r"promptq: the server at .* refused .*\n", ended.stderr)
+    forget_refusals(redis_url)

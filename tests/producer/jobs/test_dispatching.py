@@ -40,7 +40,7 @@ class Leader:
         key = "rq:workers:promptq-default-batches"
         self.server.delete(key)
         for number in range(count):
-            self.server.sadd(key, f"rq:worker:{number}")
+            self.server.sadd(key, f"rq:worker:promptq-{number:032x}")
 
     def make_batch(self, tenant: str) -> str:
         batch_id = new_batch_id()

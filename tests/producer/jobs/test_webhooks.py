@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -107,7 +108,7 @@ def ask(queue: RequestQueue, request_id: str, url: str, **fields: Any) -> None:
 
 def test_every_final_state_is_told(server: Server) -> None:
     """Exactly those requests that asked for it are listed, whoever ended them and how; and their
-    results are kept for a day."""
+    results are kept for longer than a day."""
     with closing(server.connect()) as client:
         hand, url = HandWorker(client), "http://example.com/"
         ask(hand.queue, "completed", url)
@@ -142,7 +143,7 @@ def test_every_final_state_is_told(server: Server) -> None:
             "plain",
         }  # fmt: skip
         for request_id in told - {"dead"}:
-            assert client.pttl(KEYS.request(request_id)) > 23 * 3_600_000
+            assert client.pttl(KEYS.request(request_id)) > 25 * 3_600_000
         assert client.pttl(KEYS.request("nobody")) <= 3_600_000
 
 
@@ -218,6 +219,9 @@ def test_receivers_that_misbehave(jobs: Jobs, own_worker: HandWorker, receiving:
     jobs.work()
     again = sorted(at for at, _, _ in receiving.calls[3:])
     assert again == ["/never", "/status/302"], "gone is gone; a redirect is followed nowhere"
+    [dead] = jobs.dead()
+    assert (dead.request_id, dead.attempts) == ("status/410", 1)
+    assert dead.reason.endswith("answered 410: it wants no more")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
@@ -262,7 +266,32 @@ def test_private_addresses_are_refused(
     jobs.work()
     assert receiving.calls == []
     assert jobs.waiting() == {}
-    assert "private network" in capsys.readouterr().out
+    [dead] = jobs.dead()
+    allowing = "127.0.0.1 is in a private network; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it"
+    assert (dead.request_id, dead.reason) == ("r", allowing)
+    said = capsys.readouterr().out
+    assert all(f"{name}=" in said for name in ("request_id", "webhook_id", "tenant"))
+
+
+def test_a_record_that_is_gone(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
+    """However it went: who waits for the webhook finds it among the dead."""
+    ask(own_worker.queue, "r", receiving.url("/status/500"))
+    own_worker.finish(own_worker.take(), "hi")
+    jobs.work()
+    own_worker.redis.delete(KEYS.request("r"))
+    jobs.pass_time()
+    jobs.work()
+    [dead] = jobs.dead()
+    assert (dead.request_id, dead.attempts) == ("r", 2)
+    assert dead.reason == "its record is kept no longer"
+
+
+def test_the_leader_goes_on_beside_what_ends(jobs: Jobs, own_worker: HandWorker) -> None:
+    """A tick takes in so much and no more, however much there is."""
+    server = own_worker.redis
+    server.zadd(KEYS.webhooks, {f"r{number}": number for number in range(3000)})
+    jobs.deliveries.go_on()
+    assert server.zcard(KEYS.webhooks) == 1000
 
 
 def test_strangers_keep_nobody_from_a_webhook(
@@ -346,7 +375,8 @@ def test_what_a_tenant_may_pile_up(
     assert set(jobs.waiting()) == {"a0", "a1", "a2"}
     listed = json.loads(run("webhooks", "dead", "--json").stdout)
     assert [it["request_id"] for it in listed] == ["a4", "a3"]
-    assert "too many of its tenant's wait" in run("webhooks", "dead").stdout
+    table = " ".join(run("webhooks", "dead").stdout.split())
+    assert re.search(r"a4 a 0 too many webhooks of its tenant wait .* a3 a 0 too many", table)
     assert {(it.request_id, it.tenant, it.attempts) for it in jobs.dead()} == {
         ("a3", "a", 0), ("a4", "a", 0),
     }  # fmt: skip
@@ -382,18 +412,24 @@ def test_what_an_earlier_release_handed_to_rq(
         ask(own_worker.queue, request_id, receiving.url(f"/{request_id}"))
         own_worker.finish(own_worker.take(), "hi")
     server.delete(KEYS.webhooks)
-    first, later, unknown, bomb = (f"msg_{digit * 32}" for digit in "0123")
+    first, later, unknown, bomb, text, large = (f"msg_{digit * 32}" for digit in "012345")
     for name, request_id in {first: "first", later: "next", unknown: "unknown"}.items():
         body = json.dumps({"data": {"request_id": request_id}})
         args = ["default", name, "http://127.0.0.1:1/elsewhere", body]
         data = zlib.compress(json.dumps(["any.name", None, args, {}]).encode())
         server.hset(f"rq:job:{name}", "data", data)
     server.hset(f"rq:job:{bomb}", "data", zlib.compress(bytes(10**8)))
-    server.rpush("rq:queue:promptq-default-webhooks", first, unknown, bomb, b"\xff", "other")
+    server.set(f"rq:job:{text}", "x")
+    server.hset(f"rq:job:{large}", "data", data + bytes(2**24))
+    listed = "rq:queue:promptq-default-webhooks"
+    server.rpush(listed, text, large, unknown, bomb, b"\xff", "other", first)
     server.zadd("rq:scheduled:promptq-default-webhooks", {later: 2**40})
     assert take_over(jobs.redis, jobs.redis, KEYS) == 2
     jobs.work()
     assert sorted(at for at, _, _ in receiving.calls) == ["/first", "/next"]
+    assert server.keys("rq:*") == []
+    server.set(listed, "x")
+    assert take_over(jobs.redis, jobs.redis, KEYS) == 0
     assert server.keys("rq:*") == []
 
 
