@@ -39,13 +39,13 @@ _LENGTH_BYTES = 4
 class Preparing:
     """What reads the calls of one gateway. Its processes start when they are needed first.
 
-    Calls with large bodies take turns by their keys: each key has one of them read at a time.
+    Calls with large bodies take turns by tenant: each has one of them read at a time.
     """
 
     def __init__(self) -> None:
         self._idle: list[Process] = []
         self._turns = asyncio.Semaphore(_NUM_PROCESSES)
-        self._turns_of_keys: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns_of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
         self, is_chat: bool, body: bytes, headers: Mapping[str, str], caller: Caller
@@ -56,7 +56,7 @@ class Preparing:
             call = read_call(is_chat, body, headers)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, caller, completion_id)
-        own_turn = self._turns_of_keys.setdefault(caller.name, asyncio.Lock())
+        own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         async with own_turn, self._turns:
             return await self._prepare(is_chat, body, headers, caller, completion_id)
 

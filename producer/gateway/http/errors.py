@@ -88,7 +88,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.param = param
-        self.code = code
+        self.code = code or ("invalid_request" if status == 400 else None)
         self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
 
     @property

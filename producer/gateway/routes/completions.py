@@ -87,10 +87,11 @@ async def _create(
     taken = 0 if headers.get("last-event-id") else 1
     if taken:
         await admit_call(gateway, caller)
-    with gateway.bodies.hold(caller.name) as hold:
+    with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
         prepared = await preparing.prepare(
             is_chat, await read_body(request, most, hold), headers, caller
         )
+        hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
         return await respond(request, gateway, caller, prepared, hold)
