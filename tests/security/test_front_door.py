@@ -141,10 +141,11 @@ def test_one_byte_now_and_then_keeps_no_connection(
     secret = make_key(redis_url, "web")
     if sent == b"KEY":
         sent = head("/v1/completions", secret, MIB)
-    with live_gateway(redis_url) as gateway, connected(gateway) as connection:
-        with monkeypatch.context() as patch:
+    with live_gateway(redis_url) as gateway:
+        with monkeypatch.context() as patch, ExitStack() as stack:
             for name in ("_SILENCE_SECONDS", "_HEAD_SECONDS"):
                 patch.setattr(protocol, name, 0.3)
+            connection = stack.enter_context(connected(gateway))
             connection.sendall(sent)
             wait_until_closed(connection, piece)
         assert is_served(gateway, secret)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import select
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +20,8 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.answering import preparing
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
-from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.rate_limits import Rate, take_of_rates
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.roles import as_role
 
@@ -108,6 +110,47 @@ def test_an_invalid_body_counts_as_a_call(redis_url: str) -> None:
     ):
         answers = [http.post("/v1/completions", content=b"{") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [400, 400, 429]
+
+
+def test_who_goes_on_with_no_stream_of_theirs_sends_no_body(redis_url: str) -> None:
+    """Past the rate, which is used up."""
+    secret = make_key(redis_url, "web", requests_per_minute=1)
+    strange = f"cmpl-{new_request_id()}/0-0"
+    with live_gateway(redis_url) as gateway:
+        for last_event_id, status in (("x", b"400"), (strange, b"404")):
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n"
+                f"Authorization: Bearer {secret}\r\nLast-Event-ID: {last_event_id}\r\n\r\n"
+            )
+            parts = urlsplit(gateway.url)
+            with socket.create_connection((parts.hostname, parts.port)) as connection:
+                connection.settimeout(30)
+                connection.sendall(head.encode())
+                assert connection.recv(12) == b"HTTP/1.1 " + status
+
+
+def test_who_waits_as_told_gets_in_with_several_answers(
+    redis_url: str, queue: RequestQueue
+) -> None:
+    secret = make_key(redis_url, "web", requests_per_minute=600)
+    few = make_key(redis_url, "few", requests_per_minute=4)
+    queue.run(take_of_rates("web", [Rate("requests", 598, 600)]))
+    headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
+    body = {"prompt": "Hi", "n": 5, "stream": True}
+    statuses = []
+    with (
+        live_gateway(redis_url, http_header_seconds=0) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        for _ in range(2):
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                statuses.append(answer.status_code)
+                time.sleep(int(answer.headers.get("retry-after-ms", 0)) / 1000)
+        headers["Authorization"] = f"Bearer {few}"
+        never = http.post("/v1/completions", json=body, headers=headers)
+    assert statuses == [429, 200]
+    assert (never.status_code, never.headers["x-should-retry"]) == (429, "false")
+    assert "retry-after" not in never.headers
 
 
 @pytest.mark.parametrize(
