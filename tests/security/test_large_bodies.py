@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +30,8 @@ from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.roles import as_role
 
 MANY = [{"role": "user", "content": ""}] * 60_000
-LARGE = json.dumps({"messages": MANY * 2}).encode()
+PARTS = [{"type": "text", "text": ""}] * 600
+LARGE = json.dumps({"messages": [{"role": "user", "content": PARTS}] * 400}).encode()
 LARGE_AND_WRONG = json.dumps({"messages": MANY, "temperature": 9}).encode()
 
 
@@ -62,14 +67,14 @@ def test_others_are_answered_while_a_large_body_is_read(
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
-        sent(gateway, secret, LARGE),
+        sent(gateway, secret, LARGE) as connection,
     ):
-        num_answered = 0
+        refused = http.post("/v1/completions", json={"prompt": "Hi", "temperature": 9})
+        assert refused.status_code == 400
+        assert queue.is_empty(), "the large one is in the queue before"
         while queue.is_empty():
-            refused = http.post("/v1/completions", json={"prompt": "Hi", "temperature": 9})
-            assert refused.status_code == 400
-            num_answered += 1
-    assert num_answered > 5, "before the large one was in the queue"
+            refusals, _, _ = select.select([connection], [], [], 0.01)
+            assert not refusals, connection.recv(65536)
 
 
 def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(redis_url: str) -> None:
@@ -94,11 +99,70 @@ def test_a_body_that_takes_too_long_fails_alone(
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(preparing, "_MOST_SECONDS", 0.001)
+            patch.setattr(preparing, "_MOST_CPU_SECONDS", 0.001)
             refused = http.post("/v1/chat/completions", content=LARGE)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
         wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
+
+
+def helpers() -> dict[int, str]:
+    """The processes that this one has started to read bodies, each with its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
+            is_ours = parent is not None and int(parent[1]) == os.getpid()
+            if is_ours and b"prepare_process" in (folder / "cmdline").read_bytes():
+                found[int(folder.name)] = (folder / "environ").read_text()
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int) -> None:
+    headers = {"Authorization": f"Bearer {make_key(redis_url, 'web')}"}
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        for _ in range(2):
+            wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
+            assert wrong.json()["error"]["param"] == "temperature"
+            [(pid, _)] = before = helpers().items()
+            os.kill(pid, number)
+        assert (dict(before) == helpers()) is (number != signal.SIGKILL)
+
+
+def test_where_no_process_starts_or_gets_time_the_call_is_to_come_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"Authorization": f"Bearer {make_key(redis_url, 'web')}"}
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        for name, value in (("sys.executable", "/nowhere"), ("_MOST_SECONDS", 0.0)):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"{preparing.__name__}.{name}", value)
+                later = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
+            assert (later.status_code, later.json()["error"]["code"]) == (503, "body_not_read")
+            assert later.headers["retry-after"] == "5"
+
+
+def test_the_processes_know_no_password_and_run_no_file_of_the_working_directory(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "structlog.py").write_text("open('ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://x:a-password@localhost")
+    headers = {"Authorization": f"Bearer {make_key(redis_url, 'web')}"}
+    with live_gateway(redis_url) as gateway:
+        url = f"{gateway.url}/v1/chat/completions"
+        wrong = httpx2.post(url, content=LARGE_AND_WRONG, headers=headers, timeout=60)
+        [environment] = helpers().values()
+    assert wrong.json()["error"]["param"] == "temperature"
+    assert not (tmp_path / "ran").exists()
+    assert "PROMPTQ" not in environment
 
 
 def test_an_invalid_body_counts_as_a_call(redis_url: str) -> None:
