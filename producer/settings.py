@@ -51,14 +51,17 @@ class GatewaySettings(FilesSettings):
     http_max_body_bytes: int = Field(
         MAX_PAYLOAD_BYTES, ge=1, description="largest body of a request for a completion"
     )
-    http_body_bytes_per_key: int = Field(
+    http_body_bytes_per_tenant: int = Field(
         64 * 1024 * 1024,
         ge=1,
-        description="most bytes of bodies that a key may have on their way to the queue at once;"
-        " beyond it 429",
+        description="most bytes of bodies that a tenant may have on their way to the queue at once,"
+        " beyond the first 64 KiB of each; beyond it 429",
     )
     http_body_bytes: int = Field(
-        256 * 1024 * 1024, ge=1, description="the same of all keys together; beyond it 503"
+        256 * 1024 * 1024,
+        ge=1,
+        description="the same of all tenants together, of which each takes more only while more is"
+        " free than it holds; beyond it 503",
     )
     http_max_connections: int = Field(
         4096,

@@ -70,6 +70,11 @@ class ApiKey(BaseModel):
             raise ConfigurationError(str(invalid_request(error))) from None
 
     @property
+    def party(self) -> str:
+        """Whose share of a gateway's memory and time its calls take: that of its tenant."""
+        return self.tenant or self.name
+
+    @property
     def is_free(self) -> bool:
         """Whether its requests may name any tenant: of an administrator who belongs to none."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)

@@ -51,7 +51,7 @@ _ROUTERS = (
     actions.router,
 )
 _MAX_CALLING = 32
-_UPLOADS_OF_CALLER = 4
+_UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
 """Of the largest size, at once: until they are whole they take room beside the folder for files."""
 
@@ -78,10 +78,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             watch,
             cancels,
             BodyBudget(
-                max(settings.http_body_bytes_per_key, settings.http_max_body_bytes),
-                max(settings.http_body_bytes, settings.http_max_body_bytes),
+                max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),
+                max(settings.http_body_bytes, 2 * settings.http_max_body_bytes),
             ),
-            BodyBudget(_UPLOADS_OF_CALLER * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
+            BodyBudget(_UPLOADS_OF_TENANT * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
             calling,
             FileQuotas(
                 FileStore(settings.files_dir),

@@ -33,9 +33,15 @@ _FIRST = 200
 _AT_ONCE = 16
 _UPLOAD_SHARE = 0.1
 _SILENCE_SECONDS = 0.3
+"""Of one that waits for more of a request, or has answered."""
+_ANSWER_SECONDS = 5.0
 _MOST_READ = 1 << 20
 _PATIENCE_SECONDS = 30.0
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+_CODE = re.compile(rb'"code": ?"(\w+)"')
+_HARMLESS = (b"bodies", b"connections", b"no_worker")
+"""Codes of a 503 that says how it is, not that something failed."""
+_LENGTHS = re.compile(rb"(?i)\r\ncontent-length: *([^\r]*)")
 _COUNTED = re.compile(r'http_requests_total\{handler="([^"]*)".*status="(5\d\d)"\} ([0-9.e+]+)')
 _WORKER = ["--model", "model-free", "--max-model-len", "64"]
 
@@ -82,7 +88,7 @@ class HttpFuzzing:
                 self._tell(f"its memory grew by {self.outcome.growth_bytes:,} bytes")
             metrics = httpx2.get(f"{url}/metrics", timeout=_PATIENCE_SECONDS).text
             for handler, status, number in _COUNTED.findall(metrics):
-                if status != "503":
+                if status != "503":  # of which the answers themselves tell more
                     self._tell(f"{float(number):.0f} times status {status} of {handler}")
         for line in (self._folder / "gateway.log").read_text(errors="replace").splitlines():
             if "Traceback" in line or "Exception" in line:
@@ -106,7 +112,7 @@ class HttpFuzzing:
             found = _STATUS.match(answer)
             status = found[1].decode() if found else "none"
             self.outcome.answers[status] += 1
-            if status.startswith("5") and status != "503":
+            if status.startswith("5") and not _is_harmless(answer):
                 self._tell(f"{answer[:300]!r} to {item.raw[:500]!r}")
 
     @contextmanager
@@ -178,14 +184,31 @@ def send(url: str, raw: bytes) -> bytes:
         raise ValueError(f"{url!r} is not on this machine")
     pieces = []
     with suppress(OSError), socket.create_connection((parts.hostname, parts.port)) as connection:
-        connection.settimeout(_SILENCE_SECONDS)
+        connection.settimeout(_ANSWER_SECONDS if _seems_whole(raw) else _SILENCE_SECONDS)
         with suppress(ConnectionError):  # it may answer, and close, before all is sent
             connection.sendall(raw)
         while piece := connection.recv(65536):
+            connection.settimeout(_SILENCE_SECONDS)
             pieces.append(piece)
             if b"text/event-stream" in pieces[0] or len(pieces) * 65536 > _MOST_READ:
                 break
     return b"".join(pieces)
+
+
+def _is_harmless(answer: bytes) -> bool:
+    code = _CODE.search(answer)
+    return answer.startswith(b"HTTP/1.1 503 ") and code is not None and code[1] in _HARMLESS
+
+
+def _seems_whole(raw: bytes) -> bool:
+    """Whether a request is to be answered, as far as that can be told of a spoilt one."""
+    head, separator, body = raw.partition(b"\r\n\r\n")
+    if not separator:
+        return False
+    lengths = _LENGTHS.findall(head)
+    if b"transfer-encoding" in head.lower():
+        return body.endswith(b"0\r\n\r\n")
+    return not lengths or lengths == [b"%d" % len(body)]
 
 
 def _memory_bytes(pid: int) -> int:

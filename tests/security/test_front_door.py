@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import select
 import socket
@@ -10,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -17,6 +17,7 @@ import pytest
 
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.gateway import app
 from promptq.producer.gateway.http import protocol
 from tests.producer.gateway.living import LiveGateway, live_gateway
 
@@ -137,14 +138,16 @@ def test_without_a_key_no_body_is_kept(redis_url: str) -> None:
 def test_one_byte_now_and_then_keeps_no_connection(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, sent: bytes, piece: bytes
 ) -> None:
-    for name in ("_SILENCE_SECONDS", "_HEAD_SECONDS"):
-        monkeypatch.setattr(protocol, name, 0.3)
     secret = make_key(redis_url, "web")
     if sent == b"KEY":
         sent = head("/v1/completions", secret, MIB)
-    with live_gateway(redis_url) as gateway, connected(gateway) as connection:
-        connection.sendall(sent)
-        wait_until_closed(connection, piece)
+    with live_gateway(redis_url) as gateway:
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            for name in ("_SILENCE_SECONDS", "_HEAD_SECONDS"):
+                patch.setattr(protocol, name, 0.3)
+            connection = stack.enter_context(connected(gateway))
+            connection.sendall(sent)
+            wait_until_closed(connection, piece)
         assert is_served(gateway, secret)
 
 
@@ -179,43 +182,99 @@ def test_requests_sent_far_ahead_end_the_connection(redis_url: str) -> None:
         wait_until_closed(connection, ahead, num_read=1)
 
 
-def test_the_bodies_of_one_key_leave_room_for_those_of_another(redis_url: str) -> None:
+CHAT, FILES = "/v1/chat/completions", "/v1/files"
+FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+
+
+def stalled(gateway: LiveGateway, path: str, secret: str) -> socket.socket:
+    """A connection on which all of a body has come but its last byte."""
+    parts = urlsplit(gateway.url)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=30)
+    start, body = head(path, secret, MIB), b" " * (MIB - 1)
+    if path == FILES:
+        start = start.replace(b"application/json", b"multipart/form-data; boundary=b")
+        body = FORM + body[len(FORM) :]
+    with suppress(ConnectionError):  # it may be refused before all is sent
+        connection.sendall(start + body)
+    return connection
+
+
+def code_of(gateway: LiveGateway, path: str, secret: str) -> tuple[int, str]:
+    """What half as large a body gets, whose end is wrong."""
+    headers = {"Authorization": f"Bearer {secret}"}
+    kind = "multipart/form-data; boundary=b" if path == FILES else "application/json"
+    body = FORM + b" " * (MIB // 2)
+    with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
+        answer = http.post(path, content=body, headers={"Content-Type": kind})
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_bodies_count_by_tenant_and_small_ones_always_get_in(redis_url: str) -> None:
     """Bytes that have come count; once their connections are gone, there is room again."""
-    greedy, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
-    limits = {"http_max_body_bytes": MIB, "http_body_bytes_per_key": 2 * MIB}
+    greedy = [make_key(redis_url, f"greedy-{number}", tenant="greedy") for number in range(2)]
+    limits = {"http_max_body_bytes": MIB, "http_body_bytes_per_tenant": 2 * MIB}
     with live_gateway(redis_url, **limits) as gateway:
         with ExitStack() as stack:
-            for _ in range(2):
-                connection = stack.enter_context(connected(gateway))
-                connection.sendall(head("/v1/completions", greedy, MIB) + b" " * (MIB - 1))
-            until(lambda: not is_served(gateway, greedy))  # all of it has come
-            with connected(gateway) as connection:
-                connection.sendall(head("/v1/completions", greedy, 9) + b'{"n":"a"}')
-                start, body = answer_of(connection)
-            assert start.startswith(b"HTTP/1.1 429 ")
-            assert b"retry-after: 1" in start
-            assert json.loads(body)["error"]["code"] == "bodies_of_key"
-            assert is_served(gateway, other)
-        until(lambda: is_served(gateway, greedy))
+            for secret in greedy:
+                stack.enter_context(stalled(gateway, CHAT, secret))
+            until(lambda: code_of(gateway, CHAT, greedy[0]) == (429, "bodies_of_tenant"))
+            assert is_served(gateway, greedy[0])
+        until(lambda: code_of(gateway, CHAT, greedy[0]) == (400, "invalid_request"))
 
 
-def test_the_bodies_of_all_are_bounded(redis_url: str) -> None:
-    secrets = [make_key(redis_url, f"key-{number}") for number in range(3)]
-    limits = {
-        "http_max_body_bytes": MIB,
-        "http_body_bytes_per_key": MIB,
-        "http_body_bytes": 2 * MIB,
-    }
-    with live_gateway(redis_url, **limits) as gateway, ExitStack() as stack:
-        for secret in secrets[:2]:
-            connection = stack.enter_context(connected(gateway))
-            connection.sendall(head("/v1/completions", secret, MIB) + b" " * (MIB - 1))
-        until(lambda: not is_served(gateway, secrets[2]))
-        with connected(gateway) as connection:
-            connection.sendall(head("/v1/completions", secrets[2], 9) + b'{"n":"a"}')
-            start, body = answer_of(connection)
-        assert start.startswith(b"HTTP/1.1 503 ")
-        assert json.loads(body)["error"]["code"] == "bodies"
+@pytest.mark.parametrize("path", [CHAT, FILES])
+def test_many_keys_of_one_tenant_leave_room_for_another(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """While all its bodies stand: a large call of another tenant, and any small one."""
+    monkeypatch.setattr(app, "MAX_FILE_BYTES", MIB // 4)
+    monkeypatch.setattr(app, "_UPLOADS_OF_TENANT", 16)
+    limits: dict[str, Any] = {"http_max_body_bytes": MIB, "http_body_bytes": 4 * MIB}
+    greedy = [make_key(redis_url, f"greedy-{number}", tenant="greedy") for number in range(4)]
+    other = make_key(redis_url, "other")
+    with live_gateway(redis_url, files_dir=tmp_path, **limits) as gateway, ExitStack() as stack:
+        for secret in greedy[:2]:
+            stack.enter_context(stalled(gateway, path, secret))
+        until(lambda: code_of(gateway, path, greedy[0]) == (503, "bodies"))
+        for secret in greedy[2:] * 2:
+            beyond = stack.enter_context(stalled(gateway, path, secret))
+            assert answer_of(beyond)[0].startswith(b"HTTP/1.1 503 ")
+        assert code_of(gateway, path, other) == (400, "invalid_request")
+        assert is_served(gateway, other)
+        assert is_served(gateway, greedy[0])
+
+
+def test_a_large_body_may_not_save_up_time_for_silence(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sent much at first is closed as soon as one who sent little."""
+    monkeypatch.setattr(protocol, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "_SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(protocol, "_WINDOW_SECONDS", 0.3)
+    secret = make_key(redis_url, "web")
+    with live_gateway(redis_url) as gateway, stalled(gateway, CHAT, secret) as connection:
+        with connected(gateway) as little:
+            little.sendall(head(CHAT, secret, MIB) + b" ")
+            ready, _, _ = select.select([connection, little], [], [], 30)
+        assert connection in ready
+        assert connection.recv(1) == b""
+
+
+def test_what_a_call_becomes_counts_too(redis_url: str) -> None:
+    """A small body with a large `n` holds as many bytes as its requests have."""
+    secret = make_key(redis_url, "web")
+    limits = {"http_max_body_bytes": MIB, "http_body_bytes_per_tenant": MIB}
+    body = {"prompt": "x" * 50_000, "n": 64, "wait_for_worker": False}
+    with live_gateway(redis_url, **limits) as gateway:
+        headers = {"Authorization": f"Bearer {secret}"}
+        with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
+            refused = http.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                429,
+                "bodies_of_tenant",
+            )
+            let_in = http.post("/v1/completions", json={**body, "n": 2})
+            assert let_in.json()["error"]["code"] == "no_worker"
 
 
 def test_connections_are_bounded_and_probes_still_answered(redis_url: str) -> None:

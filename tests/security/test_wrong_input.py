@@ -101,30 +101,44 @@ def test_many_large_form_fields_end_at_the_first(http: httpx2.Client) -> None:
     assert peak < 50_000_000, "of 150 MB"
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Origin": "http://["},
-        {"Origin": "http://localhost:1"},
-        {"Origin": "http://127.0.0.1"},
-        {"Sec-Fetch-Site": "same-site"},
-        {"Host": "a b"},
-        {"Host": "local host"},
-        {"Host": "["},
-        {"Host": "localhost:x"},
-        {"Host": "localhost@elsewhere.example"},
-        {"Host": "elsewhere.example"},
-        {"Host": "127.0.0.1.elsewhere.example"},
-        {"Host": ""},
-    ],
-    ids=str,
-)
-def test_without_a_key_only_this_machine_and_its_own_page_are_answered(
-    http: httpx2.Client, headers: dict[str, str]
-) -> None:
+ELSEWHERE = [
+    {"Origin": "http://["},
+    {"Origin": "http://localhost:1"},
+    {"Origin": "http://127.0.0.1"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Host": "a b"},
+    {"Host": "local host"},
+    {"Host": "["},
+    {"Host": "localhost:x"},
+    {"Host": "localhost@elsewhere.example"},
+    {"Host": "elsewhere.example"},
+    {"Host": "127.0.0.1.elsewhere.example"},
+    {"Host": ""},
+]
+
+
+def test_without_a_key_only_this_machine_and_its_own_page_are_answered(http: httpx2.Client) -> None:
     """A page on another port of this machine is another origin."""
-    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
-        assert http.request(method, path, headers=headers).status_code == 401
+    for headers in ELSEWHERE:
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
+            assert http.request(method, path, headers=headers).status_code == 401, headers
+
+
+def test_what_is_wrong_has_a_code(http: httpx2.Client) -> None:
+    batch = {
+        "input_file_id": "file-x",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    }
+    answers = [
+        http.post("/v1/files", content=b"x"),
+        http.post("/v1/batches", content=b"{}"),
+        http.post("/v1/batches", json=batch),
+        http.post("/v1/batches", json={**batch, "endpoint": "/v1/x"}),
+    ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "invalid_request", answer.text
 
 
 def test_without_a_key_the_gateways_own_page_may_act(http: httpx2.Client) -> None:

@@ -10,9 +10,9 @@ import os
 import resource
 import signal
 import sys
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from promptq.producer.gateway.answering.preparing import answer, frame
+from promptq.producer.gateway.answering.preparing import OUT_OF_MEMORY, answer, frame
 
 _MOST_BYTES = 2 << 30
 """Of memory. The worst body of 8 MB that is well-formed takes half of it."""
@@ -21,18 +21,28 @@ _NICENESS = 15
 
 def main() -> None:
     """Bounded, and after what streams where both want to compute."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at a terminal it is the gateway's to end this
+    # What is sent to all processes of a terminal or a service is the gateway's to heed: this one
+    # ends with its input.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # bodies are nobody's to find on a disk
     os.nice(_NICENESS)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     while length := incoming.read(4):
         asked = json.loads(incoming.read(int.from_bytes(length, "big")))
-        _answer_one(asked, incoming.read(asked["sizes"][0]), outgoing)
+        try:
+            _answer_one(asked, incoming.read(asked["sizes"][0]), outgoing)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
 
 
-def _answer_one(asked: dict[str, object], body: bytes, outgoing: BinaryIO) -> None:
+def _answer_one(asked: dict[str, Any], body: bytes, outgoing: BinaryIO) -> None:
+    """SIGPROF ends the process where that takes more than its share of CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, asked["cpu_seconds"])
     outgoing.write(frame(*answer(asked, body)))
     outgoing.flush()
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

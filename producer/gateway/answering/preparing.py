@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -32,20 +34,29 @@ from promptq.shared.queue.rate_limits import Rate
 _SMALL_BYTES = 65_536
 """Of a body, and of a call's payloads: reading so much takes milliseconds at worst."""
 _NUM_PROCESSES = 2
-_MOST_SECONDS = 30.0
+_MOST_CPU_SECONDS = 30.0
+_MOST_SECONDS = 120.0
+"""By the clock, as a busy machine leaves such a process little. Then it is no fault of the body."""
 _LENGTH_BYTES = 4
+OUT_OF_MEMORY = 3
+"""The exit code that tells so."""
+_TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
+"""How a process ends at its bounds of memory and CPU time. What is not written in Python aborts
+where it gets no memory."""
+_INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+"""What finds the interpreter and this package. The rest may hold passwords."""
 
 
 class Preparing:
     """What reads the calls of one gateway. Its processes start when they are needed first.
 
-    Calls with large bodies take turns by their keys: each key has one of them read at a time.
+    Calls with large bodies take turns by tenant: each has one of them read at a time.
     """
 
     def __init__(self) -> None:
         self._idle: list[Process] = []
         self._turns = asyncio.Semaphore(_NUM_PROCESSES)
-        self._turns_of_keys: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns_of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
         self, is_chat: bool, body: bytes, headers: Mapping[str, str], caller: Caller
@@ -56,7 +67,7 @@ class Preparing:
             call = read_call(is_chat, body, headers)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, caller, completion_id)
-        own_turn = self._turns_of_keys.setdefault(caller.name, asyncio.Lock())
+        own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         async with own_turn, self._turns:
             return await self._prepare(is_chat, body, headers, caller, completion_id)
 
@@ -77,21 +88,43 @@ class Preparing:
             "headers": {it: headers[it] for it in HEADERS.values() if it in headers},
             "caller": caller.model_dump(mode="json"),
             "completion_id": completion_id,
+            "cpu_seconds": _MOST_CPU_SECONDS,
         }
-        process = self._idle.pop() if self._idle else await _start()
         try:
             async with asyncio.timeout(_MOST_SECONDS):
-                told, payloads = await _ask(process, asked, body)
+                told, payloads = await self._ask_one_or_another(asked, body)
         except (EOFError, OSError, TimeoutError):
-            await _end(process)
-            raise _too_much() from None
-        except BaseException:
-            process.kill()
-            raise
-        self._idle.append(process)
+            raise _not_read() from None
         if "error" in told:
             raise _error_of(told["error"])
         return _prepared_of(told, payloads, account_of(caller, caller.name))
+
+    async def _ask_one_or_another(
+        self, asked: Mapping[str, Any], body: bytes
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Raises as `_ask_one`; EOFError and OSError only where a new process ended, too."""
+        try:
+            return await self._ask_one(asked, body)
+        except (EOFError, OSError):
+            return await self._ask_one(asked, body, is_new=True)
+
+    async def _ask_one(
+        self, asked: Mapping[str, Any], body: bytes, *, is_new: bool = False
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Raises ApiError 400 where it ended at its bounds, else EOFError and OSError."""
+        process = await _start() if is_new or not self._idle else self._idle.pop()
+        try:
+            answered = await _ask(process, asked, body)
+        except (EOFError, OSError):  # it has ended, or is about to
+            if await process.wait() in _TOO_MUCH_CODES:
+                raise _too_much() from None
+            raise
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
+        self._idle.append(process)
+        return answered
 
 
 def preparing_of(request: Request) -> Preparing:
@@ -165,10 +198,27 @@ def _too_much() -> ApiError:
     )
 
 
+def _not_read() -> ApiError:
+    return ApiError(
+        503,
+        "the gateway could not read the body, since its machine is short of time or memory or a"
+        " process was ended; try again soon",
+        code="body_not_read",
+        headers={"Retry-After": "5"},
+    )
+
+
 async def _start() -> Process:
-    module = "promptq.producer.gateway.answering.prepare_process"
+    """Raises OSError. With -P no file of the working directory passes for a module."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, stdin=PIPE, stdout=PIPE
+        sys.executable,
+        "-P",
+        "-m",
+        "promptq.producer.gateway.answering.prepare_process",
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        env={name: os.environ[name] for name in _INHERITED if name in os.environ},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fastapi import Request
@@ -18,7 +19,12 @@ from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import CompletionCall, read_chat, read_completion
+from promptq.producer.gateway.openai.calls import (
+    CompletionCall,
+    read_chat,
+    read_completion,
+    request_ids,
+)
 from promptq.producer.gateway.openai.completion import (
     Completion,
     check_completion_id,
@@ -82,7 +88,7 @@ async def respond(
             raise InvalidRequestError(
                 "Last-Event-ID: goes with stream: true", field="Last-Event-ID"
             )
-        return await _resume(gateway, caller, call, last_event_id)
+        return await _resume(gateway, call, last_event_id)
     completion, rates = await _begin(gateway, caller, prepared)
     prepared.new.clear()
     hold.release()
@@ -131,13 +137,23 @@ async def enqueue(
 
     Raises ApiError 429, and what the client raises.
     """
-    left = [
+    rates = await _take_rest(gateway, caller, prepared)
+    async with gateway.calling:
+        return await gateway.client.enqueue_composed(prepared.new), rates
+
+
+async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Mapping[str, str]:
+    """What the call needs beside what was taken of it before. Raises ApiError 429."""
+    rest = [
         replace(rate, amount=rate.amount - prepared.taken) if rate.name == "requests" else rate
         for rate in prepared.rates
     ]
-    rates = await take(gateway, caller, left)
-    async with gateway.calling:
-        return await gateway.client.enqueue_composed(prepared.new), rates
+    if all(rate.amount <= rate.limit for rate in prepared.rates):
+        with suppress(ApiError):
+            return await take(gateway, caller, rest)
+    # The next attempt needs all of it, so that is what it has to wait for. What was taken stays
+    # taken: a body was read for it.
+    return await take(gateway, caller, prepared.rates)
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -172,15 +188,21 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
     return call
 
 
-async def _resume(
-    gateway: Gateway, caller: Caller, call: CompletionCall, last_event_id: str
-) -> Response:
+async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
+    """Before the body of a call is read that goes on with a stream, and so counts nothing.
+
+    Raises InvalidRequestError, and RequestNotFoundError where the stream is not the caller's.
+    """
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
+    await payloads_of(gateway, caller, request_ids(completion_id, len(have))[:1])
+
+
+async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) -> Response:
+    completion_id, have = read_event_id(last_event_id)
     bind(request_id=completion_id)
     completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
     check_positions(completion, have)
-    await payloads_of(gateway, caller, completion.request_ids[:1])  # raises if not the caller's
     return EventStream(gateway, completion, have)
 
 

@@ -106,25 +106,13 @@ def check_scope(caller: Caller, scope: str) -> None:
         )
 
 
-async def admit(
-    gateway: Gateway, caller: Caller, requests: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:
-    """Take what the requests need from the caller's rates; gives the headers that tell of them.
-
-    `requests` are what `Client.enqueue_many` takes. Of tokens those of the prompt are taken, by a
-    quarter of the payload's bytes; the output is charged as it comes, to `account_of` the caller.
-    Raises ApiError 429.
-    """
-    return await take(gateway, caller, rates_of(caller, requests))
-
-
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """As `admit`, of one request, before the body of a call is looked at."""
+    """Take one request, before the body of a call is looked at; as `take`."""
     return await take(gateway, caller, _rate_of_requests(caller, 1))
 
 
 async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
-    """As `admit`, of what `rates_of` gives."""
+    """Take from the caller's rates; gives the headers that tell of them. Raises ApiError 429."""
     if not rates:
         return {}
     async with gateway.calling:
@@ -147,7 +135,11 @@ async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """What requests take of their caller's rates; as `admit`."""
+    """What requests take of their caller's rates; they are what `Client.enqueue_many` takes.
+
+    Of tokens those of the prompt are taken, by a quarter of the payload's bytes; the output is
+    charged as it comes, to `account_of` the caller.
+    """
     rates = _rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
         tokens = sum(_prompt_tokens(request) for request in requests)
@@ -156,7 +148,7 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """To whom the output of a caller's requests is charged; `holder` is whose rates `admit` took.
+    """To whom the output of a caller's requests is charged; `holder` is whose rates were taken.
 
     None without a limit.
     """

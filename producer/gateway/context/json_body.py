@@ -32,7 +32,7 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
     adapter = TypeAdapter(kind)
 
     async def read(request: Request, gateway: ThisGateway, caller: ThisCaller) -> Any:
-        with gateway.bodies.hold(caller.name) as hold:
+        with gateway.bodies.hold(caller.party) as hold:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
             body = await read_body(request, most, hold)
         # Else a page of another site could send it without asking first.

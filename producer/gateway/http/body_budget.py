@@ -1,4 +1,9 @@
-"""How many bytes of requests' bodies a gateway holds at once: of each caller, and in all."""
+"""How many bytes of requests' bodies a gateway holds at once: of each tenant, and in all.
+
+No tenant fills it: each takes more only while more is free than it holds already, as with the
+places of webhooks (webhooks/turns.py). The first bytes of each body do not count, so that a small
+call is always let in; the number of connections bounds those.
+"""
 
 from __future__ import annotations
 
@@ -8,68 +13,81 @@ from contextlib import contextmanager
 
 from promptq.producer.gateway.http.errors import ApiError
 
+FREE_BYTES = 65_536
+"""Of each body."""
+
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
 class BodyBudget:
     """Bytes count as they come, not as they are announced: who sends slowly holds little."""
 
-    def __init__(self, most_of_caller: int, most_in_all: int) -> None:
-        self._most_of_caller = most_of_caller
+    def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
+        self._most_of_tenant = most_of_tenant
         self._most_in_all = most_in_all
-        self._of_callers: Counter[str] = Counter()
+        self._of_tenants: Counter[str] = Counter()
         self._in_all = 0
 
     @contextmanager
-    def hold(self, caller: str) -> Iterator[Hold]:
+    def hold(self, tenant: str) -> Iterator[Hold]:
         """What is taken of the budget within is given back at the end."""
-        hold = Hold(self, caller)
+        hold = Hold(self, tenant)
         try:
             yield hold
         finally:
             hold.release()
 
-    def take(self, caller: str, num_bytes: int) -> None:
-        """Raises ApiError 429 where the caller has too much on its way, 503 where all have."""
-        if self._of_callers[caller] + num_bytes > self._most_of_caller:
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Raises ApiError 429 where the tenant has too much on its way, 503 where all have."""
+        wanted = self._of_tenants[tenant] + num_bytes
+        if wanted > self._most_of_tenant:
             raise ApiError(
                 429,
-                f"the bodies of requests that are on their way with the key {caller!r} have more"
-                f" than {self._most_of_caller} bytes; wait until some are taken in",
-                code="bodies_of_key",
+                f"the requests that are on their way for the tenant {tenant!r} have more than"
+                f" {self._most_of_tenant} bytes; wait until some are taken in",
+                code="bodies_of_tenant",
                 headers=_RETRY_AFTER,
             )
-        if self._in_all + num_bytes > self._most_in_all:
+        if wanted > self._most_in_all - self._in_all:
             raise ApiError(
                 503,
                 "the gateway has as many bytes of requests on their way as it may; try again soon",
                 code="bodies",
                 headers=_RETRY_AFTER,
             )
-        self._of_callers[caller] += num_bytes
+        self._of_tenants[tenant] = wanted
         self._in_all += num_bytes
 
-    def give_back(self, caller: str, num_bytes: int) -> None:
+    def give_back(self, tenant: str, num_bytes: int) -> None:
         self._in_all -= num_bytes
-        self._of_callers[caller] -= num_bytes
-        if not self._of_callers[caller]:
-            del self._of_callers[caller]
+        self._of_tenants[tenant] -= num_bytes
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
 
 
 class Hold:
     """What one request has taken."""
 
-    def __init__(self, budget: BodyBudget, caller: str) -> None:
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
-        self._caller = caller
+        self._tenant = tenant
         self._num_bytes = 0
+        self._num_taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises ApiError as `BodyBudget.take`."""
-        self._budget.take(self._caller, num_bytes)
-        self._num_bytes += num_bytes
+        """So many more are held. Raises ApiError as `BodyBudget.take`."""
+        self.grow_to(self._num_bytes + num_bytes)
+
+    def grow_to(self, num_bytes: int) -> None:
+        """So many are held in all, if it is more. Raises ApiError as `BodyBudget.take`."""
+        more = max(0, num_bytes - FREE_BYTES) - self._num_taken
+        if more > 0:
+            self._budget.take(self._tenant, more)
+            self._num_taken += more
+        self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
         """Give all of it back, as soon as the bytes are needed no more; again it does nothing."""
-        self._budget.give_back(self._caller, self._num_bytes)
-        self._num_bytes = 0
+        if self._num_taken:
+            self._budget.give_back(self._tenant, self._num_taken)
+        self._num_bytes = self._num_taken = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,14 +15,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from promptq.producer.clients.connecting import explained
 from promptq.shared.errors import (
     InvalidRequestError,
     PromptqError,
     QueueFullError,
+    RedisAuthError,
     RedisSideError,
     RequestExistsError,
     RequestNotFoundError,
 )
+from promptq.shared.runtime.logs import get_logger
 
 _TYPES = {
     400: "invalid_request_error",
@@ -88,7 +92,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.param = param
-        self.code = code
+        self.code = code or ("invalid_request" if status == 400 else None)
         self.headers = {**(NOT_AGAIN if status in _FINAL else {}), **(headers or {})}
 
     @property
@@ -116,6 +120,14 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(
                 429, str(error), code="queue_full", headers={"Retry-After": str(seconds)}
             )
+        case RedisAuthError():
+            _log_refusal(str(error))
+            return ApiError(
+                503,
+                "the gateway may not use its Redis server; its log says why",
+                code="queue_unavailable",
+                headers={"Retry-After": "5"},
+            )
         case RedisSideError():
             # What is wrong with the server is for the log, not for whoever calls.
             return ApiError(
@@ -127,6 +139,16 @@ def as_api_error(error: Exception) -> ApiError:
         case PromptqError():
             return ApiError(500, str(error))
     return ApiError(500, "the gateway failed; its log says why", code="gateway")
+
+
+@lru_cache(maxsize=16)
+def _log_refusal(told: str) -> None:
+    """Once for each thing that the server says: it would say so of every call."""
+    get_logger().error(
+        "the Redis server refuses what a gateway does; give the gateway the URL of the user"
+        " 'gateway' (promptq acl)",
+        error=told,
+    )
 
 
 def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -157,7 +179,18 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RedisError)
     async def _redis_error(request: Request, error: RedisError) -> JSONResponse:
-        return as_api_error(RedisSideError(str(error))).response()
+        gateway = request.app.state.gateway
+        try:
+            with explained(gateway.client.url):
+                raise error
+        except RedisAuthError as told:
+            options = gateway.redis.connection_pool.connection_kwargs
+            user = options.get("username") or "default"
+            return as_api_error(RedisAuthError(f"the user {user!r}: {told}")).response()
+        except RedisSideError as told:
+            return as_api_error(told).response()
+        except RedisError:
+            return as_api_error(RedisSideError(str(error))).response()
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:

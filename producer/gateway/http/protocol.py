@@ -31,8 +31,11 @@ Unfinished = Callable[[], Awaitable[None]] | None
 _SILENCE_SECONDS = 60.0
 _HEAD_SECONDS = 20.0
 """From a request's first byte to the end of its head."""
-_LEAST_BYTES_PER_SECOND = 4096
-"""Of a body on average, beside `_SILENCE_SECONDS`."""
+_WINDOW_SECONDS = 15.0
+"""In which a body must have come on by `_WINDOW_BYTES` or have ended. It counts from the last such
+progress: an allowance that grew with the bytes could be saved up, and then spent in silence."""
+_WINDOW_BYTES = 65_536
+"""The first of them may take `_SILENCE_SECONDS`; they are all that a small body has."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROP_SECONDS = 30.0
 """Most clients send all of a body before they read an answer. Closed while they still send, the
@@ -68,7 +71,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_pending = 0
         self._in_head = True
         self._in_request = True  # a new connection is to send one
-        self._num_body_bytes = 0
+        self._num_body_bytes = 0  # in this window
+        self._has_come_on = False  # by a window, at least
         self._num_dropped_bytes = 0
         self._closes_behind_request = False
         self._unanswered: list[RequestResponseCycle] = []
@@ -132,6 +136,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         self._num_body_bytes += len(body)
+        if self._num_body_bytes >= _WINDOW_BYTES:
+            self._begin_window()
+            self._has_come_on = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -157,7 +164,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _progressed(self) -> None:
         """A phase has ended: a head, a request, an answer."""
-        self._num_pending = self._num_body_bytes = self._num_dropped_bytes = 0
+        self._num_pending = self._num_dropped_bytes = 0
+        self._has_come_on = False
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._num_body_bytes = 0
         self._our_seconds = 0.0
         self._began_at = self.loop.time()
 
@@ -187,7 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return _HEAD_SECONDS
             if has_cycle and self.cycle.response_complete:
                 return _DROP_SECONDS
-            return _SILENCE_SECONDS + self._num_body_bytes / _LEAST_BYTES_PER_SECOND
+            return _WINDOW_SECONDS if self._has_come_on else _SILENCE_SECONDS
         return inf if has_cycle and not self.cycle.response_complete else _SILENCE_SECONDS
 
 

@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from promptq.producer.gateway.answering.preparing import Preparing, ThisPreparing
-from promptq.producer.gateway.answering.respond import respond
+from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.context.access import Caller, ThisCaller, admit_call, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import read_body
@@ -83,14 +83,17 @@ async def _create(
     request: HttpRequest, gateway: Gateway, caller: Caller, preparing: Preparing, *, is_chat: bool
 ) -> Response:
     headers = request.headers
-    # Whoever only goes on with a stream was counted before.
-    taken = 0 if headers.get("last-event-id") else 1
-    if taken:
+    if last_event_id := headers.get("last-event-id"):
+        await check_stream(gateway, caller, last_event_id)
+        taken = 0  # it was counted before
+    else:
         await admit_call(gateway, caller)
-    with gateway.bodies.hold(caller.name) as hold:
+        taken = 1
+    with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
         prepared = await preparing.prepare(
             is_chat, await read_body(request, most, hold), headers, caller
         )
+        hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
         return await respond(request, gateway, caller, prepared, hold)

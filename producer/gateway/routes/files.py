@@ -69,7 +69,7 @@ async def upload(
     request: Request, gateway: ThisGateway, caller: ThisCaller, upload: ThisUpload
 ) -> dict[str, object]:
     """Take a file in; the body is a multipart form."""
-    with gateway.uploads.hold(caller.name) as hold:
+    with gateway.uploads.hold(caller.party) as hold:
         return await _take_in(request, upload, hold)
 
 

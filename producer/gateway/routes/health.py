@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from promptq.producer.admin import api_keys
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.http.errors import ApiError, described
 
@@ -20,7 +21,9 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """The queue can be reached and some worker takes requests and gets on; 503 otherwise."""
+    """The queue can be reached and read, and some worker takes requests and gets on; else 503."""
+    async with gateway.calling:
+        await gateway.queue.run(api_keys.count(gateway.keys))  # as each call needs them
     workers = (await gateway.client.stats()).workers
     if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from promptq import AsyncClient, Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.app import create_app
-from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, admit
+from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, rates_of, take
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError
@@ -42,11 +42,11 @@ def app_with_routes(url: str) -> FastAPI:
         return caller.name
 
     @app.post("/take")
-    async def take(
+    async def take_some(
         gateway: ThisGateway, caller: ThisCaller, requests: int, prompt_tokens: int = 1
     ) -> dict[str, str]:
         wanted = [{"prompt": "x" * 4 * prompt_tokens, "max_tokens": 10**9}] * requests
-        return await admit(gateway, caller, wanted)
+        return await take(gateway, caller, rates_of(caller, wanted))
 
     return app
 

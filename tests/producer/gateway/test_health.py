@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+import redis
 
 from promptq import Client
+from promptq.producer.gateway.http import errors
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.server.acl import ALL_QUEUES, user_rules
 from tests.helpers import served_model_free
-from tests.producer.gateway.living import LiveGateway, live_worker
+from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import HandWorker
+from tests.roles import as_role
 
 
 @pytest.fixture
@@ -56,3 +61,25 @@ def test_a_worker_that_drains_takes_no_request(
 
 def beat(queue: RequestQueue, state: str) -> None:
     queue.run(scripts.heartbeat(WorkerStats(worker_id="w", state=state), 60_000))
+
+
+@pytest.mark.parametrize("password", ["right", "wrong"])
+def test_a_gateway_with_the_url_of_another_role_says_so(
+    redis_url: str, capfd: pytest.CaptureFixture[str], password: str
+) -> None:
+    errors._log_refusal.cache_clear()
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        rules = user_rules("producer", ALL_QUEUES, "right")
+        server.execute_command("ACL", "SETUSER", "somebody", *rules)
+        parts = urlsplit(redis_url)
+        url = f"redis://somebody:{password}@{parts.hostname}:{parts.port}/0"
+        with live_worker(redis_url, served_model_free()), live_gateway(url) as gateway:
+            for path in ("/readyz", "/readyz", "/v1/models"):
+                refused = httpx2.get(gateway.url + path, timeout=30)
+                assert refused.status_code == 503
+                assert "may not use its Redis server" in refused.text
+        server.execute_command("ACL", "DELUSER", "somebody")
+    out, err = capfd.readouterr()
+    [line] = [it for it in (out + err).splitlines() if "the user 'gateway' (promptq acl)" in it]
+    assert "the user 'somebody'" in line
+    assert ("permissions" if password == "right" else "invalid") in line
