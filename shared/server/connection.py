@@ -205,7 +205,9 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
     def check() -> None:
         if not lives():
-            raise redis.ConnectionError("it has ended, and another program has its port")
+            raise redis.ConnectionError(
+                "the embedded server there has ended, and another program has its port"
+            )
 
     def greet(connection: Any) -> None:
         check()
