@@ -15,6 +15,7 @@ from promptq.producer.command_options import AsJson, Queue, Redis, open_client
 from promptq.shared.errors import ConfigurationError
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_ANY_WIDTH = 10_000
 _DURATION = re.compile(r"([1-9][0-9]{0,5})([mhdw])")
 
 keys = typer.Typer(
@@ -109,12 +110,14 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
     if as_json:
         print(json.dumps([key.model_dump() for key in found], indent=2))
         return
-    from promptq.producer.commands.screens.render import api_keys_table
+    from promptq.producer.commands.screens.render import api_keys_list
     from promptq.producer.commands.screens.terminal import SafeConsole
 
     if found:
         console = SafeConsole()
-        console.print(api_keys_table(found, console.width))
+        if not console.is_terminal:
+            console.width = _ANY_WIDTH
+        console.print(api_keys_list(found, console.width))
     else:
         print("no keys: the gateway answers on this machine alone")
 

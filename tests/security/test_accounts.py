@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -613,7 +614,7 @@ def test_when_a_key_was_last_used(
 
 def test_the_commands(redis_url: str) -> None:
     def run(*args: str) -> subprocess.CompletedProcess[str]:
-        env = {"PROMPTQ_REDIS_URL": redis_url, "COLUMNS": "200", "PATH": ""}
+        env = {**os.environ, "PROMPTQ_REDIS_URL": redis_url, "COLUMNS": "80"}
         return subprocess.run([*PROMPTQ, "keys", *args], capture_output=True, text=True, env=env)
 
     made = run("create", "nightly", "--scope", "files", "--scope", "batches", "--expires-in", "30d")

@@ -222,13 +222,25 @@ def test_the_file_that_is_shipped_is_what_the_command_prints(run: Run) -> None:
     assert without_passwords(printed[0]) == without_passwords(ACL_FILE.read_text())
     assert printed[0] != printed[1]
     assert min(map(len, re.findall(r" >(\S+)", printed[0]))) >= 24
-    for_others = run("acl", "gold", "*", url="").stdout
-    assert "user worker-gold reset" in for_others
-    assert "~promptq:{gold}:pending " in for_others
-    assert "user worker reset" in for_others
-    refused = run("acl", "a:b", url="")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("promptq: queue: ")
+    assert "~promptq:{*}:pending " in run("acl", "*", url="").stdout
+    for names, error in ((["a:b"], ""), (["*", "gold"], "'*' is all queues; give it alone")):
+        refused = run("acl", *names, url="")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert refused.stderr.startswith(f"promptq: queue: {error}")
+
+
+def test_a_server_starts_with_users_of_several_queues(run: Run, tmp_path: Path) -> None:
+    """Also where a queue is named twice, of which the server would not take two users."""
+    file = tmp_path / "users.acl"
+    file.write_text(run("acl", "default", "gold", "default", url="").stdout)
+    passwords = dict(re.findall(r"^user (\S+) .*?>(\S+)", file.read_text(), re.MULTILINE))
+    assert {"admin", "worker", "worker-gold"} < set(passwords)
+    admin = {"username": "admin", "password": passwords["admin"]}
+    with (
+        OwnServer(tmp_path / "server", "--aclfile", str(file), connect=admin) as server,
+        server.client() as client,
+    ):
+        assert set(client.acl_users()) == {"default", *passwords}
 
 
 def test_a_producer_ends_no_worker_and_an_operator_does(server: OwnServer, tmp_path: Path) -> None:
