@@ -229,6 +229,18 @@ def test_the_file_that_is_shipped_is_what_the_command_prints(run: Run) -> None:
         assert refused.stderr.startswith(f"promptq: queue: {error}")
 
 
+def test_a_wrong_role_is_named_and_the_right_one_too(server: OwnServer, run: Run) -> None:
+    """Be it refused a command by itself, in a script, or what a whole process does."""
+    url = as_role("producer", server.url)
+    done = run("keys", "create", "x", url=url)
+    assert "the user 'producer' may not do this (docs/operations.md, Access, says" in done.stderr
+    for role in ("producer", "subscriber"):
+        done = run("worker", "--model", "model-free", url=as_role(role, server.url))
+        assert done.returncode == 1
+        assert f"the user '{role}' may not do what a worker does" in done.stderr
+        assert "give it the URL of the user 'worker' (promptq acl)" in done.stderr
+
+
 def test_a_server_starts_with_users_of_several_queues(run: Run, tmp_path: Path) -> None:
     """Also where a queue is named twice, of which the server would not take two users."""
     file = tmp_path / "users.acl"

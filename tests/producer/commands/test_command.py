@@ -380,10 +380,14 @@ def test_a_server_that_is_not_there(run: Run) -> None:
 def test_wrong_credentials(run: Run) -> None:
     """Told apart from a server that is not there."""
     with EmbeddedServer() as server:
-        for url in (as_role("", server.url), server.url.replace(server.password, "wrong")):
+        for url, said in (
+            (as_role("", server.url), "wants a user and a password, and the address has none"),
+            (as_role("", server.url) + "?protocol=2", "and the address has none"),
+            (server.url.replace(server.password, "wrong"), "refused the credentials"),
+        ):
             done = run("stats", url=url)
             assert done.returncode == 1
-            assert re.fullmatch("promptq: .*refused the credentials.*\n", done.stderr)
+            assert re.fullmatch(f"promptq: .*{said}.*\n", done.stderr)
             assert "wrong@" not in done.stderr
 
 
