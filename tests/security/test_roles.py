@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,28 @@ def test_the_file_that_is_shipped_is_what_the_command_prints(run: Run) -> None:
         refused = run("acl", *names, url="")
         assert (refused.returncode, refused.stdout) == (1, "")
         assert refused.stderr.startswith(f"promptq: queue: {error}")
+
+
+def test_the_example_of_the_docs_makes_urls_of_the_file(run: Run, tmp_path: Path) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    (function,) = re.findall(r"^url_of\(\) .*$", docs, re.MULTILINE)
+    file = tmp_path / "users.acl"
+    file.write_text(run("acl", "default", "gold", url="").stdout)
+    admin = {
+        "username": "admin",
+        "password": re.findall(r"^user admin .*?>(\S+)", file.read_text(), re.MULTILINE)[0],
+    }
+    with OwnServer(tmp_path / "server", "--aclfile", str(file), connect=admin) as server:
+        for user in ("admin", "operator", "worker", "worker-gold"):
+            done = subprocess.run(
+                ["bash", "-c", f"{function}\nurl_of {user}"],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+            )
+            url = done.stdout.strip().replace(":6379/", f":{server.port}/")
+            with redis.Redis.from_url(url) as client:
+                assert client.execute_command("PING"), user
 
 
 def test_a_wrong_role_is_named_and_the_right_one_too(server: OwnServer, run: Run) -> None:

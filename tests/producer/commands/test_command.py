@@ -276,6 +276,14 @@ def test_a_request_that_fails(run: Run, own_worker: HandWorker) -> None:
     assert done.stderr == f"promptq: request {request_id} failed: {error.message} ({error.type})\n"
 
 
+def test_a_request_that_expires(run: Run, own_worker: HandWorker) -> None:
+    request_id = run("submit", "--detach", "Hi").stdout.strip()
+    own_worker.send(own_worker.take(), "", FinishReason.EXPIRED)
+    done = run("watch", request_id)
+    assert done.returncode == 1
+    assert done.stderr == f"promptq: request {request_id} expired after 0 tokens\n"
+
+
 def test_cancel(run: Run, own_worker: HandWorker) -> None:
     """It says what became of the request; whoever follows it sees an exit code other than 0."""
     request_id = run("submit", "--detach", "Hi").stdout.strip()
