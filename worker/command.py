@@ -98,7 +98,7 @@ async def serve(settings: Settings, redis_url: str) -> None:
                     await asyncio.to_thread(exposed.close)
     except Exception as error:
         if isinstance(error, EngineStuckError) or (worker and worker.intake.is_preparing):
-            _leave_at_once(explain(error, redis_url) if isinstance(error, RedisError) else error)
+            _leave_at_once(_explain(error, redis_url) if isinstance(error, RedisError) else error)
         raise
     finally:
         await client.aclose()
@@ -227,7 +227,12 @@ def _serve(settings: Settings, redis_url: str) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     except RedisError as error:
-        raise explain(error, redis_url) from error
+        raise _explain(error, redis_url) from error
+
+
+def _explain(error: RedisError, redis_url: str) -> PromptqError:
+    wrong_role = "may not do what a worker does; give it the URL of the user 'worker' (promptq acl)"
+    return explain(error, redis_url, wrong_role)
 
 
 def command() -> click.Command:

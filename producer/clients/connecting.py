@@ -7,16 +7,10 @@ from contextlib import contextmanager
 
 import redis
 import redis.asyncio
-from redis.exceptions import AuthenticationError, NoPermissionError
 
-from promptq.shared.errors import (
-    ConfigurationError,
-    RedisAuthError,
-    RedisSideError,
-    RedisUnavailableError,
-)
+from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.advertised import advertised
-from promptq.shared.server.connection import explain, without_password
+from promptq.shared.server.connection import explain
 
 HOW_TO_GET_A_SERVER = (
     "start `promptq up` in another terminal, or give the URL of a server"
@@ -63,14 +57,5 @@ def explained(url: str) -> Iterator[None]:
     """Turn what redis-py raises about the server into an error of ours; `url` names the server."""
     try:
         yield
-    except (NoPermissionError, AuthenticationError) as error:
-        raise RedisAuthError(
-            f"the server at {without_password(url)} refused the credentials, or what they"
-            f" asked for: {error}"
-        ) from error
-    except (redis.ConnectionError, redis.TimeoutError) as error:
+    except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:
         raise explain(error, url) from error
-    except redis.ResponseError as error:
-        raise RedisSideError(
-            f"the server at {without_password(url)} answered with an error: {error}"
-        ) from error

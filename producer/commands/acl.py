@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from promptq.shared.server.acl import ROLES, acl_file
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.server.acl import ALL_QUEUES, ROLES, acl_file
 
 
 def acl(
@@ -20,19 +21,20 @@ def acl(
 ) -> None:
     """Print users for a server's ACL file, with new random passwords.
 
-    One for each role (docs/security.md says what each may do); those of another queue
-    than `default` end in its name. The server reads the file at its start, or when an
-    administrator sends ACL LOAD.
+    One for each role; docs/security.md says what each may do. Names of users
+    of another queue than `default` end in its name. The server reads the file
+    when it starts, or when the user `admin` sends ACL LOAD.
 
     Examples:
 
-    (umask 077; promptq acl > users.acl); redis-server --aclfile users.acl
+    (umask 077; promptq acl > users.acl)
+    redis-server --bind 127.0.0.1 --aclfile "$PWD/users.acl"
     promptq acl default gold
     """
-    users = [
-        acl_file(queue, {role: secrets.token_urlsafe(24) for role in ROLES})
-        for queue in queues or ["default"]
-    ]
+    names = list(dict.fromkeys(queues or ["default"]))
+    if ALL_QUEUES in names and len(names) > 1:
+        raise ConfigurationError(f"queue: {ALL_QUEUES!r} is all queues; give it alone")
+    users = [acl_file(name, {role: secrets.token_urlsafe(24) for role in ROLES}) for name in names]
     print("user default off")
     print(f"user admin on >{secrets.token_urlsafe(24)} ~* &* +@all")
     print("".join(users), end="")

@@ -13,9 +13,11 @@ import typer
 from promptq.producer.admin.api_keys import SCOPES, ApiKey
 from promptq.producer.command_options import AsJson, Queue, Redis, open_client
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import MAX_PRIORITY
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_DURATION = re.compile(r"([1-9][0-9]{0,5})([mhdw])")
+_ANY_WIDTH = 10_000
+_DURATION = re.compile(r"([0-9]{1,6})([mhdw])")
 
 keys = typer.Typer(
     name="keys",
@@ -30,8 +32,8 @@ def create(
     tenant: Annotated[
         str | None,
         typer.Option(
-            help="Whose share its requests use, and whose files it sees; keys of one tenant share."
-            " Default: a tenant of its own, called as the key."
+            help="The tenant of the key. Its requests use that tenant's share, and it sees that"
+            " tenant's files. Default: a tenant of its own, with the key's name."
         ),
     ] = None,
     weight: Annotated[
@@ -39,7 +41,12 @@ def create(
         typer.Option(min=0.000001, max=1e6, help="The tenant's weight in the queue."),
     ] = None,
     highest_priority: Annotated[
-        int, typer.Option(help="The lowest number it may ask for; lower runs sooner.")
+        int,
+        typer.Option(
+            min=-MAX_PRIORITY,
+            max=MAX_PRIORITY,
+            help="The most urgent priority that it may ask for; a lower number runs sooner.",
+        ),
     ] = 0,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[
@@ -57,14 +64,14 @@ def create(
     ] = None,
     expires_in: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Lets nobody in after so long, such as 12h or 30d."),
+        typer.Option(metavar="TIME", help="How long the key is valid, such as 12h or 30d."),
     ] = None,
     expires_at: Annotated[
         str | None,
         typer.Option(
             metavar="DATE",
-            help="Lets nobody in from then on: 2030-01-31, or 2030-01-31T18:00+01:00; without a"
-            " zone in this machine's.",
+            help="When the key stops being valid: 2030-01-31, or 2030-01-31T18:00+01:00."
+            " Without a time zone, this machine's counts.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -109,12 +116,14 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
     if as_json:
         print(json.dumps([key.model_dump() for key in found], indent=2))
         return
-    from promptq.producer.commands.screens.render import api_keys_table
+    from promptq.producer.commands.screens.render import api_keys_list
     from promptq.producer.commands.screens.terminal import SafeConsole
 
     if found:
         console = SafeConsole()
-        console.print(api_keys_table(found, console.width))
+        if not console.is_terminal:
+            console.width = _ANY_WIDTH
+        console.print(api_keys_list(found, console.width))
     else:
         print("no keys: the gateway answers on this machine alone")
 
@@ -152,6 +161,8 @@ def _expiry(expires_in: str | None, expires_at: str | None) -> int:
                 f"expires-in: {expires_in!r} is not a number of minutes, hours, days or weeks, such"
                 " as 30m, 12h, 90d or 4w"
             )
+        if not int(found[1]):
+            raise ConfigurationError(f"expires-in: {expires_in!r} is not more than 0")
         return int((now + int(found[1]) * _SECONDS[found[2]]) * 1000)
     if expires_at is None:
         return 0

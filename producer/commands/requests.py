@@ -127,7 +127,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
         {
             CancelStatus.CANCELLED: "cancelled",
             CancelStatus.FLAGGED: "cancelled; its worker ends it now",
-            CancelStatus.FINISHED: "it was over before",
+            CancelStatus.FINISHED: "it had already ended",
         }[status]
     )
 

@@ -20,7 +20,8 @@ def url(
     port: Annotated[
         int | None,
         typer.Option(
-            help="Of the embedded server on this port, whatever else is set or runs.",
+            help="Print the address of the embedded server on this port, even if"
+            " PROMPTQ_REDIS_URL is set.",
             show_default=False,
         ),
     ] = None,
@@ -34,8 +35,9 @@ def url(
 ) -> None:
     """Print the address of the server that commands talk to, with its password.
 
-    The embedded server has a new password at each start. Other users of the
-    machine can see command lines: give it by the environment where there are any.
+    The embedded server has a new password at each start. Other users can see
+    command lines. If the machine has other users, put the password into the
+    environment.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Commands about webhooks: the secrets that receivers verify by, and what was given up."""
+"""Commands about webhooks: secrets that receivers verify signatures with, and what was given up."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ webhooks = typer.Typer(
 
 Tenant = Annotated[
     str | None,
-    typer.Option(help="Whose requests it signs; default: those of no tenant in particular."),
+    typer.Option(help="Whose requests it signs; default: those without a tenant."),
 ]
 
 
 @webhooks.command()
 def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
-    """Print the secret that a tenant's receivers verify by; the newest first, where two are valid.
+    """Print the secret that a tenant's receivers verify signatures with.
+
+    Where two are valid, the newest comes first.
 
     Run it as the user and with the settings of `promptq jobs`, whose folder for files it reads.
 

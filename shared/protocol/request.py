@@ -33,16 +33,6 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
 """Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
 
-_TOKEN_ID = re.compile("[0-9]{1,10}")
-_HTTP_URL = "^https?://"
-_PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
-
-_LONGEST_NAME = 64
-"""What no field's name exceeds, and no more of an unknown one is told."""
-
-_MOST_COMPARED = 100
-"""Of unknown fields, with one that is missing."""
-
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_LOGIT_BIAS = 1024
@@ -87,6 +77,17 @@ TEMPLATE_CALL_ARGUMENTS = frozenset(
 )
 """What the call that renders a chat takes beside the template's own variables. A chat template that
 came with a request would be a stranger's program."""
+
+_TOKEN_ID = re.compile("[0-9]{1,10}")
+_HTTP_URL = "^https?://"
+_PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
+
+_LONGEST_NAME = 64
+"""What no field's name exceeds, and no more of an unknown one is told."""
+
+_MOST_COMPARED = 100
+"""Of unknown fields, with one that is missing."""
+
 _LONGEST_SHOWN = 80
 """Characters of a wrong value that are told."""
 
@@ -361,7 +362,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "extra_forbidden":
         return _unknown_field(field)
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
-        message = f"is not {_PATTERNS_IN_WORDS[pattern]}"
+        message = f"must be {_PATTERNS_IN_WORDS[pattern]}"
     return InvalidRequestError(f"{field}: {message}, got {_shown(first.get('input'))}", field=field)
 
 

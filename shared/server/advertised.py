@@ -6,14 +6,19 @@ alone, and nothing that another user owns or may write to is believed: requests 
 server that user named.
 
 The server itself keeps the file locked, as a descriptor that it got from its parent, and the kernel
-takes the lock away when the server ends, however it ends. Who can take the lock therefore knows
-that whatever listens at the address now is another server.
+takes the lock away when the server ends, however it ends. If the lock is free, then the server has
+ended, and whatever listens at its address now is another program.
+
+The password of such a server begins with a mark of this user and machine. So an address that was
+copied is still known for what it is when the file is gone, and nothing is sent there any more.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -42,8 +47,8 @@ def is_free(port: int) -> bool:
 class Advertisement:
     """The file of a server that is about to start.
 
-    The server inherits `descriptor`, its lock. Who ends the server removes `file` first, as it
-    closes its port a moment before it ends.
+    The server inherits `descriptor`, its lock. `file` has to be removed before the server is told
+    to end, because it closes its port a moment before it ends.
     """
 
     def __init__(self, descriptor: int, begun: Path, file: Path) -> None:
@@ -52,27 +57,32 @@ class Advertisement:
         self._begun = begun
 
     @classmethod
-    def prepare(cls, port: int) -> Self | None:
-        """None where there is nowhere to write: no command will find the server."""
+    def prepare(cls, port: int, url: str) -> Self | None:
+        """None where the address cannot be written: no command will find the server."""
         folder = _folder()
         with suppress(OSError):
             folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
             if _is_ours(folder):
                 folder.chmod(_PRIVATE)
                 descriptor, path = tempfile.mkstemp(prefix=_BEGUN, dir=folder)  # for its owner only
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Names are not used again: who finds a server dead deletes its file without a look.
+                # A name is never used again, so the file of a dead server can be deleted unread.
                 name = f"{_prefix()}{port}-{Path(path).name.removeprefix(_BEGUN)}"
-                return cls(descriptor, Path(path), folder / name)
+                begun = cls(descriptor, Path(path), folder / name)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.write(descriptor, url.encode())
+                except OSError:
+                    begun.close()
+                else:
+                    return begun
         return None
 
-    def publish(self, url: str) -> None:
+    def publish(self) -> None:
         """Let commands find the server, which has the descriptor by now: this process lets it go.
 
         They find the whole address or nothing.
         """
         with suppress(OSError):
-            os.write(self.descriptor, url.encode())
             self._begun.rename(self.file)
         self.close()
 
@@ -89,7 +99,7 @@ def advertised(port: int | None = None) -> str | None:
 
     With `port` only of one that listens there.
     """
-    files = sorted(_files(), key=_written_at, reverse=True)
+    files = sorted(_files(_folder()), key=_written_at, reverse=True)
     living = (url for file in files if (url := _living(file)) is not None)
     return next((url for url in living if port in (None, urlsplit(url).port)), None)
 
@@ -101,14 +111,33 @@ def how_to_find(url: str) -> str:
     return f"no other command finds it: {_folder()} cannot be used, or is not its user's alone"
 
 
+def password_mark() -> str:
+    """What the password of an advertised server of this user and machine begins with.
+
+    Another user, or another machine with a tunnel to this one, cannot see whether it lives, and
+    does not ask.
+    """
+    whose = f"{os.getuid()} {os.uname().nodename}".encode()
+    return f"promptq-embedded-{hashlib.sha256(whose).hexdigest()[:8]}-"
+
+
 def liveness_of(url: str) -> Callable[[], bool] | None:
     """What tells whether the server of an advertised address lives; None for any other address.
 
-    Asked of a connection that is open, but not yet used, a yes is sure: the server lived when the
-    connection was made, and so it was the one that listened.
+    It is known by its password, be the rest of the address written in another way or not. Asked of
+    a connection that is open, but not yet used, a yes is sure: the server lived when the connection
+    was made, and so it was the one that listened.
     """
-    file = next((file for file in _files() if (_read(file) or ("", False))[0] == url), None)
-    return None if file is None else lambda: _read(file) == (url, True)
+    found = re.search(re.escape(password_mark()) + r"[\w-]+", url)
+    if found is None:
+        return None
+    password = found[0]
+
+    def is_living() -> bool:
+        known = (_read(file) for folder in _folders() for file in _files(folder))
+        return any(it is not None and it[1] and f":{password}@" in it[0] for it in known)
+
+    return is_living
 
 
 def _folder() -> Path:
@@ -123,13 +152,21 @@ def _folder() -> Path:
     return Path(state) / "promptq"
 
 
+def _folders() -> set[Path]:
+    """Where else it may be: `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
+    found = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
+    with suppress(RuntimeError):
+        found.add(Path.home() / ".local" / "state" / "promptq")
+    return found
+
+
 def _prefix() -> str:
     """Of the files of this machine's servers: several machines may share a home."""
     return f"server-{os.uname().nodename}-"
 
 
-def _files() -> Iterator[Path]:
-    folder, prefix = _folder(), _prefix()
+def _files(folder: Path) -> Iterator[Path]:
+    prefix = _prefix()
     if _is_ours(folder):
         with suppress(OSError):
             yield from (file for file in folder.iterdir() if file.name.startswith(prefix))

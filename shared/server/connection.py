@@ -49,6 +49,8 @@ _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 _SENTINEL_PORT = 26379
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
+_NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
+_SCRIPT_NOT_PERMITTED = "The user executing the script can't"
 _WORTH_TRYING = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
@@ -205,7 +207,9 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
     def check() -> None:
         if not lives():
-            raise redis.ConnectionError("it has ended, and another program has its port")
+            raise redis.ConnectionError(
+                "the embedded server there has ended, and another program has its port"
+            )
 
     def greet(connection: Any) -> None:
         check()
@@ -320,12 +324,25 @@ def check_version(info: Mapping[str, Any], url: str) -> None:
         )
 
 
-def explain(error: Exception, url: str) -> PromptqError:
+def explain(
+    error: Exception,
+    url: str,
+    if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
+) -> PromptqError:
     """The error of ours that says what a client library's error means."""
     shown = without_password(url)
-    refused = isinstance(error, ResponseError) and str(error).startswith(("NOAUTH", "WRONGPASS"))
-    if isinstance(error, AuthenticationError) or refused:
-        return RedisAuthError(f"the server at {shown} refused the credentials: {error}")
+    if isinstance(error, (AuthenticationError, ResponseError)):
+        said = str(error)
+        if said.startswith(_NO_PASSWORD):
+            return RedisAuthError(
+                f"the server at {shown} wants a user and a password, and the address has none"
+            )
+        if isinstance(error, AuthenticationError) or said.startswith("WRONGPASS"):
+            return RedisAuthError(f"the server at {shown} refused the credentials: {said}")
+        if isinstance(error, NoPermissionError) or said.startswith(_SCRIPT_NOT_PERMITTED):
+            user = urlsplit(url).username
+            who = f"the user {user!r}" if user else "this user"
+            return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")
     if isinstance(error, ResponseError) and "unknown command" in str(error):
         return RedisTooOldError(  # it does not even know the greeting, which came with Redis 6
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"

@@ -5,7 +5,7 @@ whose other end only the owner holds, and stops the server when that end closes,
 died. (The package's own classes stop the server only if the owner gets to say so.)
 
 It is private to its user: it listens on loopback alone and asks for a password, which is made at
-each start and stands on no command line; what it writes is for its user's eyes only.
+each start and stands on no command line. No other user can read what it writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import redis
 
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.runtime.extras import require
-from promptq.shared.server.advertised import Advertisement, is_free
+from promptq.shared.server.advertised import Advertisement, is_free, password_mark
 
 PREFERRED_PORT = 6399
 """What `promptq up` tries first, so that commands pasted from the docs find the server."""
@@ -81,7 +81,8 @@ class EmbeddedServer:
             raise ConfigurationError(f"port {port} on 127.0.0.1 is taken; choose another one")
         for candidate in _ports(port):
             self.port = candidate
-            self.password = password or secrets.token_urlsafe(_PASSWORD_BYTES)
+            secret = secrets.token_urlsafe(_PASSWORD_BYTES)
+            self.password = password or (password_mark() if is_advertised else "") + secret
             # Absolute, as the server reads the path of its log from within its folder.
             self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
             with _locked(self._dir) as lock:
@@ -91,11 +92,15 @@ class EmbeddedServer:
                 # A server reads a dump only where it appends to no file, and begins to do so later.
                 has_appended = (self._dir / "appendonlydir").exists()
                 self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
-                self._advertisement = Advertisement.prepare(self.port) if is_advertised else None
+                self._advertisement = (
+                    Advertisement.prepare(self.port, self.url) if is_advertised else None
+                )
+                if self._advertisement is None:  # nobody can see whether it lives
+                    self.password = password or secret
                 self._shell = self._spawn(lock, is_temporary=data_dir is None)
             if self._wait_until_ready():
                 if self._advertisement is not None:
-                    self._advertisement.publish(self.url)
+                    self._advertisement.publish()
                 return
             log = self._log_text()[-2000:]
             self.stop()

@@ -483,7 +483,7 @@ def test_wrong_credentials(make_client: Make) -> None:
         right = server.url
         make_client(right).enqueue("Hi")
         for url in (as_role("", right), right.replace(server.password, "wrong")):
-            with pytest.raises(RedisAuthError, match="credentials"):
+            with pytest.raises(RedisAuthError, match=r"wants a user|refused the credentials"):
                 make_client(url).enqueue("Hi")
 
 
@@ -493,7 +493,7 @@ def test_a_role_that_may_not(make_client: Make) -> None:
         with redis.Redis.from_url(server.url) as connection:
             connection.execute_command("ACL", "SETUSER", "reader", "on", "nopass", "~*", "+info")
         client = make_client(f"redis://reader:x@127.0.0.1:{server.port}/0")
-        with pytest.raises(RedisAuthError, match="credentials"):
+        with pytest.raises(RedisAuthError, match="the user 'reader' may not do this"):
             client.enqueue("Hi")
 
 

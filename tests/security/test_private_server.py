@@ -23,6 +23,7 @@ import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from promptq import AsyncClient, Client
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server import embedded
 from promptq.shared.server.advertised import advertised, is_free
@@ -296,6 +297,52 @@ async def test_a_connection_that_was_lost_is_not_opened_to_an_impostor(
             before.set("key", "a secret")
         _wait_until(lambda: impostor.connections > 0)
     assert impostor.heard == b""
+
+
+async def test_an_address_that_was_kept_is_told_nothing_once_its_server_has_ended() -> None:
+    """However its server ended and whoever asks, with the address written in another way too."""
+    with EmbeddedServer(is_advertised=True) as server:
+        url = server.url
+    respelled = url.replace("127.0.0.1", "localhost").replace("default", "").removesuffix("/0")
+    with closing(Impostor(server.port)) as impostor:
+        for address in (url, respelled + "/0?protocol=2"):
+            with pytest.raises(RedisUnavailableError, match="has ended"), Client(address) as client:
+                client.enqueue("a secret")
+            with pytest.raises(RedisUnavailableError, match="has ended"):
+                async with AsyncClient(address) as async_client:
+                    await async_client.enqueue("a secret")
+        for command in (("stats",), ("submit", "a secret"), ("keys", "list")):
+            done = run(*command, "--redis", url)
+            assert done.returncode == 1
+            assert "embedded server there has ended" in done.stderr
+            assert "start `promptq up`" in done.stderr
+        worker = run("worker", "--model", "model-free", PROMPTQ_REDIS_URL=url)
+        assert worker.returncode == 1
+        assert "embedded server there has ended" in worker.stderr
+    assert impostor.heard == b""
+
+
+def test_an_address_of_another_user_or_machine_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They see no file of it, and it may well live: through a tunnel, for one."""
+    with EmbeddedServer(is_advertised=True) as server:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+        monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+        with pytest.raises(RedisUnavailableError, match="has ended"):
+            open_redis(server.url)
+        monkeypatch.setattr(os, "getuid", lambda: NOBODY)
+        open_redis(server.url).close()
+
+
+def test_a_server_that_cannot_be_advertised_is_used_by_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+    with EmbeddedServer(is_advertised=True) as server:
+        assert advertised() is None
+        open_redis(server.url).close()
 
 
 async def test_an_address_is_checked_by_whoever_connects(tmp_path: Path) -> None:

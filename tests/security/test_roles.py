@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,13 +221,59 @@ def test_the_file_that_is_shipped_is_what_the_command_prints(run: Run) -> None:
     assert without_passwords(printed[0]) == without_passwords(ACL_FILE.read_text())
     assert printed[0] != printed[1]
     assert min(map(len, re.findall(r" >(\S+)", printed[0]))) >= 24
-    for_others = run("acl", "gold", "*", url="").stdout
-    assert "user worker-gold reset" in for_others
-    assert "~promptq:{gold}:pending " in for_others
-    assert "user worker reset" in for_others
-    refused = run("acl", "a:b", url="")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("promptq: queue: ")
+    assert "~promptq:{*}:pending " in run("acl", "*", url="").stdout
+    for names, error in ((["a:b"], ""), (["*", "gold"], "'*' is all queues; give it alone")):
+        refused = run("acl", *names, url="")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert refused.stderr.startswith(f"promptq: queue: {error}")
+
+
+def test_the_example_of_the_docs_makes_urls_of_the_file(run: Run, tmp_path: Path) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    (function,) = re.findall(r"^url_of\(\) .*$", docs, re.MULTILINE)
+    file = tmp_path / "users.acl"
+    file.write_text(run("acl", "default", "gold", url="").stdout)
+    admin = {
+        "username": "admin",
+        "password": re.findall(r"^user admin .*?>(\S+)", file.read_text(), re.MULTILINE)[0],
+    }
+    with OwnServer(tmp_path / "server", "--aclfile", str(file), connect=admin) as server:
+        for user in ("admin", "operator", "worker", "worker-gold"):
+            done = subprocess.run(
+                ["bash", "-c", f"{function}\nurl_of {user}"],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+            )
+            url = done.stdout.strip().replace(":6379/", f":{server.port}/")
+            with redis.Redis.from_url(url) as client:
+                assert client.execute_command("PING"), user
+
+
+def test_a_wrong_role_is_named_and_the_right_one_too(server: OwnServer, run: Run) -> None:
+    """Be it refused a command by itself, in a script, or what a whole process does."""
+    url = as_role("producer", server.url)
+    done = run("keys", "create", "x", url=url)
+    assert "the user 'producer' may not do this (docs/operations.md, Access, says" in done.stderr
+    for role in ("producer", "subscriber"):
+        done = run("worker", "--model", "model-free", url=as_role(role, server.url))
+        assert done.returncode == 1
+        assert f"the user '{role}' may not do what a worker does" in done.stderr
+        assert "give it the URL of the user 'worker' (promptq acl)" in done.stderr
+
+
+def test_a_server_starts_with_users_of_several_queues(run: Run, tmp_path: Path) -> None:
+    """Also where a queue is named twice, of which the server would not take two users."""
+    file = tmp_path / "users.acl"
+    file.write_text(run("acl", "default", "gold", "default", url="").stdout)
+    passwords = dict(re.findall(r"^user (\S+) .*?>(\S+)", file.read_text(), re.MULTILINE))
+    assert {"admin", "worker", "worker-gold"} < set(passwords)
+    admin = {"username": "admin", "password": passwords["admin"]}
+    with (
+        OwnServer(tmp_path / "server", "--aclfile", str(file), connect=admin) as server,
+        server.client() as client,
+    ):
+        assert set(client.acl_users()) == {"default", *passwords}
 
 
 def test_a_producer_ends_no_worker_and_an_operator_does(server: OwnServer, tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def test_explains_what_the_client_library_raises() -> None:
     explained = [
         (redis.exceptions.AuthenticationError("no"), RedisAuthError),
         (redis.exceptions.ResponseError("NOAUTH needed"), RedisAuthError),
+        (redis.exceptions.NoPermissionError("no permissions"), RedisAuthError),
         (redis.exceptions.ResponseError("WRONGTYPE Operation"), RedisSideError),
         (redis.exceptions.ConnectionError("refused."), RedisUnavailableError),
         (redis.exceptions.MaxConnectionsError("too many"), RedisUnavailableError),

@@ -48,8 +48,8 @@ class Grammars:
     """What a worker's model may be asked to write. Thread-safe.
 
     A schema is compiled once, as long as it is among the last 256 that were used, and these are not
-    large. With `vets` one
-    that is new is first tried out in a process that can be killed; without, all are trusted.
+    large. With `vets` one that is new is first tried out in a process that can be killed; without,
+    all are trusted.
     """
 
     def __init__(

@@ -152,7 +152,8 @@ class StreamPrinter:
         if last.error is not None:
             self._say(f"request {self._id} failed: {last.error.message} ({last.error.type})")
         else:
-            self._say(f"request {self._id} was {last.finish_reason} after {_tokens(last.end)}")
+            was = "was " if last.finish_reason is FinishReason.CANCELLED else ""
+            self._say(f"request {self._id} {was}{last.finish_reason} after {_tokens(last.end)}")
         return 1
 
     def _summary(self, last: TokenEvent) -> str:

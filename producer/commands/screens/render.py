@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from promptq.producer.admin.api_keys import ApiKey
@@ -114,8 +114,8 @@ def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
     return table
 
 
-def api_keys_table(keys: Sequence[ApiKey], width: int) -> Table:
-    """One row for each, in so many columns of the terminal."""
+def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
+    """One row for each, or one fact a line where so many columns of the terminal are too few."""
     now = time.time() * 1000
     columns = {
         "name": [it.name for it in keys],
@@ -123,18 +123,28 @@ def api_keys_table(keys: Sequence[ApiKey], width: int) -> Table:
         "tenant": [f"{it.tenant} (its own)" if it.is_own_tenant else f"{it.tenant}" for it in keys],
         "requests/min": [_limit(it.requests_per_minute) for it in keys],
         "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
-        "priority from": [str(it.highest_priority) for it in keys],
+        "most urgent priority": [str(it.highest_priority) for it in keys],
         "may call": [_calls(it) for it in keys],
         "expires": [_expiry(it, now) for it in keys],
         "last used": [_minute(it.last_used_at) if it.last_used_at else "never" for it in keys],
         "made": [_minute(it.created_at) for it in keys],
     }
-    dropped = ("made", "key", "last used", "expires", "may call", "priority from", "tenant")
-    kept = fitting(columns, width, dropped)
-    table = plain_table(*kept, left=("name", "key", "tenant", "may call"))
-    for cells in zip(*kept.values(), strict=True):
-        table.add_row(*map(Text, cells))
+    rows = zip(*columns.values(), strict=True)
+    if width_of(columns) > width:
+        return Group(*(_facts_of_one(dict(zip(columns, row, strict=True))) for row in rows))
+    table = plain_table(*columns, left=("name", "key", "tenant", "may call"))
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
+
+
+def _facts_of_one(facts: Mapping[str, str]) -> RenderableType:
+    """The first fact as a heading."""
+    (_, heading), *rest = facts.items()
+    grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for name, fact in rest:
+        grid.add_row(name, Text(fact))
+    return Group(Text(heading, style="bold", overflow="fold"), Padding(grid, (0, 0, 0, 2)))
 
 
 def _calls(key: ApiKey) -> str:

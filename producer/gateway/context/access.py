@@ -17,7 +17,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.shared.protocol.request import MAX_PRIORITY, TokenAccount
-from promptq.shared.queue.rate_limits import Rate, take_of_rates
+from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates
 
 Caller = ApiKey
 """Somebody is what their key allows."""
@@ -34,6 +34,7 @@ _FORWARDED = (
 )
 """By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_MINUTE_MS = 60_000
 _OWN_PAGES = ("same-origin", "none")
 """What browsers say in `Sec-Fetch-Site` of a page of this gateway, and of what people typed."""
 
@@ -128,10 +129,21 @@ async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[
         raise beyond_rates(caller, rates, headers)
     headers["retry-after"] = str(math.ceil(answer.wait_ms / 1000))
     headers["retry-after-ms"] = str(answer.wait_ms)
-    message = (
-        f"the key {caller.name!r} has used its {_limits(rates)}; try again in {answer.wait_ms} ms"
-    )
+    message = _too_little_left(caller, rates, answer)
     raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
+    said = []
+    for rate in rates:
+        left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
+        if answer.reset_ms[rate.name] > _MINUTE_MS:
+            said.append(f"has used more than its {limit}")
+        elif left < rate.amount:
+            said.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
+    seconds = math.ceil((answer.wait_ms or 0) / 1000)
+    after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
+    return f"the key {caller.name!r} {' and '.join(said)}; try again in {after}"
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:

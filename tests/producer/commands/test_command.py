@@ -276,11 +276,19 @@ def test_a_request_that_fails(run: Run, own_worker: HandWorker) -> None:
     assert done.stderr == f"promptq: request {request_id} failed: {error.message} ({error.type})\n"
 
 
+def test_a_request_that_expires(run: Run, own_worker: HandWorker) -> None:
+    request_id = run("submit", "--detach", "Hi").stdout.strip()
+    own_worker.send(own_worker.take(), "", FinishReason.EXPIRED)
+    done = run("watch", request_id)
+    assert done.returncode == 1
+    assert done.stderr == f"promptq: request {request_id} expired after 0 tokens\n"
+
+
 def test_cancel(run: Run, own_worker: HandWorker) -> None:
     """It says what became of the request; whoever follows it sees an exit code other than 0."""
     request_id = run("submit", "--detach", "Hi").stdout.strip()
     assert run("cancel", request_id).stdout == "cancelled\n"
-    assert run("cancel", request_id).stdout == "it was over before\n"
+    assert run("cancel", request_id).stdout == "it had already ended\n"
     watched = run("watch", request_id)
     assert (watched.returncode, watched.stdout) == (1, "")
     assert watched.stderr == f"promptq: request {request_id} was cancelled after 0 tokens\n"
@@ -380,10 +388,14 @@ def test_a_server_that_is_not_there(run: Run) -> None:
 def test_wrong_credentials(run: Run) -> None:
     """Told apart from a server that is not there."""
     with EmbeddedServer() as server:
-        for url in (as_role("", server.url), server.url.replace(server.password, "wrong")):
+        for url, said in (
+            (as_role("", server.url), "wants a user and a password, and the address has none"),
+            (as_role("", server.url) + "?protocol=2", "and the address has none"),
+            (server.url.replace(server.password, "wrong"), "refused the credentials"),
+        ):
             done = run("stats", url=url)
             assert done.returncode == 1
-            assert re.fullmatch("promptq: .*refused the credentials.*\n", done.stderr)
+            assert re.fullmatch(f"promptq: .*{said}.*\n", done.stderr)
             assert "wrong@" not in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,8 @@ from fastapi import FastAPI
 
 from promptq import AsyncClient, Client
 from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.commands.screens.render import api_keys_list
+from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, rates_of, take
 from promptq.producer.gateway.context.context import ThisGateway
@@ -26,6 +29,7 @@ from promptq.shared.protocol.keys import Keys
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import Run
 
+_LITTLE_LEFT = r"has \d+ left of its 100 tokens a minute, and this needs \d\d; try again in \d+ s"
 HERE = ("127.0.0.1", 5000)
 
 
@@ -290,13 +294,27 @@ def test_the_commands(run: Run, redis_url: str) -> None:
     assert wrong.stderr.startswith("promptq: name: ")
 
 
-def test_a_narrow_terminal_lists_keys_with_whole_words(run: Run) -> None:
-    limits = ["--tenant", "operations", "--requests-per-minute", "1200"]
-    assert run("keys", "create", "operator", *limits).returncode == 0
-    shown = run("keys", "list", COLUMNS="80").stdout
+def test_a_list_of_keys_is_whole_however_narrow_the_terminal() -> None:
+    """An expired key must not look like any other, nor an administrator's."""
+    expired = ApiKey(name="old", tenant="operations", is_admin=True, expires_at=1)
+    console = SafeConsole(file=io.StringIO(), width=80)
+    with console.capture() as capture:
+        console.print(api_keys_list([expired, ApiKey(name="n" * 64, tenant="web")], 80))
+    shown = capture.get()
     assert max(map(len, shown.splitlines())) <= 80
-    assert re.search("name .*requests/min +tokens/min +priority from", shown)
-    assert re.search("operator .*operations +1,200 +– +0", shown)
+    assert shown.startswith("old")
+    facts = ("tenant +operations", "may call +all, admin", "expires +expired", "last used +never")
+    for fact in facts:
+        assert re.search(fact, shown)
+    assert "n" * 64 in shown
+
+
+def test_a_program_gets_a_key_a_line(run: Run) -> None:
+    limits = ["--tenant", "operations", "--requests-per-minute", "1200"]
+    assert run("keys", "create", "operator", "--admin", *limits).returncode == 0
+    shown = run("keys", "list", COLUMNS="80").stdout
+    assert re.search("requests/min +tokens/min +most urgent priority +may call +expires", shown)
+    assert re.search("operator .*operations +1,200 +– +0 +all, admin +never +never +20", shown)
 
 
 def test_openai_client_with_a_key(
@@ -343,7 +361,7 @@ def test_openai_client_beyond_its_tokens(
         first = client.completions.with_raw_response.create(**asked, stream=True)
         assert first.headers["x-ratelimit-limit-tokens"] == "100"
         first.http_response.close()
-        with pytest.raises(openai.RateLimitError, match="has used its 100 tokens") as refused:
+        with pytest.raises(openai.RateLimitError, match=_LITTLE_LEFT) as refused:
             client.chat.completions.create(
                 model="", messages=[{"role": "user", "content": "Once " * 50}], max_tokens=60
             )
