@@ -623,10 +623,10 @@ async def test_a_message_drains_the_worker_that_it_names(
         serving = asyncio.create_task(worker.serve(asyncio.Event()))
         request_id = await put(queue, seed=2, max_tokens=40)
         await until_tokens(queue, request_id, 3)
-        await client.publish(queue.keys.control, "drain:another")
+        await client.publish(queue.keys.drain, "drain:another")
         await asyncio.sleep(0.05)
         assert not serving.done()
-        await client.publish(queue.keys.control, message.format(worker_id=worker.worker_id))
+        await client.publish(queue.keys.drain, message.format(worker_id=worker.worker_id))
         await serving
         await worker.drain(asyncio.Event())
         await worker.stop()
