@@ -329,6 +329,41 @@ async def test_a_long_preparation_holds_up_neither_short_nor_other_tenants_long_
             assert (await finished(queue, request_id))["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("tenant", ["a", None])
+async def test_more_long_preparations_than_a_worker_has_place_for_take_no_slots(
+    redis_url: str, queue: AsyncRequestQueue, tenant: str | None
+) -> None:
+    """They wait in the queue again, and behind them ordinary requests of anybody are served."""
+    tokenizer = StandingTokenizer()
+    served = replace(served_model_free(), tokenizer=tokenizer)
+    async with running_worker(redis_url, served) as worker:
+        num_attacks = 100 + served.engine.limits.max_num_seqs
+        of_attacker = {} if tenant is None else {"tenant": tenant}
+        attack = Request.build({"prompt": LONG[:33_000], "max_tokens": 1, **of_attacker})
+        attacks = [NewRequest(new_request_id(), attack) for _ in range(num_attacks)]
+        await queue.enqueue(attacks)
+        while len(tokenizer.standing) < 2:
+            await asyncio.sleep(0.002)
+        for seed, of in enumerate(({"tenant": "b"}, of_attacker)):
+            victim = await enqueue(queue, prompt="a", seed=seed, max_tokens=3, **of)
+            assert (await finished(queue, victim))["text"] == text_of(seed, 3)
+        assert len(tokenizer.standing) == 2, "all others still wait"
+        assert worker.leases.num_counted <= served.engine.limits.max_num_seqs
+        tokenizer.go_on.set()
+        for new in attacks:
+            assert (await finished(queue, new.request_id))["finish_reason"] == "length"
+
+
+async def test_what_is_put_off_comes_back_one_after_the_other() -> None:
+    lane = SlowLane()
+    assert not lane.has_put_off
+    seconds = [lane.put_off("a") for _ in range(20_000)]
+    assert lane.has_put_off
+    assert 0 < seconds[0] < seconds[100] < seconds[1000] < 61
+    assert seconds[-1] < 61, "nothing is put off for ever"
+    assert lane.put_off("b") < seconds[100], "a tenant stands only behind itself"
+
+
 async def test_turns_go_by_tenant() -> None:
     lane, started_in, gates = SlowLane(), list[str](), dict[str, threading.Event]()
 
