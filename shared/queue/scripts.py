@@ -156,8 +156,8 @@ def release(
 ) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
-    With `max_crashes` (see `reap`) because the engine failed: a crash of each. With `delays_ms`, one
-    for each, nobody gets them again before that.
+    With `max_crashes` (see `reap`) because the engine failed: a crash of each. With `delays_ms`,
+    one for each, nobody gets them again before that.
     """
     args = _held_args(held)
     if max_crashes is not None:
