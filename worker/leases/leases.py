@@ -176,9 +176,7 @@ async def release(
     They are held until the server has taken them: who fails here goes on renewing, or tries again.
     """
     try:
-        await queue.release(
-            [item.as_held() for item in held], crashed=crashed, delays_ms=delays_ms
-        )
+        await queue.release([item.as_held() for item in held], crashed=crashed, delays_ms=delays_ms)
     except (RedisError, OSError):
         for item in held:  # perhaps not told; to tell it twice does no harm
             if isinstance(item, Lease):
