@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
@@ -34,6 +37,7 @@ from promptq.shared.protocol.request import (
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text import schema_vetting
 from promptq.worker.text.schema_patterns import num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
 from promptq.worker.text.structured_output import Grammars
@@ -228,6 +232,50 @@ def test_a_vetting_process_that_dies_by_itself_is_no_verdict() -> None:
         broken.vet(grammar({"type": "integer"}))
     assert not caught.value.is_certain
     broken.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_who_ends_the_vetting_process_refuses_no_schema(
+    vetter: Vetter, number: signal.Signals
+) -> None:
+    """As systemd does, which signals all processes of a unit, or a kernel without memory."""
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    before = vetter._process
+    assert before is not None
+    before.send_signal(number)
+    if number is signal.SIGKILL:
+        before.wait()
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    assert (vetter._process is before) == (number is not signal.SIGKILL), "the others are ignored"
+
+
+def test_a_machine_too_busy_to_vet_refuses_no_schema_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schema_vetting, "_WALL_SECONDS", 0.0)
+    tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
+    grammars = Grammars(tokenizer, 2048, frozenset({2}), vets=True)
+    wanted = Request.build({"prompt": "a", "response_format": json_schema({"type": "integer"})})
+    assert wanted.wanted_output is not None
+    with pytest.raises(InvalidRequestError, match="too busy; send the request again") as caught:
+        grammars.start(wanted.wanted_output, frozenset())
+    assert caught.value.error_type == "internal_error"
+    monkeypatch.undo()
+    grammars.start(wanted.wanted_output, frozenset())
+    grammars.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it is read there")
+def test_the_vetting_process_is_not_told_how_to_reach_redis(
+    vetter: Vetter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://:secret@127.0.0.1/0")
+    vetter.close()
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    assert vetter._process is not None
+    process = Path(f"/proc/{vetter._process.pid}")
+    assert b"secret" not in (process / "environ").read_bytes()
+    assert re.search(r"Max core file size +0 +0", (process / "limits").read_text())
 
 
 # ---------------------------------------------------------------- lengths
