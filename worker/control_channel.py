@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import get_logger
@@ -31,11 +31,11 @@ async def listen(
     Messages that are missed while disconnected cost only time: workers poll for new work, and every
     publish answers with what is cancelled. Only a drain is to be sent again.
     """
+    heeded = {keys.drain.encode()}
+    if not _has_role(client):
+        heeded.add(keys.control.encode())
     while True:
         try:
-            heeded = {keys.drain.encode()}
-            if not await _has_role(client):
-                heeded.add(keys.control.encode())
             async with client.pubsub() as channel:
                 await channel.subscribe(keys.control, keys.drain)
                 while True:
@@ -56,13 +56,10 @@ async def listen(
             await asyncio.sleep(_RECONNECT_SECONDS)
 
 
-async def _has_role(client: Any) -> bool:
+def _has_role(client: Any) -> bool:
     """Whether this connection is that of a user of its own, not the server's default one."""
-    try:
-        user: bytes = await client.execute_command("ACL", "WHOAMI")
-    except NoPermissionError:
-        return True
-    return user != b"default"
+    user = client.connection_pool.connection_kwargs.get("username")
+    return user not in (None, "", "default")
 
 
 async def _next(channel: Any) -> dict[str, Any]:

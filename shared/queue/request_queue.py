@@ -88,8 +88,10 @@ class _Queue:
             self.worker_id, self.lease_ms, room, turn.nonce, seed_base, self.model, turn.context
         )
 
-    def _release(self, held: Sequence[Held], crashed: bool) -> Call[list[str]]:
-        return scripts.release(held, self._max_crashes if crashed else None)
+    def _release(
+        self, held: Sequence[Held], crashed: bool, delays_ms: Sequence[int]
+    ) -> Call[list[str]]:
+        return scripts.release(held, self._max_crashes if crashed else None, delays_ms)
 
     @property
     def has_unanswered_claim(self) -> bool:
@@ -180,12 +182,15 @@ class RequestQueue(_Queue):
         """Send events and renew leases, in one round trip."""
         return self.run(scripts.publish(self.lease_ms, rows, held))
 
-    def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+    def release(
+        self, held: Sequence[Held], *, crashed: bool = False, delays_ms: Sequence[int] = ()
+    ) -> list[str]:
         """Give requests back, at their old place and with their progress.
 
         `crashed` says that the engine failed with them, which counts as a crash of each.
+        With `delays_ms`, one for each, nobody gets them again before that.
         """
-        return self.run(self._release(held, crashed)) if held else []
+        return self.run(self._release(held, crashed, delays_ms)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
         """Mark as cancelled: a waiting request ends now, a running one at its next step."""
@@ -320,8 +325,10 @@ class AsyncRequestQueue(_Queue):
     async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         return await self.run(scripts.publish(self.lease_ms, rows, held))
 
-    async def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
-        return await self.run(self._release(held, crashed)) if held else []
+    async def release(
+        self, held: Sequence[Held], *, crashed: bool = False, delays_ms: Sequence[int] = ()
+    ) -> list[str]:
+        return await self.run(self._release(held, crashed, delays_ms)) if held else []
 
     async def cancel(self, request_id: str) -> CancelStatus:
         return (await self.run(scripts.cancel([request_id])))[0]

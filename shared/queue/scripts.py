@@ -151,14 +151,19 @@ def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Pu
     return Call("publish", args, parse)
 
 
-def release(held: Sequence[Held], max_crashes: int | None = None) -> Call[list[str]]:
+def release(
+    held: Sequence[Held], max_crashes: int | None = None, delays_ms: Sequence[int] = ()
+) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
-    With `max_crashes` (see `reap`) because the engine failed: a crash of each.
+    With `max_crashes` (see `reap`) because the engine failed: a crash of each. With `delays_ms`,
+    one for each, nobody gets them again before that.
     """
     args = _held_args(held)
     if max_crashes is not None:
         args.append(max_crashes)
+    elif delays_ms:
+        args += ["", " ".join(map(str, delays_ms))]
     return Call("release", args, texts_of)
 
 

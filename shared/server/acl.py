@@ -105,7 +105,7 @@ ROLES: dict[str, Role] = {
         ),
         reads=("config",),
         channels=("control", "drain", "events:*"),
-        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} acl|whoami scan",
+        commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} scan",
     ),
     "gateway": Role(
         writes=(*_ENQUEUEING, "config", "used", "rates", "batches"),

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
@@ -34,6 +37,7 @@ from promptq.shared.protocol.request import (
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text import schema_vetting
 from promptq.worker.text.schema_patterns import num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
 from promptq.worker.text.structured_output import Grammars
@@ -230,6 +234,50 @@ def test_a_vetting_process_that_dies_by_itself_is_no_verdict() -> None:
     broken.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_who_ends_the_vetting_process_refuses_no_schema(
+    vetter: Vetter, number: signal.Signals
+) -> None:
+    """As systemd does, which signals all processes of a unit, or a kernel without memory."""
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    before = vetter._process
+    assert before is not None
+    before.send_signal(number)
+    if number is signal.SIGKILL:
+        before.wait()
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    assert (vetter._process is before) == (number is not signal.SIGKILL), "the others are ignored"
+
+
+def test_a_machine_too_busy_to_vet_refuses_no_schema_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schema_vetting, "_WALL_SECONDS", 0.0)
+    tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
+    grammars = Grammars(tokenizer, 2048, frozenset({2}), vets=True)
+    wanted = Request.build({"prompt": "a", "response_format": json_schema({"type": "integer"})})
+    assert wanted.wanted_output is not None
+    with pytest.raises(InvalidRequestError, match="too busy; send the request again") as caught:
+        grammars.start(wanted.wanted_output, frozenset())
+    assert caught.value.error_type == "internal_error"
+    monkeypatch.undo()
+    grammars.start(wanted.wanted_output, frozenset())
+    grammars.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="it is read there")
+def test_the_vetting_process_is_not_told_how_to_reach_redis(
+    vetter: Vetter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://:secret@127.0.0.1/0")
+    vetter.close()
+    assert vetter.vet(grammar({"type": "integer"})) == ""
+    assert vetter._process is not None
+    process = Path(f"/proc/{vetter._process.pid}")
+    assert b"secret" not in (process / "environ").read_bytes()
+    assert re.search(r"Max core file size +0 +0", (process / "limits").read_text())
+
+
 # ---------------------------------------------------------------- lengths
 
 
@@ -327,6 +375,41 @@ async def test_a_long_preparation_holds_up_neither_short_nor_other_tenants_long_
         tokenizer.go_on.set()
         for request_id in [*attacks, long]:
             assert (await finished(queue, request_id))["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("tenant", ["a", None])
+async def test_more_long_preparations_than_a_worker_has_place_for_take_no_slots(
+    redis_url: str, queue: AsyncRequestQueue, tenant: str | None
+) -> None:
+    """They wait in the queue again, and behind them ordinary requests of anybody are served."""
+    tokenizer = StandingTokenizer()
+    served = replace(served_model_free(), tokenizer=tokenizer)
+    async with running_worker(redis_url, served) as worker:
+        num_attacks = 100 + served.engine.limits.max_num_seqs
+        of_attacker = {} if tenant is None else {"tenant": tenant}
+        attack = Request.build({"prompt": LONG[:33_000], "max_tokens": 1, **of_attacker})
+        attacks = [NewRequest(new_request_id(), attack) for _ in range(num_attacks)]
+        await queue.enqueue(attacks)
+        while len(tokenizer.standing) < 2:
+            await asyncio.sleep(0.002)
+        for seed, of in enumerate(({"tenant": "b"}, of_attacker)):
+            victim = await enqueue(queue, prompt="a", seed=seed, max_tokens=3, **of)
+            assert (await finished(queue, victim))["text"] == text_of(seed, 3)
+        assert len(tokenizer.standing) == 2, "all others still wait"
+        assert worker.leases.num_counted <= served.engine.limits.max_num_seqs
+        tokenizer.go_on.set()
+        for new in attacks:
+            assert (await finished(queue, new.request_id))["finish_reason"] == "length"
+
+
+async def test_what_is_put_off_comes_back_one_after_the_other() -> None:
+    lane = SlowLane()
+    assert not lane.has_put_off
+    seconds = [lane.put_off("a") for _ in range(20_000)]
+    assert lane.has_put_off
+    assert 0 < seconds[0] < seconds[100] < seconds[1000] < 61
+    assert seconds[-1] < 61, "nothing is put off for ever"
+    assert lane.put_off("b") < seconds[100], "a tenant stands only behind itself"
 
 
 async def test_turns_go_by_tenant() -> None:

@@ -73,7 +73,7 @@ CHANNEL_COMMANDS = {
 }
 OF_NO_KEY = {
     *("info", "time", "multi", "exec", "discard", "unwatch", "scan", "dbsize"),
-    *("script|load", "acl|whoami", "unsubscribe", "sunsubscribe", "select", "hello", "ping"),
+    *("script|load", "unsubscribe", "sunsubscribe", "select", "hello", "ping"),
     *("auth", "quit", "reset", "client|getname", "client|id", "client|setinfo", "client|setname"),
     *CHANNEL_COMMANDS,
 }

@@ -11,7 +11,8 @@ import pytest
 from promptq.shared.errors import ModelMismatchError
 from promptq.shared.protocol.claims import Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
@@ -100,6 +101,26 @@ def test_counts_exact_prompt_tokens_once_they_are_known(queue: RequestQueue) -> 
     queue.release([held(claim)])
     (claim,) = queue.take_batch(ROOM)
     assert (claim.prompt_tokens, claim.cost) == (17, 27)
+
+
+def test_what_is_given_back_with_a_delay_is_back_at_its_old_place_after_it(
+    queue: RequestQueue,
+) -> None:
+    """As a delayed request waits, and not as after an attempt that failed."""
+    for request_id in ("a", "b", "c"):
+        put(queue, request_id)
+    claims = queue.take_batch(ROOM)
+    held_by_ids = [held(claim) for claim in claims]
+    assert queue.release(held_by_ids, delays_ms=[0, 3_600_000, 1]) == ["waiting"] * 3
+    found: list[str] = []
+    while len(found) < 2:
+        found += [claim.request_id for claim in queue.take_batch(ROOM)]
+    assert found == ["a", "c"]
+    assert queue.state("b") is RequestState.WAITING
+    assert queue.release(held_by_ids[1:2]) == ["fenced"], "it is held no more"
+    record = queue.run(lookups.record(queue.keys, "b"))
+    assert "history" not in record
+    assert queue.cancel("b") is CancelStatus.CANCELLED
 
 
 def test_expects_the_measured_p90_of_output_where_max_tokens_is_loose(queue: RequestQueue) -> None:

@@ -25,5 +25,6 @@ def test_one_holder_at_a_time(queue: RequestQueue, client: Any) -> None:
     assert hold("b", 60_000)
     client.delete(key)
     client.hset(key, "a", "b")
-    assert not hold("b", 60_000), "a stranger made something else of it"
     assert not hold("b", 0)
+    assert hold("b", 60_000), "what a stranger made of it is no holder"
+    assert not hold("a", 60_000)

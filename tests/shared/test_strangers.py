@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from promptq.shared.errors import QueueFullError, RequestExistsError
-from promptq.shared.protocol.claims import Room
+from promptq.shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
+from promptq.shared.protocol.claims import ModelIdentity, Room
 from promptq.shared.protocol.events import Result, TokenEvent, Usage
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import FinishReason, RequestState
@@ -34,6 +34,19 @@ def test_what_finished_is_not_run_again_and_its_end_is_told_again(
         message = channel.get_message(timeout=5)
     assert json.loads(message["data"])["finish_reason"] == "stop"
     assert queue.is_empty()
+
+
+def test_a_model_key_of_another_type_stops_no_worker(client: Any, queue: RequestQueue) -> None:
+    ours = queue.model = ModelIdentity("ours", "f")
+    client.set(queue.keys.model, "text")
+    put(queue, "a")
+    assert ids(queue.take_batch(ROOM)) == ["a"]
+    client.hset(queue.keys.config, mapping={"model": "theirs", "fingerprint": "g"})
+    with pytest.raises(ModelMismatchError, match="theirs"):
+        queue.take_batch(ROOM)
+    client.delete(queue.keys.config, queue.keys.model)
+    queue.take_batch(ROOM)
+    assert client.hget(queue.keys.model, "fingerprint") == ours.fingerprint.encode()
 
 
 def test_what_runs_is_not_run_twice(client: Any, queue: RequestQueue) -> None:

@@ -311,10 +311,10 @@ class RefusingQueue(CountingQueue):
 
     takes_back = False
 
-    async def release(self, held: Sequence[Held], *, crashed: bool = False) -> list[str]:
+    async def release(self, held: Sequence[Held], **how: Any) -> list[str]:
         if not self.takes_back:
             raise RedisConnectionError("gone for a moment")
-        return await super().release(held, crashed=crashed)
+        return await super().release(held, **how)
 
 
 async def test_what_the_server_does_not_take_back_stays_held(client: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from tests.helpers import finished, running_worker, served_model_free, text_of
+from tests.integration.faults import OwnServer
 from tests.roles import AsyncQueueClient, as_role
 
 BY_ITSELF = {"max_events_per_second": math.inf}
@@ -623,14 +625,33 @@ async def test_a_message_drains_the_worker_that_it_names(
         serving = asyncio.create_task(worker.serve(asyncio.Event()))
         request_id = await put(queue, seed=2, max_tokens=40)
         await until_tokens(queue, request_id, 3)
-        await client.publish(queue.keys.control, "drain:another")
+        await client.publish(queue.keys.drain, "drain:another")
         await asyncio.sleep(0.05)
         assert not serving.done()
-        await client.publish(queue.keys.control, message.format(worker_id=worker.worker_id))
+        await client.publish(queue.keys.drain, message.format(worker_id=worker.worker_id))
         await serving
         await worker.drain(asyncio.Event())
         await worker.stop()
     assert (await finished(queue, request_id))["text"] == text_of(2, 40)
+
+
+@pytest.mark.parametrize(("role", "channel"), [("worker", "drain"), ("", "control")])
+async def test_a_worker_listens_on_a_server_that_has_no_command_acl(
+    tmp_path: Path, role: str, channel: str
+) -> None:
+    """Managed servers have none, and others take it from everybody."""
+    server = OwnServer(tmp_path, "--rename-command", "ACL", "")
+    try:
+        async with redis.asyncio.Redis.from_url(as_role(role, server.url)) as client:
+            worker = Worker(Settings(), served_model_free(), client)
+            await worker.start()
+            serving = asyncio.create_task(worker.serve(asyncio.Event()))
+            while not serving.done():
+                await client.publish(f"promptq:{{default}}:{channel}", "drain")
+                await asyncio.sleep(0.01)
+            await worker.stop()
+    finally:
+        server.kill()
 
 
 async def test_a_cancel_that_fails_does_not_end_the_worker(

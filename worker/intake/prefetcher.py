@@ -31,6 +31,8 @@ _WORK_AHEAD_SECONDS = 0.1
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_DEPTH = 4096
 _JITTER_SECONDS = 0.001
+_PUT_OFF_POLL_SECONDS = 0.1
+"""Nobody tells when the delay of what was put off is over."""
 
 _Outcome = Lease | InvalidRequestError | None
 """What became of a claim; None for what was lost meanwhile."""
@@ -65,7 +67,8 @@ class Prefetcher:
     """Keeps prepared requests ready, in queue order.
 
     Claims are prepared one after another in a thread; what may take long there goes to the slow
-    lane and comes back to its place in the order.
+    lane and comes back to its place in the order. Where that is full, it goes back to the queue for
+    a while, so that it takes no slot while it waits.
 
     `room` tells what the worker has room for, given how many to keep ready beyond free slots.
     `on_invalid` ends a request that failed in preparation, `on_complete` one that has nothing left
@@ -245,7 +248,8 @@ class Prefetcher:
 
     async def _wait(self) -> None:
         try:
-            async with asyncio.timeout(POLL_SECONDS):  # wait_for may swallow a cancellation
+            seconds = _PUT_OFF_POLL_SECONDS if self._slow_lane.has_put_off else POLL_SECONDS
+            async with asyncio.timeout(seconds):  # wait_for may swallow a cancellation
                 await self._wake_up.wait()
         except TimeoutError:
             self._work_came = True  # perhaps its message was missed
@@ -285,14 +289,21 @@ class Prefetcher:
         self._leases.add_claims(claims)
         prepared = await asyncio.to_thread(self._prepare, claims)
         outcomes: list[tuple[Claim, _Outcome]] = []
+        too_many: list[Claim] = []
         for claim, outcome in zip(claims, prepared, strict=True):
-            if isinstance(outcome, TakesLongError):
-                self._leases.set_aside(claim)
+            if not isinstance(outcome, TakesLongError):
+                outcomes.append((claim, outcome))
+            elif not self._leases.has_claim(claim):
+                continue
+            elif self._leases.set_aside(claim):
                 self._slow[_key(claim)] = task = asyncio.create_task(self._prepare_slowly(claim))
                 task.add_done_callback(partial(self._end_slow, _key(claim)))
             else:
-                outcomes.append((claim, outcome))
+                too_many.append(claim)
         await self._take(outcomes)
+        if too_many:
+            delays_ms = [int(self._slow_lane.put_off(it.tenant) * 1000) for it in too_many]
+            await release(self._queue, self._leases, too_many, delays_ms=delays_ms)
         return len(claims)
 
     async def _prepare_slowly(self, claim: Claim) -> None:

@@ -19,6 +19,8 @@ Leased = Lease | Claim
 RENEWALS_PER_LEASE = 4
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
+_TENANTS_ASIDE = 4
+"""So many tenants have a place each, as one may take no more than its part of both."""
 
 
 class Leases:
@@ -45,15 +47,20 @@ class Leases:
             self._aside.pop(claim.request_id, None)
         self._claims.update({claim.request_id: claim for claim in claims})
 
-    def set_aside(self, claim: Claim) -> None:
+    def set_aside(self, claim: Claim) -> bool:
         """Count a claim for nothing until it is prepared, so that it keeps nobody out meanwhile.
 
-        Only a few are: what they hold in memory is not bounded by the worker's room.
+        Only a few are, and of one tenant a part of these, as the worker's room does not bound what
+        they hold in memory. Gives whether it is one of them.
         """
-        num_bytes = len(claim.payload) + sum(len(it.payload) for it in self._aside.values())
-        fits = len(self._aside) < _MAX_ASIDE and num_bytes <= _MAX_ASIDE_BYTES
-        if fits and self.has_claim(claim):
-            self._aside[claim.request_id] = claim
+        others = list(self._aside.values())
+        same = [it for it in others if it.tenant == claim.tenant]
+        for claims, part in ((others, 1), (same, _TENANTS_ASIDE)):
+            num_bytes = len(claim.payload) + sum(len(it.payload) for it in claims)
+            if len(claims) >= _MAX_ASIDE // part or num_bytes > _MAX_ASIDE_BYTES // part:
+                return False
+        self._aside[claim.request_id] = claim
+        return True
 
     @property
     def claims(self) -> list[Claim]:
@@ -160,13 +167,16 @@ async def release(
     held: Sequence[Leased],
     *,
     crashed: bool = False,
+    delays_ms: Sequence[int] = (),
 ) -> None:
     """Give requests back to the queue, with their progress; `crashed` counts against each.
+
+    With `delays_ms`, one for each, nobody gets them again before that.
 
     They are held until the server has taken them: who fails here goes on renewing, or tries again.
     """
     try:
-        await queue.release([item.as_held() for item in held], crashed=crashed)
+        await queue.release([item.as_held() for item in held], crashed=crashed, delays_ms=delays_ms)
     except (RedisError, OSError):
         for item in held:  # perhaps not told; to tell it twice does no harm
             if isinstance(item, Lease):

@@ -31,8 +31,12 @@ COMPILE_BYTES = 128 * 2**20
 MASK_SECONDS = 0.1
 """CPU time that a mask may take: in a worker the others' step waits for it."""
 _MASKS = 32
-_WALL_SECONDS = 60.0
+_WALL_SECONDS = 25.0
 """A machine too busy to give the process its CPU time must not hold a preparation for ever."""
+_ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""What the process gets of the worker's, which also says how to reach Redis."""
+_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
+"""What its own limits end the process with. All others come from outside."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -73,24 +77,50 @@ class Vetter:
         Raises NotVettedError if it takes too long or too much to find out.
         """
         with self._lock:
-            process = self._process = self._process or self._start()
-            overdue = threading.Timer(_WALL_SECONDS, process.kill)
-            overdue.start()
-            try:
-                _write(_pipe(process.stdin), grammar.encode())
-                reply = _read(_pipe(process.stdout))
-            except OSError:
-                reply = None
-            finally:
-                overdue.cancel()
-            if reply is None:
-                process.wait()
-                self._end(process)
-                raise _too_much(process.returncode)
+            reply = self._ask(grammar)
+            if reply is None:  # somebody ended the process, perhaps long ago
+                reply = self._ask(grammar)
+        if reply is None:
+            raise NotVettedError(
+                "could not be tried out: the process that does it ends at once", is_certain=False
+            )
         told: dict[str, str] = json.loads(reply)
         if too_much := told["too_much"]:
             raise NotVettedError(too_much)
         return told["error"]
+
+    def _ask(self, grammar: str) -> bytes | None:
+        """The process's reply; None if it ended without one, and by no limit."""
+        process = self._process = self._process or self._start()
+        is_overdue = threading.Event()
+
+        def give_up() -> None:
+            is_overdue.set()
+            process.kill()
+
+        overdue = threading.Timer(_WALL_SECONDS, give_up)
+        overdue.start()
+        try:
+            _write(_pipe(process.stdin), grammar.encode())
+            reply = _read(_pipe(process.stdout))
+        except OSError:
+            reply = None
+        finally:
+            overdue.cancel()
+        if reply is None:
+            process.wait()
+            self._end(process)
+            if -process.returncode in _LIMIT_SIGNALS:
+                raise NotVettedError(
+                    f"takes too long to compile: more than {COMPILE_SECONDS:g} s, or"
+                    f" {COMPILE_BYTES // 2**20} MiB of memory"
+                )
+            if is_overdue.is_set():
+                raise NotVettedError(
+                    f"could not be tried out within {_WALL_SECONDS:g} s: the machine is too busy",
+                    is_certain=False,
+                )
+        return reply
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -105,6 +135,7 @@ class Vetter:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
         told = self._vocabulary
         sizes = {"num_tokens": told.num_tokens, "end_token_ids": list(told.end_token_ids)}
@@ -119,18 +150,6 @@ class Vetter:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             _close(_pipe(pipe))
-
-
-def _too_much(returncode: int) -> NotVettedError:
-    if returncode in (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV):
-        return NotVettedError(
-            f"takes too long to compile: more than {COMPILE_SECONDS:g} s, or"
-            f" {COMPILE_BYTES // 2**20} MiB of memory"
-        )
-    return NotVettedError(
-        f"could not be tried out: the process that does it ended with {returncode}",
-        is_certain=False,
-    )
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -161,9 +180,11 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 def main() -> None:
     """Vet one grammar after another, until there are no more."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # its worker drains, and may need it still
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from llguidance import LLTokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its worker drains, and may need it still
     source, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     sizes, content = _read(source), _read(source)
     if sizes is None or content is None:
@@ -213,7 +234,6 @@ def _limit_memory() -> None:
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

@@ -135,8 +135,13 @@ class Grammars:
         try:
             error = self._vetter.vet(text) if self._vetter is not None else ""
         except NotVettedError as too_much:
-            if too_much.is_certain:
-                self._refuse(key, str(too_much))
+            if not too_much.is_certain:
+                raise InvalidRequestError(
+                    f"{wanted.field}: {too_much}; send the request again",
+                    field=wanted.field,
+                    error_type="internal_error",
+                ) from too_much
+            self._refuse(key, str(too_much))
             raise _refusal(wanted.field, str(too_much)) from too_much
         if not error:
             matcher = masker.compile(text)

@@ -12,8 +12,11 @@ from typing import Any
 _LINES_PER_LOOK = 128
 
 
-class CpuTimeLimitError(Exception):
-    """The code took more CPU time than it may."""
+class CpuTimeLimitError(BaseException):
+    """The code took more CPU time than it may.
+
+    No Exception, as the limit ends with it: the code must not catch it and go on.
+    """
 
 
 @contextmanager

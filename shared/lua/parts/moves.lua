@@ -143,9 +143,9 @@ local function note_end_of_attempt(id, how)
 end
 
 -- Put a request that is not held (any more) in its old place, after `delay_ms` if that is given.
--- `how` says how the attempt at it ended.
+-- `how` says how the attempt at it ended, if that is worth a note.
 local function back_to_waiting(id, score, how, delay_ms)
-  note_end_of_attempt(id, how)
+  if how then note_end_of_attempt(id, how) end
   local fields = read_request(id, 'state', 'tenant', 'tokens') or {}
   if fields.state ~= 'waiting' then
     count_later('tokens', tenant_name(fields.tenant), whole(fields.tokens, 0))

@@ -71,16 +71,17 @@ if is_late then return {'ok', now_text, 0, 0} end
 if #given_before == 0 and config('paused') == '1' then return {'paused'} end
 
 -- What the queue serves, as its first worker said. Earlier releases look for that in `config`, which a
--- worker with a role of its own may only read.
+-- worker with a role of its own may only read. So it is there too where a stranger made something else of
+-- the key.
 local model_key, config_key = prefix .. 'model', prefix .. 'config'
 local function tell_model(...)
-  redis.call('HSET', model_key, ...)
+  redis.pcall('HSET', model_key, ...)
   if not redis.acl_check_cmd or redis.acl_check_cmd('HSET', config_key, ...) then
     redis.call('HSET', config_key, ...)
   end
 end
 if fingerprint ~= '' then
-  local told = redis.call('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
+  local told = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
   local name, known, style = told[1], told[2], ARGV[17] or ''
   if not known then
     name, known = config('model', model), config('fingerprint', fingerprint)

@@ -3,13 +3,20 @@
 -- ARGV  for each request: id, fence, prompt tokens ('' if unknown)
 --       then, only if the worker's engine failed with them: max crashes (see reap); it counts as a
 --         crash of each, at once
+--       or else '' and, with a space between, for how many ms each is kept from being claimed again: its
+--         preparation takes long, and the worker has no place for it yet. This is no end of an attempt.
 -- Reply a status for each: waiting, fenced (not held any more), finished, cancelled, dead
 
 local HELD = 3
 local max_crashes = #ARGV % HELD == 1 and tonumber(ARGV[#ARGV])
+local delays = {}
+if #ARGV % HELD == 2 then
+  for delay_ms in string.gmatch(ARGV[#ARGV], '%d+') do delays[#delays + 1] = tonumber(delay_ms) end
+end
 local statuses = {}
 write_needs_no_memory()
-for at = 1, #ARGV - HELD + 1, HELD do
+for nth = 1, math.floor(#ARGV / HELD) do
+  local at = (nth - 1) * HELD + 1
   local id, fence, prompt_tokens = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local fields = read_request(id, 'fence', 'state', 'cancelled', 'score', 'tenant', 'priority') or {}
   local status = 'waiting'
@@ -25,11 +32,11 @@ for at = 1, #ARGV - HELD + 1, HELD do
     elseif max_crashes then
       status = count_crash(id, fields.score, max_crashes)
     else
-      back_to_waiting(id, fields.score, 'given back')
+      back_to_waiting(id, fields.score, not delays[nth] and 'given back', delays[nth])
     end
   end
   statuses[#statuses + 1] = status
 end
 carry_out()
-wake_workers()
+if #delays == 0 then wake_workers() end
 return statuses

@@ -9,7 +9,7 @@
 
 local key, holder, ttl_ms = prefix .. ARGV[1], ARGV[2], tonumber(ARGV[3])
 local held_by = redis.pcall('GET', key)
-if type(held_by) == 'table' then return 0 end -- a stranger made something else of it
+if type(held_by) == 'table' then held_by = false end -- what a stranger made of it is no holder
 write_needs_no_memory()
 if ttl_ms == 0 then
   if held_by ~= holder then return 0 end
