@@ -292,6 +292,13 @@ class Request(SamplingParams):
         """What the output must be; None for any text."""
         return wanted_output(self.response_format, self.tools, self.tool_choice)
 
+    @property
+    def field_that_bounds(self) -> str:
+        """Which field bounds what tokens may be chosen, the first one of several; empty: none."""
+        if (wanted := self.wanted_output) is not None:
+            return wanted.field
+        return "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else ""
+
     @classmethod
     def parse(cls, payload: str | bytes) -> Self:
         """Read a payload as it came from the queue.

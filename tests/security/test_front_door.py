@@ -186,6 +186,20 @@ CHAT, FILES = "/v1/chat/completions", "/v1/files"
 FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
 
 
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_body_in_tiny_pieces_ends_the_connection(redis_url: str, has_key: bool) -> None:
+    """Each costs as much as a large one would."""
+    secret = make_key(redis_url, "web") if has_key else "pq-wrong"
+    chunked = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n"
+    )
+    with live_gateway(redis_url) as gateway, connected(gateway) as connection:
+        connection.sendall(chunked.encode())
+        wait_until_closed(connection, b"1\r\nx\r\n" * 100)
+        assert is_served(gateway, make_key(redis_url, "other"))
+
+
 def stalled(gateway: LiveGateway, path: str, secret: str) -> socket.socket:
     """A connection on which all of a body has come but its last byte."""
     parts = urlsplit(gateway.url)

@@ -457,3 +457,27 @@ async def test_a_worker_that_stops_gives_back_what_it_prepares(
     assert RequestState.WAITING in states
     assert RequestState.ACTIVE not in states
     await asyncio.to_thread(grammars.close)
+
+
+NOTHING_TO_SAY: list[dict[str, Any]] = [
+    {"response_format": json_schema({"$ref": "#"})},
+    {"response_format": json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})},
+    {"response_format": json_schema({"type": "string", "pattern": "(.*[aeiou].{60}){9}"})},
+    {
+        "response_format": json_schema(
+            {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(3000)}}
+        )
+    },
+    {"response_format": {"type": "json_object"}, "bad_words": ["{", " {"]},
+]
+
+
+@pytest.mark.parametrize("fields", NOTHING_TO_SAY, ids=["self", "circle", "long", "wide", "banned"])
+def test_what_leaves_nothing_to_say_is_the_fault_of_the_request(
+    shipped: RequestQueue, fields: dict[str, Any]
+) -> None:
+    """And none of the worker's: a gateway answers 400, not 500."""
+    result = result_of(shipped, put(shipped, prompt="Once", max_tokens=20, **fields))
+    assert result["finish_reason"] == "error"
+    assert result["error"]["type"] == "unsupported", result["error"]
+    assert result["error"]["message"].startswith("response_format: "), result["error"]

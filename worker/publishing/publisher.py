@@ -278,6 +278,14 @@ class Publisher:
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             return held.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
 
+    def _error_of(self, held: Lease, output: SequenceOutput) -> ErrorInfo:
+        reason = output.error or "the engine failed it"
+        if output.is_refused:
+            field = held.request.field_that_bounds
+            return ErrorInfo(type="unsupported", message=f"{field}: {reason}")
+        self._log.error("the engine failed", request_id=held.request_id, error=output.error)
+        return ErrorInfo(type="internal_error", message=reason)
+
     def _row(self, output: SequenceOutput) -> Row | None:
         held = self._leases.by_sequence(output.sequence_id)
         if held is None or held.ended:
@@ -289,8 +297,7 @@ class Publisher:
             self._without_memory.append(held)
             return None
         if output.finish_reason is FinishReason.ERROR:
-            error = ErrorInfo(type="internal_error", message=output.error or "the engine failed it")
-            self._log.error("the engine failed", request_id=held.request_id, error=output.error)
+            error = self._error_of(held, output)
             return held.next_row(
                 [], held.text.flush(), finish_reason=output.finish_reason, error=error
             )

@@ -218,6 +218,10 @@ def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
         allowed = [it for it in _tokens(mask) if it not in vocabulary.eos_tokens]
         if not allowed or not matcher.consume_token(rng.choice(allowed)):
             break
+    if matcher.is_error():  # some that it cannot follow it takes all the same
+        return {"error": reason_of(matcher), "too_much": ""}
+    if not (allowed or matcher.is_accepting() or matcher.is_stopped()):
+        return {"error": "no text matches it", "too_much": ""}
     return {"error": "", "too_much": ""}
 
 

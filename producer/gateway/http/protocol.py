@@ -42,6 +42,9 @@ _DROP_SECONDS = 30.0
 connection is reset, and the answer may be lost with it."""
 _UNREAD_SECONDS = 600.0
 """For which a client may take nothing of an answer. A slow one takes a little now and then."""
+_MOST_SMALL_PIECES = 4096
+_PIECE_BYTES = 16
+"""So long are further pieces of a body on average: each costs a call, be it one byte."""
 _MOST_PIPELINED = 16
 """Requests that wait behind one. Uvicorn would keep all that a client sends ahead."""
 _LOOK_SECONDS = 2.0
@@ -74,6 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0  # in this window
         self._has_come_on = False  # by a window, at least
         self._num_dropped_bytes = 0
+        self._num_pieces = self._num_bytes = 0  # of a body
         self._closes_behind_request = False
         self._unanswered: list[RequestResponseCycle] = []
         self._began_at = self._looked_at = self._taken_at = self.loop.time()
@@ -110,6 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._in_request = True
+        self._num_pieces = self._num_bytes = 0
         self._progressed()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -130,6 +135,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_pending = 0
+        self._num_pieces += 1
+        self._num_bytes += len(body)
+        if self._num_pieces > _MOST_SMALL_PIECES + self._num_bytes // _PIECE_BYTES:
+            raise ValueError("the body comes in too small pieces")  # status 400, as above
         if self.cycle.response_complete:
             self._num_dropped_bytes += len(body)
             if self._num_dropped_bytes > _MOST_DROPPED_BYTES:

@@ -68,6 +68,11 @@ class EngineRequest:
             or self.grammar is not None
         )
 
+    @property
+    def bounds_choice(self) -> bool:
+        """Whether the request itself says that some tokens may not be chosen."""
+        return bool(self.grammar or self.bad_token_sequences or self.params.logit_bias)
+
 
 @dataclass(slots=True)
 class SequenceOutput:
@@ -82,6 +87,8 @@ class SequenceOutput:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_refused: bool = False
+    """With an error: what the request itself allows left no token to choose."""
     timing: SequenceTiming | None = None
     """With its first token of this attempt and after a preemption, and with its last output."""
     given_back: bool = False

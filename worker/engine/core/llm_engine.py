@@ -291,7 +291,9 @@ class LLMEngine:
         """Append tokens up to an end, and say what they mean to the sequence."""
         sequence = share.sequence
         if tokens[0].error is not None:
-            return _failed(sequence, tokens[0].error)
+            output = _failed(sequence, tokens[0].error)
+            output.is_refused = sequence.request.bounds_choice
+            return output
         finish_reason, num_appended = None, 0
         while finish_reason is None and num_appended < len(tokens):
             sequence.token_ids.append(tokens[num_appended].token_id)
