@@ -155,7 +155,7 @@ def test_a_wrong_field_is_named(
     ids=["prompt", "message", "stop", "value", "key", "too deep to write", "too deep to read"],
 )
 def test_what_workers_could_not_read(http: httpx2.Client, value: str, param: str) -> None:
-    """Half of a character, or JSON nested too deeply; a page's fields are read one by one."""
+    """Half of a character, or JSON nested too deeply."""
     path = "/v1/chat/completions" if param == "messages" else "/v1/completions"
     as_json = {"Content-Type": "application/json"}
     answer = http.post(path, content=value, headers=as_json)
@@ -163,9 +163,7 @@ def test_what_workers_could_not_read(http: httpx2.Client, value: str, param: str
     assert "JSON" in answer.json()["error"]["message"]
     answer = http.post("/dashboard/api/play", content=value, headers=as_json)
     assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert error["message"].startswith(f"{param}: ")
+    assert "JSON" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

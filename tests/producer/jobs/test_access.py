@@ -81,10 +81,10 @@ def test_in_another_role(role: str, redis_url: str, run: Run, tmp_path: Path) ->
         assert listed.stdout == "no webhooks were given up\n"
     else:
         assert (listed.returncode, listed.stdout) == (1, "")
-        assert re.fullmatch(r"promptq: the server at .* refused .*\n", listed.stderr)
+        assert re.fullmatch(rf"promptq: the user '{role}' may not do this .*\n", listed.stderr)
     if role == "subscriber":
         source = write_lines(tmp_path / "in.jsonl", [line(0)])
         ended = run("batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), url=url)
         assert (ended.returncode, ended.stdout) == (1, "")
-        assert re.fullmatch(r"promptq: the server at .* refused .*\n", ended.stderr)
+        assert re.fullmatch(rf"promptq: the user '{role}' may not do this .*\n", ended.stderr)
     forget_refusals(redis_url)

@@ -270,7 +270,7 @@ def test_private_addresses_are_refused(
     allowing = "127.0.0.1 is in a private network; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it"
     assert (dead.request_id, dead.reason) == ("r", allowing)
     said = capsys.readouterr().out
-    assert all(f"{name}=" in said for name in ("request_id", "webhook_id", "tenant"))
+    assert all(name in said for name in ("request_id", "webhook_id", "tenant"))
 
 
 def test_a_record_that_is_gone(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:

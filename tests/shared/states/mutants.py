@@ -307,8 +307,8 @@ MUTANTS = (
     Mutant(  # only the first of several
         "an_answer_to_who_gives_back_is_true",
         "release",
-        "back_to_waiting(id, fields.score, 'given back')",
-        "if at == 1 then back_to_waiting(id, fields.score, 'given back') end",
+        "back_to_waiting(id, fields.score, not delays[nth] and 'given back', delays[nth])",
+        "if nth == 1 then back_to_waiting(id, fields.score, 'given back') end",
         ALL,
     ),
     Mutant(
