@@ -1,7 +1,7 @@
 """An attacker beside a gateway's load: `benchmarks.gateway` starts it as a process of its own.
 
-With a key of its own it sends the worst bodies that are allowed, without one bodies that nobody
-reads, and it sends some slowly. It repeats all of that until it is ended.
+With a key of its own it sends the worst bodies that are allowed, and some slowly, again and again
+until it is ended. It is no flood: each kind of body is sent by one connection at a time.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ async def attack(port: int, secret: str) -> None:
             (texts, LONG_TEXT),
         ):
             tasks.create_task(_repeat(port, path, secret, body, answers))
+        tasks.create_task(_repeat(port, "/v1/batches", "", LONG_TEXT, answers))
         for _ in range(8):
-            tasks.create_task(_repeat(port, "/v1/batches", "", LONG_TEXT, answers))
             tasks.create_task(_drip(port, secret))
         print("ready", flush=True)
 

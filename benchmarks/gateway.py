@@ -77,13 +77,17 @@ GATEWAY = ("promptq.producer.cli", "gateway", "--port", "0", "--redis")
 RELAY = ("benchmarks.relay",)
 """Of the command line of what carries the streams; the server's URL follows."""
 
+NO_RATE = 0
+
 ROWS = (
-    ("gateway", [GATEWAY], LOADS[0], False),
-    ("gateway, an attacker beside", [GATEWAY], LOADS[0], True),
-    ("two gateways", [GATEWAY, GATEWAY], LOADS[0], False),
-    ("bare relay", [RELAY], LOADS[0], False),
-    ("gateway", [GATEWAY], LOADS[1], False),
+    ("gateway", [GATEWAY], LOADS[0], None),
+    ("gateway, an attacker beside, 60 calls a minute", [GATEWAY], LOADS[0], 60),
+    ("gateway, an attacker beside, no rate", [GATEWAY], LOADS[0], NO_RATE),
+    ("two gateways", [GATEWAY, GATEWAY], LOADS[0], None),
+    ("bare relay", [RELAY], LOADS[0], None),
+    ("gateway", [GATEWAY], LOADS[1], None),
 )
+"""The last: calls a minute of an attacker's key; None: there is no attacker."""
 
 
 def serve(url: str, load: Load) -> None:
@@ -215,7 +219,9 @@ class Measured:
     peak_bytes: int
 
 
-def measure(commands: Sequence[Sequence[str]], load: Load, *, is_attacked: bool) -> Measured:
+def measure(
+    commands: Sequence[Sequence[str]], load: Load, *, attackers_rate: int | None
+) -> Measured:
     """Carry a load through processes that share its streams, and that are started for it."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
     share = replace(load, num_streams=load.num_streams // len(commands))
@@ -223,14 +229,16 @@ def measure(commands: Sequence[Sequence[str]], load: Load, *, is_attacked: bool)
         noted = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "noted"
         url = stack.enter_context(EmbeddedServer()).url
         with Client(url) as client:
-            secret, attackers = (client.create_api_key(ApiKey(name=it))[0] for it in ("a", "b"))
+            secret, _ = client.create_api_key(ApiKey(name="a"))
+            rate = attackers_rate or NO_RATE
+            attackers, _ = client.create_api_key(ApiKey(name="b", requests_per_minute=rate))
         for _ in range(load.num_workers):
             stack.enter_context(child(this, "--serve", url, "--load", described))
         carriers = [stack.enter_context(child(*command, url)) for command in commands]
         pids = [pid for pid, _ in carriers]
         ports = [int(said.split("//127.0.0.1:")[1].split(",")[0]) for _, said in carriers]
         with child(this, "--observe", url, "--file", str(noted)):
-            if is_attacked:
+            if attackers_rate is not None:
                 attack = ("--port", str(ports[0]), "--secret", attackers)
                 stack.enter_context(child("benchmarks.attacker", *attack))
             cpu_before = sum(map(_cpu_seconds, pids))
@@ -268,12 +276,12 @@ def main() -> None:
     allow_many_connections()
     places = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
     table = Table("", "streams", *places, "CPU, µs a token", "memory, MiB")
-    for name, commands, load, is_attacked in ROWS:
+    for name, commands, load, attackers_rate in ROWS:
         if options.attacked and commands != [GATEWAY]:
             continue
         short = replace(load, seconds=load.seconds / 5)
         timed = short if options.quick else load
-        measured = measure(commands, timed, is_attacked=is_attacked)
+        measured = measure(commands, timed, attackers_rate=attackers_rate)
         added = [f"{percentile(measured.added, at) * 1000:.2f}" for at in places.values()]
         used = [f"{measured.cpu_per_token * 1e6:.0f}", f"{measured.peak_bytes / 2**20:.0f}"]
         table.add_row(name, f"{load.num_streams:,}", *added, *used)

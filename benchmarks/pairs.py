@@ -19,6 +19,8 @@ from pathlib import Path
 _ROOT = Path(__file__).parent.parent
 _FIGURES = {
     "burst, whole path, tokens/s": ("burst", "redis", "tokens_per_second", False),
+    "burst, first token p95": ("burst", "redis", "first_token_p95", True),
+    "solo, first token p50": ("solo", "redis", "first_token_p50", True),
     "solo, whole path, tokens/s": ("solo", "redis", "tokens_per_second", False),
     "poisson, first token p95": ("poisson", "redis", "first_token_p95", True),
     "poisson, between tokens p95": ("poisson", "redis", "gap_p95", True),

@@ -20,7 +20,7 @@ _RETRY_AFTER = {"Retry-After": "1"}
 
 
 class BodyBudget:
-    """Bytes count as they come, not as they are announced: who sends slowly holds little."""
+    """Bytes count as they come, not as they are announced."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
