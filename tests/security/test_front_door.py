@@ -108,7 +108,8 @@ def test_without_a_key_the_answer_comes_before_the_body(redis_url: str) -> None:
                 assert answer_of(connection)[1] == b'{"status":"ok"}', path
 
 
-def test_without_a_key_no_body_is_kept(redis_url: str) -> None:
+def test_without_a_key_no_body_is_kept(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_DROPPED_BYTES_A_SECOND", 1 << 40)
     make_key(redis_url, "web")
     with live_gateway(redis_url) as gateway, ExitStack() as stack:
         crowd = [stack.enter_context(connected(gateway)) for _ in range(48)]

@@ -37,6 +37,7 @@ progress: an allowance that grew with the bytes could be saved up, and then spen
 _WINDOW_BYTES = 65_536
 """The first of them may take `_SILENCE_SECONDS`; they are all that a small body has."""
 _MOST_DROPPED_BYTES = 1 << 28
+_DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
 """Most clients send all of a body before they read an answer. Closed while they still send, the
 connection is reset, and the answer may be lost with it."""
@@ -108,8 +109,13 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._num_pending += len(data)
         super().data_received(data)
-        if self._num_pending > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._num_pending > MAX_HEAD_BYTES:
             self.send_400_response("The head of the request is too large.")
+        elif self._is_dropping:  # slowly, as streams wait for their turns meanwhile
+            self.flow.pause_reading()
+            self.loop.call_later(len(data) / _DROPPED_BYTES_A_SECOND, self._go_on)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -164,6 +170,16 @@ class BoundedProtocol(HttpToolsProtocol):
                 cycle.body = bytearray()  # what nobody has read of it
         super().on_response_complete()
 
+    @property
+    def _is_dropping(self) -> bool:
+        """Whether a body comes whose request has been answered."""
+        in_body = self._in_request and not self._in_head
+        return in_body and self.cycle is not None and self.cycle.response_complete
+
+    def _go_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+
     def close_behind_request(self) -> None:
         """Close the connection once all of the request has come, or at once if it has."""
         if self._in_request:
@@ -206,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_request:
             if self._in_head:
                 return _HEAD_SECONDS
-            if has_cycle and self.cycle.response_complete:
+            if self._is_dropping:
                 return _DROP_SECONDS
             return _WINDOW_SECONDS if self._has_come_on else _SILENCE_SECONDS
         return inf if has_cycle and not self.cycle.response_complete else _SILENCE_SECONDS
