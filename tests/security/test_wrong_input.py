@@ -183,3 +183,9 @@ def test_of_a_payload_with_many_errors_the_first_is_told(body: str, field: str) 
     assert refused.value.field == field
     assert len(str(refused.value)) < 1000
     assert peak < 25 * len(body), "what reading it as JSON takes"
+
+
+def test_a_format_of_metrics_that_is_none_is_the_usual_one(http: httpx2.Client) -> None:
+    for version in ("x", "1.x", "", "9" * 5000):
+        accept = f"application/openmetrics-text;version={version}"
+        assert http.get("/metrics", headers={"Accept": accept}).status_code == 200

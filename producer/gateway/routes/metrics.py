@@ -27,7 +27,10 @@ async def scrape(request: Request, gateway: ThisGateway) -> Response:
     found = [*_of_queue(gateway.keys.queue, overview)]
     if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
         found += http_meter.readings()
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    try:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    except (TypeError, ValueError):  # a version that is none
+        encode, content_type = choose_encoder("")
     return Response(encode(metrics.registry_of(lambda: found)), media_type=content_type)
 
 
