@@ -20,8 +20,9 @@ class EndedAttempt(BaseModel):
 
 
 def whole(text: str | None) -> int:
-    """A whole number, 0 where there is none."""
-    return int(text) if text is not None and text.isdecimal() else 0
+    """A whole number, 0 where there is none: anybody may have written the field."""
+    text = text or ""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
 def json_object(text: str | None) -> dict[str, Any]:

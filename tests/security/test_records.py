@@ -73,3 +73,16 @@ def test_half_a_character_is_no_json_for_an_action(
 def test_no_key_is_called_as_callers_without_one(redis_url: str) -> None:
     with Client(redis_url) as client, pytest.raises(ConfigurationError, match=r"^name: 'local'"):
         client.create_api_key(ApiKey(name="local"))
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\uff13", "x"])
+def test_a_number_of_a_record_that_is_none(
+    redis_url: str, admin: httpx2.Client, number: str
+) -> None:
+    with redis.Redis.from_url(as_role("producer", redis_url)) as forger:
+        fields = {"payload": '{"prompt":"a"}', "attempt": number, "enqueued_at": number}
+        forger.hset(KEYS.request("r"), mapping=fields)
+        forger.zadd(KEYS.pending, {"r": 1})
+    assert admin.get("/dashboard/api/requests").status_code == 200
+    with Client(redis_url) as client:
+        assert client.timeline("r").request_id == "r"

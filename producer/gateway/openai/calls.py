@@ -138,7 +138,7 @@ class CompletionCall:
             own: dict[str, Any] = {"request_id": request_id}
             if (prompt := self.prompts[index // self.n]) is not None:
                 own["prompt"] = prompt
-            if isinstance(seed, int) and self.n > 1:
+            if type(seed) is int and self.n > 1:  # not what is refused
                 own["seed"] = seed + index % self.n
             if key is not None and self.num_choices > 1:
                 own["idempotency_key"] = f"{key}:{index}"

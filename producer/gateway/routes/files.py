@@ -187,7 +187,7 @@ def _expiry(seconds: object, anchor: object) -> int | None:
         return None
     least, most = LEAST_EXPIRY_SECONDS, BATCH_FILE_SECONDS
     text = str(seconds)
-    is_number = text.isdecimal() and len(text) <= len(str(most))
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
     if anchor != "created_at" or not is_number or not least <= int(text) <= most:
         raise ApiError(
             400,
