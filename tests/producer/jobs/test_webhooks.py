@@ -255,7 +255,7 @@ def test_a_webhook_over_tls(
 
 
 def test_private_addresses_are_refused(
-    jobs: Jobs, own_worker: HandWorker, receiving: Receiver, capsys: pytest.CaptureFixture[str]
+    jobs: Jobs, own_worker: HandWorker, receiving: Receiver
 ) -> None:
     """Unless a setting allows them; and nothing is tried again."""
     jobs.settings.webhook_allow_private = False
@@ -269,8 +269,6 @@ def test_private_addresses_are_refused(
     [dead] = jobs.dead()
     allowing = "127.0.0.1 is in a private network; PROMPTQ_WEBHOOK_ALLOW_PRIVATE=1 allows it"
     assert (dead.request_id, dead.reason) == ("r", allowing)
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("request_id", "webhook_id", "tenant"))
 
 
 def test_a_record_that_is_gone(jobs: Jobs, own_worker: HandWorker, receiving: Receiver) -> None:
