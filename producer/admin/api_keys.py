@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from promptq.producer.admin.request_fields import whole
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.protocol.request import MAX_PRIORITY, invalid_request
@@ -130,7 +131,7 @@ def list_all(keys: Keys) -> Generator[Call[Any], Any, list[ApiKey]]:
     used = yield Call("", ["HGETALL", keys.api_keys_used], text_map)
     return sorted(
         (
-            _read(value).model_copy(update={"last_used_at": _milliseconds(used.get(hashed))})
+            _read(value).model_copy(update={"last_used_at": whole(used.get(hashed))})
             for hashed, value in found.items()
         ),
         key=lambda key: key.name,
@@ -177,10 +178,6 @@ def _of_a_tenant(key: ApiKey) -> ApiKey:
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})
-
-
-def _milliseconds(text: str | None) -> int:
-    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
 def _check_scopes(key: ApiKey) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
-from promptq.producer.gateway.answering.preparing import OUT_OF_MEMORY, answer, frame
+from promptq.producer.gateway.answering.preparing import LENGTH_BYTES, OUT_OF_MEMORY, answer, frame
 
 _MOST_BYTES = 2 << 30
 """Of memory. The worst body of 8 MB that is well-formed takes half of it."""
@@ -29,7 +29,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # bodies are nobody's to find on a disk
     os.nice(_NICENESS)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
-    while length := incoming.read(4):
+    while length := incoming.read(LENGTH_BYTES):
         asked = json.loads(incoming.read(int.from_bytes(length, "big")))
         try:
             _answer_one(asked, incoming.read(asked["sizes"][0]), outgoing)

@@ -37,7 +37,7 @@ _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
 """By the clock, as a busy machine leaves such a process little. Then it is no fault of the body."""
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
 """The exit code that tells so."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
@@ -162,7 +162,7 @@ def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[
 def frame(told: Mapping[str, Any], payloads: list[bytes]) -> bytes:
     """As it goes through a pipe: the length of the header, the header, the payloads."""
     header = json.dumps({**told, "sizes": [len(it) for it in payloads]}).encode()
-    return b"".join([len(header).to_bytes(_LENGTH_BYTES, "big"), header, *payloads])
+    return b"".join([len(header).to_bytes(LENGTH_BYTES, "big"), header, *payloads])
 
 
 def _prepared_of(
@@ -230,7 +230,7 @@ async def _ask(
     assert process.stdout is not None
     process.stdin.write(frame(asked, [body]))
     await process.stdin.drain()
-    length = int.from_bytes(await process.stdout.readexactly(_LENGTH_BYTES), "big")
+    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
     told = json.loads(await process.stdout.readexactly(length))
     return told, [await process.stdout.readexactly(size) for size in told.pop("sizes")]
 

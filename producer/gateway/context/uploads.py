@@ -9,6 +9,7 @@ from typing import Annotated, BinaryIO
 
 from fastapi import Depends, Request, Response
 
+from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.file_quotas import FileQuotaError, Upload
 from promptq.producer.batch_store.files import StoredFile
 from promptq.producer.gateway.context.access import ThisCaller, admit_call
@@ -57,8 +58,7 @@ async def admit_upload(
 ) -> AsyncIterator[UploadCall]:
     """Before anything of the body is read. Raises ApiError 429 and 413."""
     response.headers.update(await admit_call(gateway, caller))
-    length = request.headers.get("content-length", "")
-    declared = max(0, int(length) - FORM_BYTES) if _is_number(length) else 0
+    declared = max(0, whole(request.headers.get("content-length")) - FORM_BYTES)
     with in_quota():
         begin = gateway.file_quotas.begin
         upload = await asyncio.to_thread(begin, caller.tenant or "", declared)
@@ -77,7 +77,3 @@ def in_quota() -> Iterator[None]:
         yield
     except FileQuotaError as error:
         raise ApiError(413, str(error), param="file", code="file_quota_exceeded") from None
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 16
