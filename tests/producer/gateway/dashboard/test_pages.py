@@ -381,11 +381,13 @@ async def test_nothing_is_read_for_a_page_that_nobody_looks_at(
 async def test_what_no_gateway_wrote_is_shown_as_far_as_it_goes(
     connection: Any, open_page: Open
 ) -> None:
-    record = {"payload": "{", "state": "?", "priority": "high", "enqueued_at": "9" * 18}
+    record = {"payload": "{", "state": "?", "priority": "high", "enqueued_at": "9" * 15}
+    record["attempt"] = "9" * 18
     await connection.hset(KEYS.request("odd"), mapping=record)
     page = await open_page("#/requests?prefix=odd")
     await page.get_by_role("link", name="odd").click()
     await expect(page.locator(".timeline")).to_contain_text("Enqueued")
+    await expect(page.locator(".facts div", has_text="Attempts")).to_contain_text("0")
     await expect(page.locator(".payload")).to_have_text("{")
     await expect(page.locator("#banner")).to_be_hidden()
 
