@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--secret", required=True)
     options = parser.parse_args()
-    os.nice(19)  # it would be on a machine of its own
+    # It would be on a machine of its own, so whatever else is to run here goes before it.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     asyncio.run(attack(options.port, options.secret))
 
 

@@ -3,10 +3,13 @@
 Workers on the model-free engine make tokens at a fixed rate. A plain subscriber of all channels, a
 process of its own, notes when Redis has published each event, and bare HTTP clients, in another
 one, when its bytes arrive; both only note times, and what they mean is worked out afterwards. The
-difference is what the gateway and a socket add; one row has an attacker beside the load, who sends
-the worst that a key of his own allows (`benchmarks/attacker.py`). Each load has several workers,
-as that many streams would have, so that their steps do not come all at once. Times in
-milliseconds.
+difference is what the gateway and a socket add. Each load has several workers, as that many
+streams would have, so that their steps do not come all at once. Times in milliseconds.
+
+`--attacked` has an attacker beside the load, who sends the worst that a key of his own allows
+(`benchmarks/attacker.py`). His work and the reading of his bodies take their part of this machine's
+cores, so he attacks another gateway of another server too, in turns: what the streams have beside
+that is what they are to keep.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -77,17 +81,31 @@ GATEWAY = ("promptq.producer.cli", "gateway", "--port", "0", "--redis")
 RELAY = ("benchmarks.relay",)
 """Of the command line of what carries the streams; the server's URL follows."""
 
-NO_RATE = 0
-
 ROWS = (
-    ("gateway", [GATEWAY], LOADS[0], None),
-    ("gateway, an attacker beside, 60 calls a minute", [GATEWAY], LOADS[0], 60),
-    ("gateway, an attacker beside, no rate", [GATEWAY], LOADS[0], NO_RATE),
-    ("two gateways", [GATEWAY, GATEWAY], LOADS[0], None),
-    ("bare relay", [RELAY], LOADS[0], None),
-    ("gateway", [GATEWAY], LOADS[1], None),
+    ("gateway", [GATEWAY], LOADS[0]),
+    ("two gateways", [GATEWAY, GATEWAY], LOADS[0]),
+    ("bare relay", [RELAY], LOADS[0]),
+    ("gateway", [GATEWAY], LOADS[1]),
 )
-"""The last: calls a minute of an attacker's key; None: there is no attacker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    calls_per_minute: int
+    """Of the attacker's key; 0: no limit."""
+    is_elsewhere: bool = False
+    """On another gateway, of another server, which carries nothing else."""
+
+
+ATTACKS = {
+    "alone": None,
+    "60 calls a minute, elsewhere": Attack(60, is_elsewhere=True),
+    "60 calls a minute": Attack(60),
+    "no rate, elsewhere": Attack(0, is_elsewhere=True),
+    "no rate": Attack(0),
+}
+_PLACES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
+_NUM_ROUNDS = 7
 
 
 def serve(url: str, load: Load) -> None:
@@ -220,7 +238,7 @@ class Measured:
 
 
 def measure(
-    commands: Sequence[Sequence[str]], load: Load, *, attackers_rate: int | None
+    commands: Sequence[Sequence[str]], load: Load, attack: Attack | None = None
 ) -> Measured:
     """Carry a load through processes that share its streams, and that are started for it."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
@@ -230,17 +248,14 @@ def measure(
         url = stack.enter_context(EmbeddedServer()).url
         with Client(url) as client:
             secret, _ = client.create_api_key(ApiKey(name="a"))
-            rate = attackers_rate or NO_RATE
-            attackers, _ = client.create_api_key(ApiKey(name="b", requests_per_minute=rate))
         for _ in range(load.num_workers):
             stack.enter_context(child(this, "--serve", url, "--load", described))
         carriers = [stack.enter_context(child(*command, url)) for command in commands]
         pids = [pid for pid, _ in carriers]
-        ports = [int(said.split("//127.0.0.1:")[1].split(",")[0]) for _, said in carriers]
+        ports = [_port_in(said) for _, said in carriers]
         with child(this, "--observe", url, "--file", str(noted)):
-            if attackers_rate is not None:
-                attack = ("--port", str(ports[0]), "--secret", attackers)
-                stack.enter_context(child("benchmarks.attacker", *attack))
+            if attack is not None:
+                _begin_attack(stack, attack, url, ports[0])
             cpu_before = sum(map(_cpu_seconds, pids))
             clients = uvloop.run(ask(ports, share, secret))
             cpu_seconds = sum(map(_cpu_seconds, pids)) - cpu_before
@@ -253,6 +268,52 @@ def measure(
     return Measured(added, cpu_per_token, peak)
 
 
+def _begin_attack(stack: ExitStack, attack: Attack, url: str, port: int) -> None:
+    if attack.is_elsewhere:
+        url = stack.enter_context(EmbeddedServer()).url
+        port = _port_in(stack.enter_context(child(*GATEWAY, url))[1])
+    with Client(url) as client:
+        key = ApiKey(name="b", requests_per_minute=attack.calls_per_minute)
+        secret, _ = client.create_api_key(key)
+    target = ("--port", str(port), "--secret", secret)
+    stack.enter_context(child("benchmarks.attacker", *target))
+
+
+def _port_in(said: str) -> int:
+    return int(said.split("//127.0.0.1:")[1].split(",")[0])
+
+
+def compare_attacks(load: Load, num_rounds: int) -> None:
+    """All attacks in turns, and the streams' p99 beside each as a share of that beside another."""
+    rounds = []
+    for nth in range(num_rounds):
+        order = list(ATTACKS) if nth % 2 == 0 else list(reversed(ATTACKS))
+        rounds.append({name: measure([GATEWAY], load, ATTACKS[name]) for name in order})
+    table = Table("an attacker with", *_PLACES, "CPU, µs a token")
+    for name in ATTACKS:
+        found = [each[name] for each in rounds]
+        added = [[percentile(it.added, at) * 1000 for it in found] for at in _PLACES.values()]
+        used = [it.cpu_per_token * 1e6 for it in found]
+        table.add_row(name, *map(_median, added), _median(used, digits=0))
+    Console().print(f"Medians of {num_rounds} rounds of {load.num_streams} streams, and spans, ms:")
+    Console().print(table)
+    for name, other in (
+        ("60 calls a minute", "60 calls a minute, elsewhere"),
+        ("no rate", "no rate, elsewhere"),
+        ("60 calls a minute", "alone"),
+    ):
+        ratios = [
+            percentile(each[name].added, 0.99) / percentile(each[other].added, 0.99)
+            for each in rounds
+        ]
+        Console().print(f"p99, {name} over {other}: {_median(ratios)}")
+
+
+def _median(values: Sequence[float], digits: int = 2) -> str:
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
+
+
 def _cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -262,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
     parser.add_argument("--attacked", action="store_true", help="one gateway, attacked and not")
+    parser.add_argument("--rounds", type=int, default=_NUM_ROUNDS, help="of --attacked")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--observe", help=argparse.SUPPRESS)
     parser.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
@@ -274,15 +336,15 @@ def main() -> None:
         observe(options.observe, options.file)
         return
     allow_many_connections()
-    places = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
-    table = Table("", "streams", *places, "CPU, µs a token", "memory, MiB")
-    for name, commands, load, attackers_rate in ROWS:
-        if options.attacked and (commands != [GATEWAY] or load is not LOADS[0]):
-            continue
-        short = replace(load, seconds=load.seconds / 5)
-        timed = short if options.quick else load
-        measured = measure(commands, timed, attackers_rate=attackers_rate)
-        added = [f"{percentile(measured.added, at) * 1000:.2f}" for at in places.values()]
+    shorter = 5 if options.quick else 1
+    if options.attacked:
+        load = LOADS[0]
+        compare_attacks(replace(load, seconds=load.seconds / shorter), options.rounds)
+        return
+    table = Table("", "streams", *_PLACES, "CPU, µs a token", "memory, MiB")
+    for name, commands, load in ROWS:
+        measured = measure(commands, replace(load, seconds=load.seconds / shorter))
+        added = [f"{percentile(measured.added, at) * 1000:.2f}" for at in _PLACES.values()]
         used = [f"{measured.cpu_per_token * 1e6:.0f}", f"{measured.peak_bytes / 2**20:.0f}"]
         table.add_row(name, f"{load.num_streams:,}", *added, *used)
     Console().print("From the event's publication in Redis to its bytes at an HTTP client, ms;")

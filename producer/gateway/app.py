@@ -18,6 +18,7 @@ from promptq.producer.gateway.context.background_cancels import BackgroundCancel
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.gateway.context.refusals import Refusals
 from promptq.producer.gateway.dashboard import actions, pages
 from promptq.producer.gateway.http import errors
 from promptq.producer.gateway.http.body_budget import BodyBudget
@@ -89,6 +90,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 settings.files_per_tenant,
             ),
             KeyUses(queue),
+            Refusals(),
         )
         try:
             yield

@@ -416,9 +416,9 @@ class NewRequest:
     request: Request
     delay_ms: int = 0
     account: TokenAccount | None = None
-    payload: bytes | None = None
+    payload: bytes | memoryview | None = None
 
-    def to_payload(self) -> str | bytes:
+    def to_payload(self) -> str | bytes | memoryview:
         """The JSON form."""
         if self.payload is None:
             return self.request.to_payload()
@@ -426,4 +426,4 @@ class NewRequest:
         if context is None:
             return self.payload
         traced = context.model_dump_json(exclude_defaults=True).encode()
-        return b'%b,"trace_context":%b}' % (self.payload[:-1], traced)
+        return b'%b,"trace_context":%b}' % (bytes(self.payload[:-1]), traced)

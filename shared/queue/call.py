@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -52,7 +52,7 @@ class Call(Generic[T]):
     """One round trip: a script by name, or with `script` empty a plain command."""
 
     script: str
-    args: list[str | bytes | int]
+    args: Sequence[str | bytes | int | memoryview]
     parse: Callable[[Any], T]
 
 

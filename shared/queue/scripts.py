@@ -45,7 +45,7 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     """
     new = list(new)
     has_accounts = any(item.account is not None for item in new)
-    args: list[str | bytes | int] = [f"{idempotency_ms} {8 if has_accounts else 7}"]
+    args: list[str | bytes | int | memoryview] = [f"{idempotency_ms} {8 if has_accounts else 7}"]
     for item in new:
         request = item.request
         args += [item.request_id, item.to_payload(), request.priority]

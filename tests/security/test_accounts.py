@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import time
@@ -28,7 +29,7 @@ from promptq.producer.admin.api_keys import SCOPES, ApiKey, hash_of
 from promptq.producer.batch_store.batch_records import Batches, TooManyBatchesError, new_batch
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
-from promptq.producer.gateway.context import key_uses
+from promptq.producer.gateway.context import key_uses, refusals
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request, TokenAccount
@@ -425,6 +426,35 @@ def test_an_upload_takes_of_the_rate_before_its_body_is_read(
     assert answer.startswith("HTTP/1.1 429")
     assert "rate_limit_exceeded" in answer
     assert "retry-after: " in answer
+
+
+def test_who_asks_again_before_it_may_is_refused_late(
+    start: Callable[..., LiveGateway],
+    make_key: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "_MOST_SECONDS", 3.0)
+    gateway = start()
+    secret, other = make_key("web", requests_per_minute=1), make_key("other", requests_per_minute=9)
+    parts = urlsplit(gateway.url)
+    with (
+        httpx2.Client(base_url=gateway.url, headers=bearer(secret), timeout=60) as http,
+        socket.create_connection((parts.hostname, parts.port)) as again,
+    ):
+        assert http.post("/v1/completions", json={}).status_code == 400
+        refused = http.post("/v1/completions", json={})
+        assert refused.status_code == 429
+        again.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
+            b"Authorization: Bearer %b\r\n\r\n{}" % secret.encode()
+        )
+        assert http.post("/v1/completions", json={}, headers=bearer(other)).status_code == 400
+        assert not select.select([again], [], [], 0)[0], "it was refused at once"
+        answer = answer_on(again)
+    assert answer.startswith("HTTP/1.1 429")
+    told = re.search(r"retry-after-ms: (\d+)", answer)
+    assert told
+    assert 0 < int(told[1]) <= int(refused.headers["retry-after-ms"]) - 3000
 
 
 def test_a_tenant_has_so_many_files(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
@@ -168,6 +169,13 @@ def test_a_negative_length_makes_no_room(client: Any, queue: RequestQueue) -> No
     for n in range(10):
         put_plainly(client, queue, f"n{n}", 2 + n, '{"prompt":"a","max_tokens":60}')
     assert len(queue.take_batch(Room(max_count=100, token_budget=100))) == 2
+
+
+def test_a_number_is_found_behind_texts_that_are_its_name(client: Any, queue: RequestQueue) -> None:
+    payload = '{"stop":["max_tokens"],"metadata":{"max_tokens":"7"},"prompt":"","max_tokens" : 60}'
+    put_plainly(client, queue, "a", 1, payload)
+    (claim,) = queue.take_batch(ROOM)
+    assert claim.cost == math.ceil(len(payload) / 4) + 60
 
 
 def test_one_claim_passes_a_request_over_once(client: Any, queue: RequestQueue) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
-from promptq.producer.gateway.answering.preparing import LENGTH_BYTES, OUT_OF_MEMORY, answer, frame
+from promptq.producer.gateway.answering.preparing import LENGTH_BYTES, OUT_OF_MEMORY, answer, head
 
 _MOST_BYTES = 2 << 30
 """Of memory. The worst body of 8 MB that is well-formed takes half of it."""
@@ -40,7 +40,9 @@ def main() -> None:
 def _answer_one(asked: dict[str, Any], body: bytes, outgoing: BinaryIO) -> None:
     """SIGPROF ends the process where that takes more than its share of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, asked["cpu_seconds"])
-    outgoing.write(frame(*answer(asked, body)))
+    told, payloads = answer(asked, body)
+    outgoing.write(head(told, [len(it) for it in payloads]))
+    outgoing.writelines(payloads)
     outgoing.flush()
     signal.setitimer(signal.ITIMER_PROF, 0)
 

@@ -33,6 +33,7 @@ from promptq.shared.queue.rate_limits import Rate
 
 _SMALL_BYTES = 65_536
 """Of a body, and of a call's payloads: reading so much takes milliseconds at worst."""
+_PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
@@ -45,6 +46,9 @@ _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
 where it gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """What finds the interpreter and this package. The rest may hold passwords."""
+
+Payload = bytes | memoryview
+"""Of a request, as JSON; a `memoryview` where it is large."""
 
 
 class Preparing:
@@ -59,12 +63,12 @@ class Preparing:
         self._turns_of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
-        self, is_chat: bool, body: bytes, headers: Mapping[str, str], caller: Caller
+        self, is_chat: bool, body: list[bytes], headers: Mapping[str, str], caller: Caller
     ) -> Prepared:
-        """Raises InvalidRequestError, ApiError."""
+        """The body comes in pieces, and goes on so. Raises InvalidRequestError, ApiError."""
         completion_id = new_completion_id(is_chat)
-        if len(body) <= _SMALL_BYTES:
-            call = read_call(is_chat, body, headers)
+        if sum(map(len, body)) <= _SMALL_BYTES:
+            call = read_call(is_chat, b"".join(body), headers)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, caller, completion_id)
         own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
@@ -78,7 +82,7 @@ class Preparing:
     async def _prepare(
         self,
         is_chat: bool,
-        body: bytes,
+        body: list[bytes],
         headers: Mapping[str, str],
         caller: Caller,
         completion_id: str,
@@ -100,8 +104,8 @@ class Preparing:
         return _prepared_of(told, payloads, account_of(caller, caller.name))
 
     async def _ask_one_or_another(
-        self, asked: Mapping[str, Any], body: bytes
-    ) -> tuple[dict[str, Any], list[bytes]]:
+        self, asked: Mapping[str, Any], body: list[bytes]
+    ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises as `_ask_one`; EOFError and OSError only where a new process ended, too."""
         try:
             return await self._ask_one(asked, body)
@@ -109,8 +113,8 @@ class Preparing:
             return await self._ask_one(asked, body, is_new=True)
 
     async def _ask_one(
-        self, asked: Mapping[str, Any], body: bytes, *, is_new: bool = False
-    ) -> tuple[dict[str, Any], list[bytes]]:
+        self, asked: Mapping[str, Any], body: list[bytes], *, is_new: bool = False
+    ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises ApiError 400 where it ended at its bounds, else EOFError and OSError."""
         process = await _start() if is_new or not self._idle else self._idle.pop()
         try:
@@ -159,14 +163,14 @@ def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[
     return told, payloads
 
 
-def frame(told: Mapping[str, Any], payloads: list[bytes]) -> bytes:
-    """As it goes through a pipe: the length of the header, the header, the payloads."""
-    header = json.dumps({**told, "sizes": [len(it) for it in payloads]}).encode()
-    return b"".join([len(header).to_bytes(LENGTH_BYTES, "big"), header, *payloads])
+def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:
+    """What goes through a pipe before payloads: the length of a header, and the header."""
+    header = json.dumps({**told, "sizes": sizes}).encode()
+    return len(header).to_bytes(LENGTH_BYTES, "big") + header
 
 
 def _prepared_of(
-    told: Mapping[str, Any], payloads: list[bytes], account: TokenAccount | None
+    told: Mapping[str, Any], payloads: list[Payload], account: TokenAccount | None
 ) -> Prepared:
     new = [
         NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
@@ -223,16 +227,32 @@ async def _start() -> Process:
 
 
 async def _ask(
-    process: Process, asked: Mapping[str, Any], body: bytes
-) -> tuple[dict[str, Any], list[bytes]]:
+    process: Process, asked: Mapping[str, Any], body: list[bytes]
+) -> tuple[dict[str, Any], list[Payload]]:
     """Raises EOFError and OSError where the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(frame(asked, [body]))
-    await process.stdin.drain()
+    process.stdin.write(head(asked, [sum(map(len, body))]))
+    for piece in body:
+        process.stdin.write(piece)
+        await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
     told = json.loads(await process.stdout.readexactly(length))
-    return told, [await process.stdout.readexactly(size) for size in told.pop("sizes")]
+    return told, [await _read(process.stdout, size) for size in told.pop("sizes")]
+
+
+async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
+    """In pieces, as `readexactly` copies all of it at once. Raises EOFError."""
+    if size <= _SMALL_BYTES:
+        return await stream.readexactly(size)
+    found, length = memoryview(bytearray(size)), 0
+    while length < size:
+        piece = await stream.read(min(size - length, _PIECE_BYTES))
+        if not piece:
+            raise EOFError
+        found[length : length + len(piece)] = piece
+        length += len(piece)
+    return found
 
 
 async def _end(process: Process) -> None:

@@ -150,7 +150,7 @@ async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Ma
     ]
     if all(rate.amount <= rate.limit for rate in prepared.rates):
         with suppress(ApiError):
-            return await take(gateway, caller, rest)
+            return await take(gateway, caller, rest, is_last_try=False)
     # The next attempt needs all of it, so that is what it has to wait for. What was taken stays
     # taken: a body was read for it.
     return await take(gateway, caller, prepared.rates)

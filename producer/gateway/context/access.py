@@ -112,8 +112,13 @@ async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
     return await take(gateway, caller, _rate_of_requests(caller, 1))
 
 
-async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[str, str]:
-    """Take from the caller's rates; gives the headers that tell of them. Raises ApiError 429."""
+async def take(
+    gateway: Gateway, caller: Caller, rates: Sequence[Rate], *, is_last_try: bool = True
+) -> dict[str, str]:
+    """Take from the caller's rates; gives the headers that tell of them.
+
+    Raises ApiError 429: at the last try late, where the caller comes before it may.
+    """
     if not rates:
         return {}
     async with gateway.calling:
@@ -127,9 +132,12 @@ async def take(gateway: Gateway, caller: Caller, rates: Sequence[Rate]) -> dict[
         return headers
     if answer.wait_ms is None:
         raise beyond_rates(caller, rates, headers)
-    headers["retry-after"] = str(math.ceil(answer.wait_ms / 1000))
-    headers["retry-after-ms"] = str(answer.wait_ms)
     message = _too_little_left(caller, rates, answer)
+    wait_ms = answer.wait_ms
+    if is_last_try:
+        wait_ms = await gateway.refusals.refuse(caller.name, wait_ms)
+    headers["retry-after"] = str(math.ceil(wait_ms / 1000))
+    headers["retry-after-ms"] = str(wait_ms)
     raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 

@@ -14,6 +14,7 @@ from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.gateway.context.refusals import Refusals
 from promptq.producer.gateway.http.body_budget import BodyBudget
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.keys import Keys
@@ -40,6 +41,7 @@ class Gateway:
     """Held around a call: each has a connection to itself, and so many are enough."""
     file_quotas: FileQuotas
     key_uses: KeyUses
+    refusals: Refusals
 
     @property
     def keys(self) -> Keys:

@@ -26,7 +26,7 @@ class TooLargeError(ApiError):
 
 
 async def read_body(request: Request, most: int, hold: Hold) -> bytes:
-    """The body, up to `most` bytes. Raises TooLargeError as soon as there are more."""
+    """The body, up to `most` bytes. Raises as `body_pieces`."""
     return b"".join([piece async for piece in body_pieces(request, most, hold)])
 
 

@@ -13,7 +13,7 @@ from promptq.producer.gateway.answering.preparing import Preparing, ThisPreparin
 from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.context.access import Caller, ThisCaller, admit_call, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
-from promptq.producer.gateway.http.bodies import read_body
+from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.calls import (
     DEFAULT_MAX_TOKENS,
@@ -91,9 +91,8 @@ async def _create(
         taken = 1
     with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
-        prepared = await preparing.prepare(
-            is_chat, await read_body(request, most, hold), headers, caller
-        )
+        body = [piece async for piece in body_pieces(request, most, hold)]
+        prepared = await preparing.prepare(is_chat, body, headers, caller)
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
         return await respond(request, gateway, caller, prepared, hold)

@@ -84,9 +84,14 @@ end
 
 -- A number of a payload that plain commands enqueued, which is known by its JSON alone. Bare quotes
 -- cannot stand inside a JSON string, so a match is a key; at worst one of a nested object, and what
--- is read this way is only an estimate.
+-- is read this way is only an estimate. A pattern alone would look at each of 8 million bytes in turn.
 local function number_in(payload, name)
-  return tonumber(string.match(payload, '"' .. name .. '"%s*:%s*(-?%d+)'))
+  local key, stop = '"' .. name .. '"', 0
+  while stop do
+    local number = stop > 0 and string.match(payload, '^%s*:%s*(-?%d+)', stop + 1)
+    if number then return tonumber(number) end
+    stop = select(2, string.find(payload, key, stop + 1, true))
+  end
 end
 
 local publish_command = config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
