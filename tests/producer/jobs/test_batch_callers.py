@@ -74,7 +74,7 @@ class Batch:
 
 async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> None:
     """What the gateway would refuse is in the error file, with the gateway's answer."""
-    caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=100)
+    caller = ApiKey(name="web", tenant="mine", highest_priority=200, tokens_per_minute=10_000)
 
     def asking(number: int, **fields: Any) -> dict[str, Any]:
         sound = line(number)
@@ -82,7 +82,7 @@ async def test_a_line_may_what_its_key_may(redis_url: str, files: FileStore) -> 
 
     lines = [
         asking(0), asking(1, priority=200, tenant="mine"), asking(2, priority=199),
-        asking(3, tenant="other"), asking(4, prompt="x" * 500), asking(5, model="no-such"),
+        asking(3, tenant="other"), asking(4, prompt="x" * 50_000), asking(5, model="no-such"),
         asking(6, temperature=-1),
     ]  # fmt: skip
     batch = Batch(redis_url, files, caller, lines)
