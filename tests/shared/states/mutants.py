@@ -52,7 +52,7 @@ MUTANTS = (
         "nothing_is_held_after_the_end",
         ALL_SCRIPTS,
         "keys.leases, keys.deadlines, keys.delayed}",
-        "leases}",
+        "keys.leases}",
     ),
     Mutant(
         "a_log_is_the_answer_so_far",
@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "only_the_newest_attempt_writes",
         "release",
-        "elseif fields.fence ~= fence then",
-        "elseif false then",
+        "if fields.fence ~= fence then return 'fenced' end",
+        "",
     ),
     Mutant(
         "only_the_newest_attempt_writes",
