@@ -47,7 +47,7 @@ MUTANTS = {
     "finish-without-state": _of_states(ALL_SCRIPTS, "redis.pcall('HSET', key, 'state',"),
     "half-a-result": _of_states(ALL_SCRIPTS, "event.text"),
     "log-for-ever": _of_states(ALL_SCRIPTS, "log_ttl()"),
-    "key-astray": _of_states(ALL_SCRIPTS, "keys.prefix .. 'tokens:'"),
+    "key-astray": _of_states(ALL_SCRIPTS, "prefix .. 'tokens:'"),
     "script-raises": _of_states(ALL_SCRIPTS, "redis.call('HDEL', keys.request(id), 'fence'"),
 }
 

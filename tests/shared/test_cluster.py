@@ -86,7 +86,7 @@ def test_a_key_that_leaves_its_slot_is_noticed(
     cluster: Cluster, queues: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {name: script_text(name) for name in SCRIPT_NAMES}
-    inside, outside = "return keys.prefix .. 'tokens:' .. id", "return 'tokens:' .. id"
+    inside, outside = "return prefix .. 'tokens:' .. id", "return 'tokens:' .. id"
     broken = {name: text.replace(inside, outside) for name, text in texts.items()}
     assert broken != texts
     monkeypatch.setattr(request_queue, "script_text", broken.__getitem__)

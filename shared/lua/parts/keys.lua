@@ -1,15 +1,16 @@
 -- What the queue's keys are called. KEYS[1] is always the queue's `pending`; all other names are built on
 -- its prefix, which carries the queue as hash tag, so that a script stays on one cluster shard.
 
-keys.pending = KEYS[1]
-keys.prefix = string.sub(keys.pending, 1, -8)
-keys.leases, keys.deadlines = keys.prefix .. 'leases', keys.prefix .. 'deadlines'
-keys.delayed, keys.dead = keys.prefix .. 'delayed', keys.prefix .. 'dead'
-keys.backlog = keys.prefix .. 'backlog' -- what waits, for the limits of `enqueue`
-keys.tenants_waiting = keys.prefix .. 'tenants:waiting' -- who has something waiting, for claims to look at
+local prefix = string.sub(KEYS[1], 1, -8)
+keys.prefix, keys.pending = prefix, KEYS[1]
+keys.leases, keys.deadlines = prefix .. 'leases', prefix .. 'deadlines'
+keys.delayed, keys.dead = prefix .. 'delayed', prefix .. 'dead'
+keys.backlog = prefix .. 'backlog' -- what waits, for the limits of `enqueue`
+keys.tenants_waiting = prefix .. 'tenants:waiting' -- who has something waiting, for claims to look at
 
-function keys.request(id) return keys.prefix .. 'request:' .. id end
-function keys.tokens(id) return keys.prefix .. 'tokens:' .. id end
+function keys.request(id) return prefix .. 'request:' .. id end
+function keys.tokens(id) return prefix .. 'tokens:' .. id end
+function keys.events(id) return prefix .. 'events:' .. id end
 
 -- A tenant's name; that of the tenant without a name for what no key should hold.
 function keys.tenant_name(value)

@@ -33,9 +33,7 @@ end
 
 local publish_command = server.config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
 
-function requests.publish_event(id, event)
-  redis.call(publish_command, keys.prefix .. 'events:' .. id, event)
-end
+function requests.publish_event(id, event) redis.call(publish_command, keys.events(id), event) end
 
 -- Whether a request's deadline has passed. Mostly none has, so that is asked first, once a call.
 local some_have_passed

@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "keys_bear_the_queues_name",
         ALL_SCRIPTS,
-        "return keys.prefix .. 'tokens:' .. id",
+        "return prefix .. 'tokens:' .. id",
         "return 'tokens:' .. id",
     ),
     Mutant(
