@@ -15,7 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = ["tests/worker/engine/test_native.py", "tests/worker/engine/test_native_attention.py"]
+TESTS = [
+    "tests/worker/engine/test_native.py",
+    "tests/worker/engine/test_native_attention.py",
+    "tests/worker/engine/test_sampler.py",
+]
 
 FLAGS = [
     "-Wall",
