@@ -21,6 +21,8 @@ TESTS = [
     "tests/worker/engine/test_sampler.py",
 ]
 
+BUILD = "from promptq.worker.engine.native.build import load_native; load_native()"
+
 FLAGS = [
     "-Wall",
     "-Wextra",
@@ -54,8 +56,16 @@ def main(tests: list[str]) -> int:
             "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter keeps what it has to the end
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
-        command = [sys.executable, "-m", "pytest", "-n", "0", *(tests or TESTS)]
-        return subprocess.run(command, env=environment, check=False).returncode
+        # Compiled first, as tests skip where there is no native code. What the sanitizers say, they
+        # say to the terminal.
+        for words in (
+            ["-c", BUILD],
+            ["-m", "pytest", "-n", "0", "--capture=sys", *(tests or TESTS)],
+        ):
+            code = subprocess.run([sys.executable, *words], env=environment, check=False).returncode
+            if code:
+                return code
+        return 0
 
 
 def path_of(compiler: str, library: str) -> str:
