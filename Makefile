@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -30,6 +30,10 @@ test-newest: $(SET_UP)
 # The client on old and new versions of redis-py: ARGS="5.2.1 6.4.0" for some of them.
 test-redis-py: $(SET_UP)
 	@$(BIN)/python -m tests.package.redis_py $(ARGS)
+
+# The native code, built with the address and undefined-behaviour sanitizers and without a warning.
+test-sanitizers: $(SET_UP)
+	@$(BIN)/python -m tests.worker.engine.sanitizers $(ARGS)
 
 # The last release and this one on the same queues, under faults, updated and rolled back.
 test-update: $(SET_UP)

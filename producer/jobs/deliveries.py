@@ -43,7 +43,7 @@ _PAGE = 500
 _PAGES = 4
 """So many at a time: between them the leader says that it still leads."""
 _RECORD_MS = 26 * 3_600_000
-"""Longer than all attempts take, as in shared/lua/parts/moves.lua."""
+"""Longer than all attempts take, as in shared/lua/parts/ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300

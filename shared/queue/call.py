@@ -6,45 +6,47 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Generic, TypeVar
 
 from redis.exceptions import ResponseError
 
 T = TypeVar("T")
 
-_FOLDERS = {
-    "requests": (
-        "enqueue", "claim", "publish", "release", "cancel", "reprioritise", "requeue", "purge",
-    ),
-    "upkeep": (
-        "reap", "sweep", "heartbeat", "hold", "limit", "waiting", "priorities", "statistics",
-    ),
-}  # fmt: skip
-
-SCRIPT_NAMES = tuple(name for names in _FOLDERS.values() for name in names)
-
-_SHARED_PARTS = ("common", "tenants", "log", "moves", "crashes")
-
-_FURTHER_PARTS = {
-    "claim": ["fair_share"],
-    "publish": ["rates"],
-    "limit": ["rates"],
-    "cancel": ["waiting_place"],
-    "reprioritise": ["waiting_place"],
-    "sweep": ["waiting_place"],
-    "priorities": ["priority_counts"],
-    "statistics": ["priority_counts"],
+_LUA = resources.files("promptq.shared") / "lua"
+_PATHS = {
+    path.name.removesuffix(".lua"): path
+    for folder in ("requests", "upkeep")
+    for path in (_LUA / folder).iterdir()
+    if path.name.endswith(".lua")
 }
+_USES = "-- uses: "
+
+SCRIPT_NAMES = tuple(sorted(_PATHS))
 
 
 @cache
 def script_text(name: str) -> str:
-    """The source of one script, with what all of them share in front."""
-    folder = next(folder for folder, names in _FOLDERS.items() if name in names)
-    parts = (*_SHARED_PARTS, *_FURTHER_PARTS.get(name, []))
-    paths = [*(f"parts/{part}.lua" for part in parts), f"{folder}/{name}.lua"]
-    lua = resources.files("promptq.shared") / "lua"
-    return "".join((lua / path).read_text() for path in paths)
+    """The source of one script, behind the parts that it uses: each a table in its own scope."""
+    parts: dict[str, str] = {}
+    text = _text_behind(_PATHS[name], parts)
+    return "".join(parts.values()) + text
+
+
+def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
+    """A file's text. The parts that its first line names come into `parts`, each behind its own.
+
+    Raises ValueError where parts use each other in a circle.
+    """
+    text = path.read_text()
+    first_line = text.partition("\n")[0]
+    for name in first_line.removeprefix(_USES).split(", ") if first_line.startswith(_USES) else ():
+        if name in users:
+            raise ValueError(f"parts use each other in a circle: {' -> '.join((*users, name))}")
+        if name not in parts:
+            part = _text_behind(_LUA / "parts" / f"{name}.lua", parts, (*users, name))
+            parts[name] = f"local {name} = {{}} do\n{part}end\n"
+    return text
 
 
 @dataclass(frozen=True, slots=True)

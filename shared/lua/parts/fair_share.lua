@@ -1,11 +1,12 @@
--- Stands right in front of `claim.lua`: how tenants share what is claimed.
+-- uses: keys, numbers, server, requests, tenants
+-- How tenants share what is claimed.
 
 local MAX_TENANTS = 256 -- as many of them does one call look at; it bounds the time of one
 
 -- The tenants whose requests wait, each with a walk through its own queue. `id` is where the walk
 -- stands, nil at its end; behind its first page it goes on at `skip`.
-local skip = math.max(0, whole(ARGV[15], 0))
-local queues, is_shared = {}, false
+local queues, skip = {}, 0
+fair_share.is_shared = false
 
 local function load_page(queue)
   if queue.seen > 0 then queue.seen = math.max(queue.seen, skip) end
@@ -15,35 +16,33 @@ local function load_page(queue)
   queue.scores = #page > 0 and redis.call('ZMSCORE', queue.key, unpack(page))
 end
 
-local function step(queue)
+function fair_share.step(queue)
   queue.at = queue.at + 1
   if queue.at > #queue.ids then load_page(queue) end
   queue.id, queue.priority = queue.ids[queue.at], nil
   queue.score = queue.id and queue.scores[queue.at]
-  if is_shared then queue.place = tonumber(queue.score or 0) or 0 end
+  if fair_share.is_shared then queue.place = tonumber(queue.score or 0) or 0 end
 end
-
--- How many of its queue a walk has gone past; `left` is by how many fewer there will be.
-local function position_of(queue) return queue.seen - #queue.ids + queue.at - 1 end
 
 local function open(tenant, page)
   local queue = {
-    tenant = tenant, key = pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, left = 0,
-    services = {},
+    tenant = tenant, key = keys.pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, services = {},
+    num_gone = 0, -- how many leave it with this call
   }
-  step(queue)
+  fair_share.step(queue)
   queues[#queues + 1] = queue
 end
 
-local function open_all()
-  local tenants = redis.pcall('SRANDMEMBER', tenants_waiting, MAX_TENANTS)
-  is_shared = not tenants.err and #tenants > 0
-  open('', is_shared and 4 or 32)
-  for _, tenant in ipairs(is_shared and tenants or {}) do
-    if tenant == tenant_name(tenant) then
+function fair_share.open_all(skipped)
+  skip = math.max(0, skipped)
+  local names = redis.pcall('SRANDMEMBER', keys.tenants_waiting, MAX_TENANTS)
+  fair_share.is_shared = not names.err and #names > 0
+  open('', fair_share.is_shared and 4 or 32)
+  for _, tenant in ipairs(fair_share.is_shared and names or {}) do
+    if tenant == keys.tenant_name(tenant) then
       if tenant ~= '' then open(tenant, 4) end
     else
-      redis.call('SREM', tenants_waiting, tenant) -- no key may have this name
+      redis.call('SREM', keys.tenants_waiting, tenant) -- no key may have this name
     end
   end
 end
@@ -53,14 +52,11 @@ local function is_before(one, other)
 end
 
 -- The priority of the request where a walk stands.
-local function priority_at(queue)
+function fair_share.priority_at(queue)
   if not queue.priority then
-    local fields = read_request(queue.id, 'priority') or {}
-    queue.priority = whole(fields.priority)
-    if not queue.priority then
-      fields = read_request(queue.id, 'payload') or {}
-      queue.priority = fields.payload and number_in(fields.payload, 'priority') or 0
-    end
+    local told = numbers.whole((requests.read(queue.id, 'priority') or {}).priority)
+    local payload = not told and (requests.read(queue.id, 'payload') or {}).payload
+    queue.priority = told or numbers.in_json(payload or '', 'priority') or 0
   end
   return queue.priority
 end
@@ -68,13 +64,13 @@ end
 local clocks, served = {}, {} -- by counters; `served` has what is to be written
 
 local function clock_of(key)
-  clocks[key] = clocks[key] or score_in(key, '*') or 0
+  clocks[key] = clocks[key] or server.score_in(key, '*') or 0
   return clocks[key]
 end
 
 local function service_of(queue, key)
   if not queue.services[key] then
-    queue.services[key] = score_in(key, queue.tenant) or clock_of(key)
+    queue.services[key] = server.score_in(key, queue.tenant) or clock_of(key)
   end
   return queue.services[key]
 end
@@ -82,19 +78,19 @@ end
 -- Whose request is looked at next, and the score whose turn it is. The lowest score of all says which
 -- priority is served; of the tenants that wait with this priority, the one with the least service goes
 -- first.
-local function next_queue()
-  if not is_shared then return queues[1].id and queues[1] end
+function fair_share.next_queue()
+  if not fair_share.is_shared then return queues[1].id and queues[1] end
   local first
   for _, queue in ipairs(queues) do
     if queue.id and (not first or is_before(queue, first)) then first = queue end
   end
   if not first or #queues == 1 then return first, first and first.score end
-  local level, best = priority_at(first), first
-  local key = counters_of(level)
+  local level, best = fair_share.priority_at(first), first
+  local key = tenants.counters_of(level)
   for _, queue in ipairs(queues) do
     if queue.id and queue ~= best then
       local less = service_of(queue, key) - service_of(best, key)
-      if (less < 0 or less == 0 and is_before(queue, best)) and priority_at(queue) == level then
+      if (less < 0 or less == 0 and is_before(queue, best)) and fair_share.priority_at(queue) == level then
         best = queue
       end
     end
@@ -103,58 +99,70 @@ local function next_queue()
 end
 
 -- Count a prompt as service; the clock shows what its tenant had before.
-local function charge_now(queue, priority, prompt_tokens)
-  local key = counters_of(priority)
+function fair_share.charge(queue, priority, prompt_tokens)
+  local key = tenants.counters_of(priority)
   local before = service_of(queue, key)
+  local after = before + tenants.PROMPT_WEIGHT * prompt_tokens / tenants.weight_of(queue.tenant)
   served[key] = served[key] or {}
-  served[key][queue.tenant] = before + PROMPT_WEIGHT * prompt_tokens / weight_of(queue.tenant)
-  queue.services[key] = served[key][queue.tenant]
+  served[key][queue.tenant], queue.services[key] = after, after
   clocks[key] = math.max(clock_of(key), before)
 end
 
 local function waits_at(queue, key)
-  return queue and queue.id and counters_of(priority_at(queue)) == key
+  return queue and queue.id and tenants.counters_of(fair_share.priority_at(queue)) == key
 end
 
--- Write the counters and the clock of a priority, and forget the counters that the clock has passed,
+-- Write the counters and the clock of each priority, and forget the counters that the clock has passed,
 -- except of those who still wait there (they may have been given back what an estimate took).
-local function settle(key, services)
-  local changes, by_tenant, most, anyone = {}, {}, 0, false
-  for tenant, service in pairs(services) do
-    most = math.max(most, service)
-    changes[#changes + 1] = string.format('%.17g', service)
-    changes[#changes + 1] = tenant
+function fair_share.settle()
+  for key, services in pairs(served) do
+    local changes, by_tenant, most, anyone = {}, {}, 0, false
+    for tenant, service in pairs(services) do
+      most = math.max(most, service)
+      changes[#changes + 1] = numbers.precise(service)
+      changes[#changes + 1] = tenant
+    end
+    for _, queue in ipairs(queues) do
+      by_tenant[queue.tenant] = queue
+      anyone = anyone or waits_at(queue, key)
+    end
+    if not anyone then clocks[key] = math.max(clocks[key], most) end -- nobody is behind
+    changes[#changes + 1] = numbers.precise(clocks[key])
+    changes[#changes + 1] = '*'
+    server.for_all(redis.pcall, 'ZADD', key, changes)
+    for _, tenant in ipairs(server.due(key, numbers.precise(clocks[key]), 1000)) do
+      if tenant ~= '*' and not waits_at(by_tenant[tenant], key) then server.remove_later(key, tenant) end
+    end
+    redis.call('PEXPIRE', key, tenants.COUNTERS_TTL_MS)
   end
+end
+
+-- How many the walk that went farthest has gone past and left where they are.
+function fair_share.num_passed()
+  local most = 0
   for _, queue in ipairs(queues) do
-    by_tenant[queue.tenant] = queue
-    anyone = anyone or waits_at(queue, key)
+    most = math.max(most, queue.seen - #queue.ids + queue.at - 1 - queue.num_gone)
   end
-  if not anyone then clocks[key] = math.max(clocks[key], most) end -- nobody is behind
-  changes[#changes + 1] = string.format('%.17g', clocks[key])
-  changes[#changes + 1] = '*'
-  try_for_all('ZADD', key, changes)
-  for _, tenant in ipairs(due(key, string.format('%.17g', clocks[key]), 1000)) do
-    if tenant ~= '*' and not waits_at(by_tenant[tenant], key) then remove_later(key, tenant) end
-  end
-  redis.call('PEXPIRE', key, COUNTERS_TTL_MS)
+  return most
 end
 
 -- How many wait now. Forgets tenants that have nothing left, and what was counted of them once nothing
 -- waits at all.
-local function count_waiting(num_claims)
+function fair_share.count_waiting(num_claims)
   local sum, gone = 0, {}
   for _, queue in ipairs(queues) do
     local count = redis.pcall('ZCARD', queue.key)
     if type(count) == 'number' then sum = sum + count end
     if count == 0 and queue.tenant ~= '' then gone[#gone + 1] = queue.tenant end
   end
-  call_for_all('SREM', tenants_waiting, gone)
-  if sum == 0 and num_claims == 0 and #queues <= MAX_TENANTS and redis.pcall('ZCARD', delayed) == 0 then
-    redis.call('DEL', backlog)
-    if is_shared and redis.call('ZCARD', leases) == 0 then redis.call('DEL', tenants_waiting) end
-  elseif is_shared then
-    redis.call('SADD', tenants_waiting, '') -- from now on the tenant without a name pays too
+  server.for_all(redis.call, 'SREM', keys.tenants_waiting, gone)
+  if sum == 0 and num_claims == 0 and #queues <= MAX_TENANTS and redis.pcall('ZCARD', keys.delayed) == 0 then
+    redis.call('DEL', keys.backlog)
+    if fair_share.is_shared and redis.call('ZCARD', keys.leases) == 0 then
+      redis.call('DEL', keys.tenants_waiting)
+    end
+  elseif fair_share.is_shared then
+    redis.call('SADD', keys.tenants_waiting, '') -- from now on the tenant without a name pays too
   end
   return sum
 end
-

@@ -1,3 +1,4 @@
+-- uses: keys, numbers, requests, waiting
 -- How many wait at each priority, over all tenants: exactly as long as few wait; of more, the fronts of
 -- the queues and an even sample of what stands behind them, so that one call looks at a bounded number.
 
@@ -5,26 +6,26 @@ local MAX_LOOKED_AT = 1000
 local MAX_SEARCHED_PAYLOAD = 65536 -- bytes; a longer one that plain commands put in counts at 0
 
 local function priority_of_waiting(id)
-  local fields = read_request(id, 'priority') or {}
-  local priority = whole(fields.priority)
+  local fields = requests.read(id, 'priority') or {}
+  local priority = numbers.whole(fields.priority)
   if priority then return priority end
-  local key = request_key(id)
+  local key = keys.request(id)
   local length = redis.pcall('HSTRLEN', key, 'payload')
   if type(length) ~= 'number' or length == 0 or length > MAX_SEARCHED_PAYLOAD then return 0 end
-  return number_in(redis.call('HGET', key, 'payload'), 'priority') or 0
+  return numbers.in_json(redis.call('HGET', key, 'payload'), 'priority') or 0
 end
 
 -- Returns how many wait, and {[priority] = how many}.
-local function waiting_by_priority()
-  local keys, total, counts = waiting_queues(), 0, {}
-  local quota = math.max(2, math.floor(MAX_LOOKED_AT / #keys))
+function priority_counts.count()
+  local queues, total, counts = waiting.queues(), 0, {}
+  local quota = math.max(2, math.floor(MAX_LOOKED_AT / #queues))
   local function count(key, from, to, weight)
     for _, id in ipairs(redis.call('ZRANGE', key, from, to)) do
       local priority = priority_of_waiting(id)
       counts[priority] = (counts[priority] or 0) + weight
     end
   end
-  for _, key in ipairs(keys) do
+  for _, key in ipairs(queues) do
     local num = redis.call('ZCARD', key)
     total = total + num
     if num <= quota then

@@ -1,44 +1,42 @@
+-- uses: keys, server, requests, waiting, ending
 -- Cancel requests: one that waits ends now, one that runs is flagged and its worker told.
--- KEYS  1 pending
 -- ARGV  1 'any'; 'waiting' to leave alone what a worker holds; 'flagged' to end only what waits and
 --         bears the flag already (a plain client set it); then ids
 -- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
 --       finished (was over before), unknown
 
 local mode = ARGV[1]
-local statuses = {}
-write_needs_no_memory()
-for n = 2, #ARGV do
-  local id = ARGV[n]
-  local fields = read_request(id, 'state', 'payload', 'cancelled', 'tenant') or {}
-  local queue = queue_of(id, fields.tenant)
-  local status
-  if is_final(fields.state) then
-    drop_holds(id, fields.tenant) -- a stranger may have put it into a queue again
-    if queue then remove_later(queue, id) end
-    status = 'finished'
-  elseif mode == 'flagged' and fields.cancelled ~= '1' then
-    status = 'active'
-  elseif redis.call('ZSCORE', leases, id) then
-    if queue then redis.call('ZREM', queue, id) end
-    redis.pcall('ZREM', delayed, id)
-    status = 'active'
-    if mode == 'any' then
-      status = 'flagged'
-      redis.call('HSET', request_key(id), 'cancelled', '1')
-      redis.call('PUBLISH', control, 'cancel:' .. id)
-    end
-  elseif queue or score_in(delayed, id) or fields.payload then
-    if queue then remove_later(queue, id) end
-    redis.pcall('HSET', request_key(id), 'cancelled', '1')
-    finish_bare(id, 'cancelled')
-    status = 'cancelled'
-  else
-    status = 'unknown'
-    -- A plain client's flag for what was never enqueued, or not yet.
-    if fields.cancelled then redis.call('PEXPIRE', request_key(id), result_ttl()) end
+
+local function cancel(id)
+  local fields = requests.read(id, 'state', 'payload', 'cancelled', 'tenant') or {}
+  local queue = waiting.queue_of(id, fields.tenant)
+  if requests.is_final(fields.state) then
+    requests.drop_holds(id, fields.tenant) -- a stranger may have put it into a queue again
+    if queue then server.remove_later(queue, id) end
+    return 'finished'
   end
-  statuses[#statuses + 1] = status
+  if mode == 'flagged' and fields.cancelled ~= '1' then return 'active' end
+  if redis.call('ZSCORE', keys.leases, id) then
+    if queue then redis.call('ZREM', queue, id) end
+    redis.pcall('ZREM', keys.delayed, id)
+    if mode ~= 'any' then return 'active' end
+    redis.call('HSET', keys.request(id), 'cancelled', '1')
+    redis.call('PUBLISH', keys.prefix .. 'control', 'cancel:' .. id)
+    return 'flagged'
+  end
+  if queue or server.score_in(keys.delayed, id) or fields.payload then
+    if queue then server.remove_later(queue, id) end
+    redis.pcall('HSET', keys.request(id), 'cancelled', '1')
+    ending.finish_bare(id, 'cancelled')
+    return 'cancelled'
+  end
+  -- A plain client's flag for what was never enqueued, or not yet.
+  if fields.cancelled then redis.call('PEXPIRE', keys.request(id), ending.result_ttl()) end
+  return 'unknown'
 end
-carry_out()
+
+local statuses = {}
+server.write_needs_no_memory()
+for n = 2, #ARGV do statuses[n - 1] = cancel(ARGV[n]) end
+server.carry_out()
 return statuses

@@ -1,5 +1,5 @@
+-- uses: keys, numbers, server, requests, waiting, ending, fair_share
 -- Give a worker the requests it has room for, in queue order.
--- KEYS  1 pending
 -- ARGV  1 worker id           2 lease (ms)
 --       3 max count           4 token budget: KV tokens that are free
 --       5 capacity: KV tokens that one request may take at most; none costs more than that
@@ -34,13 +34,13 @@ local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
 
-if max_count > 0 or ARGV[10] ~= '' then write_needs_memory() else write_needs_no_memory() end
+if max_count > 0 or ARGV[10] ~= '' then server.write_needs_memory() else server.write_needs_no_memory() end
 
 -- The last call that gave something, and this one. If the worker does not know what that gave, its
 -- reply was lost; the worker lives, so this is no crash. If it is this very call, which was sent twice,
 -- it gives the same once more, whichever of the two the worker hears. If it came later than this one,
 -- nobody waits for this one any more.
-local claimed_key, number = prefix .. 'claimed:' .. session, tonumber(ARGV[16]) or 0
+local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(ARGV[16]) or 0
 local is_late, given_before = false, {}
 local function look_at_last_call()
   local last = redis.pcall('GET', claimed_key)
@@ -51,29 +51,29 @@ local function look_at_last_call()
   if is_late or last_nonce == answered then return end
   if last_nonce ~= nonce then redis.call('DEL', claimed_key) end
   for id in words do
-    local fields = read_request(id, 'state', 'fence', 'score') or {}
+    local fields = requests.read(id, 'state', 'fence', 'score') or {}
     if fields.state == 'active' and fields.fence
         and string.match(fields.fence, '^%d+%-(.*)$') == last_nonce then
       if last_nonce == nonce then
         given_before[#given_before + 1] = id
       else
-        back_to_waiting(id, fields.score, 'its claim was lost')
+        waiting.put_back(id, fields.score, 'its claim was lost')
       end
     end
   end
 end
 if session ~= '' then
   look_at_last_call()
-  carry_out()
+  server.carry_out()
 end
 
-if is_late then return {'ok', now_text, 0, 0} end
-if #given_before == 0 and config('paused') == '1' then return {'paused'} end
+if is_late then return {'ok', server.now_text, 0, 0} end
+if #given_before == 0 and server.config('paused') == '1' then return {'paused'} end
 
 -- What the queue serves, as its first worker said. Earlier releases look for that in `config`, which a
 -- worker with a role of its own may only read. So it is there too where a stranger made something else of
 -- the key.
-local model_key, config_key = prefix .. 'model', prefix .. 'config'
+local model_key, config_key = keys.prefix .. 'model', keys.prefix .. 'config'
 local function tell_model(...)
   redis.pcall('HSET', model_key, ...)
   if not redis.acl_check_cmd or redis.acl_check_cmd('HSET', config_key, ...) then
@@ -84,7 +84,7 @@ if fingerprint ~= '' then
   local told = redis.pcall('HMGET', model_key, 'model', 'fingerprint', 'tool_call_style')
   local name, known, style = told[1], told[2], ARGV[17] or ''
   if not known then
-    name, known = config('model', model), config('fingerprint', fingerprint)
+    name, known = server.config('model', model), server.config('fingerprint', fingerprint)
     tell_model('model', name, 'fingerprint', known)
   end
   if known ~= fingerprint then return {'model', name, known} end
@@ -113,40 +113,43 @@ end
 -- 9 of 10 finished requests had no more output than this.
 local function measured_output()
   local counts = {}
-  for i, finished in ipairs(read_outputs()) do counts[i] = finished[2] end
-  if #counts == 0 then return DEFAULT_OUTPUT end
+  for i, finished in ipairs(ending.read_outputs()) do counts[i] = finished[2] end
+  if #counts == 0 then return requests.DEFAULT_OUTPUT end
   table.sort(counts)
   return counts[math.ceil(#counts * 0.9)]
 end
 
 local function is_newer(payload)
-  if (number_in(payload, 'version') or 1) <= version then return false end
+  if (numbers.in_json(payload, 'version') or 1) <= version then return false end
   local parsed, request = pcall(cjson.decode, payload)
   return parsed and type(request) == 'table' and (tonumber(request.version) or 1) > version
 end
 
+local function prompt_tokens_of(fields)
+  return numbers.whole(fields.prompt_tokens) or requests.estimated_prompt(#fields.payload)
+end
+
 local function cost_of(fields, output)
-  local prompt_tokens = whole(fields.prompt_tokens) or estimated_prompt(#fields.payload)
-  local max_tokens = number_in(fields.payload, 'max_tokens') or output
-  return math.max(0, math.min(prompt_tokens + math.min(max_tokens, output), capacity))
+  local max_tokens = numbers.in_json(fields.payload, 'max_tokens') or output
+  return math.max(0, math.min(prompt_tokens_of(fields) + math.min(max_tokens, output), capacity))
 end
 
 -- A number below 2^46 for a text; who samples mixes it further, so it need only be different.
 local function seed_of(text)
   local seed = 0
   for i = 1, #text do seed = (seed * 127 + string.byte(text, i)) % 70368744177643 end
-  return exact(seed)
+  return numbers.exact(seed)
 end
 
-local expiry, new_leases = exact(now + lease_ms), {}
+local expiry, new_leases = numbers.exact(server.now + lease_ms), {}
 
 -- The suspect that was handed out last, which is known only while it is asked for.
-local alone_key, ALONE_MS = prefix .. 'alone', 10000
+local alone_key, ALONE_MS = keys.prefix .. 'alone', 10000
 
 -- Whether some worker runs a suspect: one at a time is enough to keep others from serving the rest.
 local function some_suspect_runs()
   local id = redis.pcall('GET', alone_key)
-  if type(id) ~= 'string' or not redis.call('ZSCORE', leases, id) then return false end
+  if type(id) ~= 'string' or not redis.call('ZSCORE', keys.leases, id) then return false end
   redis.call('PEXPIRE', alone_key, ALONE_MS)
   return true
 end
@@ -158,87 +161,84 @@ local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
   return {id, fields.payload, fields.fence, fields.attempt, fields.score, fields.seed,
-    fields.enqueued_at, whole(fields.prompt_tokens, ''), exact(cost), has_log and log_events(id) or {},
-    fields.suspect and '1' or '', has_log and exact((log_top(id))) or '0', turn, turn and tenant}
+    fields.enqueued_at, numbers.whole(fields.prompt_tokens, ''), numbers.exact(cost),
+    has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
+    has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant}
 end
 
 local function claim(queue, fields, cost, has_log, turn)
   local id, score = queue.id, queue.score
-  local attempt = whole(fields.attempt, 0) + 1
+  local attempt = numbers.whole(fields.attempt, 0) + 1
   local fence = attempt .. '-' .. nonce
   local base = seed_base ~= '' and seed_base or fields.nonce or ''
-  local seed = whole(fields.seed, -1) >= 0 and fields.seed or seed_of(base .. id)
-  local enqueued_at = whole(fields.enqueued_at) and fields.enqueued_at or now_text
-  redis.call('HSET', request_key(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
+  local seed = numbers.whole(fields.seed, -1) >= 0 and fields.seed or seed_of(base .. id)
+  local enqueued_at = numbers.whole(fields.enqueued_at) and fields.enqueued_at or server.now_text
+  redis.call('HSET', keys.request(id), 'state', 'active', 'attempt', attempt, 'fence', fence,
     'worker', worker, 'seed', seed, 'score', score, 'enqueued_at', enqueued_at,
-    'claimed_at', now_text)
-  if wants_webhook(fields.payload) then redis.call('HSET', request_key(id), 'webhook', 1) end
+    'claimed_at', server.now_text)
+  if ending.wants_webhook(fields.payload) then redis.call('HSET', keys.request(id), 'webhook', 1) end
   if fields.state == 'waiting' then
-    count_later('tokens', tenant_name(fields.tenant), -whole(fields.tokens, 0))
+    waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
   end
-  if is_shared then
-    local level = priority_at(queue)
-    redis.call('HSET', request_key(id), 'tenant', queue.tenant, 'priority', exact(level))
-    if attempt == 1 then
-      charge_now(queue, level, whole(fields.prompt_tokens) or estimated_prompt(#fields.payload))
-    end
+  if fair_share.is_shared then
+    local level = fair_share.priority_at(queue)
+    redis.call('HSET', keys.request(id), 'tenant', queue.tenant, 'priority', numbers.exact(level))
+    if attempt == 1 then fair_share.charge(queue, level, prompt_tokens_of(fields)) end
     taken[id] = true
   end
   if fields.suspect then
-    redis.call('HSET', request_key(id), 'alone', 1)
+    redis.call('HSET', keys.request(id), 'alone', 1)
     redis.call('SET', alone_key, id, 'PX', ALONE_MS)
   end
   fields.fence, fields.attempt, fields.score = fence, attempt, score
   fields.seed, fields.enqueued_at = seed, enqueued_at
-  return reply_of(id, fields, cost, has_log, is_shared and turn or nil, queue.tenant)
+  return reply_of(id, fields, cost, has_log, fair_share.is_shared and turn or nil, queue.tenant)
 end
 
-promote_delayed()
+waiting.promote_delayed()
 local output = measured_output()
 local claims, taken_tokens, passed_over = {}, 0, {}
 local examined, walking = 0, true -- nothing leaves a queue before the walk is over
+
+local function refuse(id, message)
+  ending.finish_bare(id, 'error', 'invalid_request', message)
+end
 
 -- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays there.
 local function examine(queue, turn)
   local id = queue.id
   if #id > 200 or string.find(id, '[^\33-\126]') then
-    finish_bare(id, 'error', 'invalid_request',
-      'id: is not 1 to 200 printable ASCII characters without spaces')
-    return
+    return refuse(id, 'id: is not 1 to 200 printable ASCII characters without spaces')
   end
-  local fields = read_request(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
+  local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect')
   if not fields then
-    finish_bare(id, 'error', 'invalid_request', 'request: the key promptq:{queue}:request:ID is not a hash')
+    return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
+  end
+  if requests.is_final(fields.state) then
+    if fields.last_event then requests.publish_event(id, fields.last_event) end
+    requests.drop_holds(id, fields.tenant)
     return
   end
-  if is_final(fields.state) then
-    if fields.last_event then publish_event(id, fields.last_event) end
-    drop_holds(id, fields.tenant)
-    return
-  end
-  if fields.state == 'active' and (taken[id] or redis.call('ZSCORE', leases, id)) then return end
+  if fields.state == 'active' and (taken[id] or redis.call('ZSCORE', keys.leases, id)) then return end
   if not fields.payload then
-    finish_bare(id, 'error', 'invalid_request', 'payload: the request has no hash, or its hash has no payload')
-    return
+    return refuse(id, 'payload: the request has no hash, or its hash has no payload')
   end
   if #fields.payload > MAX_PAYLOAD then
-    finish_bare(id, 'error', 'invalid_request', string.format(
+    return refuse(id, string.format(
       'payload: %d bytes are more than the %d allowed', #fields.payload, MAX_PAYLOAD))
-    return
   end
-  local kind = redis.call('TYPE', tokens_key(id)).ok
+  local kind = redis.call('TYPE', keys.tokens(id)).ok
   if kind ~= 'stream' and kind ~= 'none' then
-    finish_bare(id, 'error', 'invalid_request', 'tokens: the key promptq:{queue}:tokens:ID is not a stream')
-    return
+    return refuse(id, 'tokens: the key promptq:{queue}:tokens:ID is not a stream')
   end
-  if fields.cancelled == '1' or is_past_deadline(id) then
-    finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
+  if fields.cancelled == '1' or requests.is_past_deadline(id) then
+    ending.finish_bare(id, fields.cancelled == '1' and 'cancelled' or 'expired')
     return
   end
   if is_newer(fields.payload) then return true end
 
-  local priority = whole(fields.priority) or number_in(fields.payload, 'priority') or 0
+  local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
   local cost = cost_of(fields, output)
   local more_slots, more_tokens = preemptible_for(priority)
   if #claims >= max_count + more_slots then
@@ -247,7 +247,7 @@ local function examine(queue, turn)
   end
   local must_wait = fields.suspect and (num_held ~= 0 or #claims > 0)
   if must_wait or taken_tokens + cost > budget + more_tokens then
-    local passed = whole(fields.passed, 0)
+    local passed = numbers.whole(fields.passed, 0)
     passed_over[#passed_over + 1] = {id, passed}
     if passed >= MAX_PASSES and not (must_wait and some_suspect_runs()) then walking = false end
     return true
@@ -255,7 +255,7 @@ local function examine(queue, turn)
   if fields.suspect then walking = false end -- nothing beside it
   -- Those that were passed over count it once something behind them was taken.
   for _, overtaken in ipairs(passed_over) do
-    redis.call('HSET', request_key(overtaken[1]), 'passed', overtaken[2] + 1)
+    redis.call('HSET', keys.request(overtaken[1]), 'passed', overtaken[2] + 1)
   end
   passed_over = {}
   taken_tokens = taken_tokens + cost
@@ -263,41 +263,41 @@ local function examine(queue, turn)
 end
 
 for _, id in ipairs(given_before) do
-  local fields = read_request(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
+  local fields = requests.read(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
     'prompt_tokens', 'suspect', 'tenant')
-  local has_log = redis.call('TYPE', tokens_key(id)).ok == 'stream'
-  local tenant = tenant_name(fields.tenant)
+  local has_log = redis.call('TYPE', keys.tokens(id)).ok == 'stream'
+  local tenant = keys.tenant_name(fields.tenant)
   local turn = tenant ~= '' and fields.score or nil
   claims[#claims + 1] = reply_of(id, fields, cost_of(fields, output), has_log, turn, tenant)
   walking = false
 end
 
-open_all()
+fair_share.open_all(numbers.whole(ARGV[15], 0))
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
-  local queue, turn = next_queue()
+  local queue, turn = fair_share.next_queue()
   if not queue then break end
   examined = examined + 1
   if not examine(queue, turn) then
-    remove_later(queue.key, queue.id)
-    queue.left = queue.left - 1
+    server.remove_later(queue.key, queue.id)
+    queue.num_gone = queue.num_gone + 1
   end
-  step(queue)
+  fair_share.step(queue)
 end
-call_for_all('ZADD', leases, new_leases)
-for key, services in pairs(served) do settle(key, services) end
-carry_out()
+server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
+fair_share.settle()
+server.carry_out()
 
 -- Where the next call goes on: behind what only newer workers take, so that it hides nothing.
 local next_skip = 0
 if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
-  for _, queue in ipairs(queues) do next_skip = math.max(next_skip, queue.left + position_of(queue)) end
+  next_skip = fair_share.num_passed()
 end
 if session ~= '' and #claims > 0 then
-  local words = {nonce, exact(number)}
+  local words = {nonce, numbers.exact(number)}
   for i, given in ipairs(claims) do words[i + 2] = given[1] end
   redis.call('SET', claimed_key, table.concat(words, ' '), 'PX', lease_ms)
 end
-local reply = {'ok', now_text, count_waiting(#claims)}
+local reply = {'ok', server.now_text, fair_share.count_waiting(#claims)}
 if ARGV[15] then reply[4] = next_skip end
 for _, given in ipairs(claims) do reply[#reply + 1] = given end
 return reply

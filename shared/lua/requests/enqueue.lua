@@ -1,5 +1,5 @@
+-- uses: keys, numbers, server, requests, tenants, waiting, ending
 -- Take requests in, all or none.
--- KEYS  1 pending
 -- ARGV  1 idempotency time (ms), and behind a space how many arguments each request has, 6 if left out
 --       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
 --       idempotency key ('' for none), tenant ('' for none), account ('' for none: LIMIT HOLDER of the
@@ -16,12 +16,12 @@ num_fields = tonumber(num_fields) or 6
 local count = math.floor((#ARGV - 1) / num_fields)
 local nonce = (#ARGV - 1) % num_fields == 1 and ARGV[#ARGV] or nil
 
-local function idempotency_key(name) return prefix .. 'idempotency:' .. name end
+local function idempotency_key(name) return keys.prefix .. 'idempotency:' .. name end
 
 -- Who is known by an idempotency key: as long as the request is kept, which a purge may end early.
 local function known_by(name)
   local id = redis.call('GET', idempotency_key(name))
-  return id and redis.pcall('HEXISTS', request_key(id), 'payload') == 1 and id
+  return id and redis.pcall('HEXISTS', keys.request(id), 'payload') == 1 and id
 end
 
 local ids, fresh, ids_here, keys_here = {'ok'}, {}, {}, {} -- the last two: of this call
@@ -29,100 +29,95 @@ for n = 0, count - 1 do
   local at = 2 + n * num_fields
   local id, key = ARGV[at], ARGV[at + 5]
   local known = key ~= '' and (keys_here[key] or known_by(key))
-  if known then
-    ids[#ids + 1] = known
-  else
+  ids[#ids + 1] = known or id
+  if not known then
     -- A cancel may come before its request: a hash without payload is no request yet, unless an id
     -- that waited without one was ended.
-    local fields = read_request(id, 'payload', 'state', 'nonce')
+    local fields = requests.read(id, 'payload', 'state', 'nonce')
     if ids_here[id] then return {'exists', id} end
-    if fields and not fields.payload and not is_final(fields.state) then
+    if fields and not fields.payload and not requests.is_final(fields.state) then
       fresh[#fresh + 1] = {
         id = id, payload = ARGV[at + 1], priority = tonumber(ARGV[at + 2]),
         deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
-        tenant = tenant_name(num_fields > 6 and ARGV[at + 6]),
-        account = num_fields > 7 and ARGV[at + 7] or '', tokens = estimated_tokens(ARGV[at + 1]),
+        tenant = keys.tenant_name(num_fields > 6 and ARGV[at + 6]),
+        account = num_fields > 7 and ARGV[at + 7] or '', tokens = requests.estimated_tokens(ARGV[at + 1]),
       }
     elseif not nonce or (fields or {}).nonce ~= nonce then
       return {'exists', id}
     end
     ids_here[id] = true
     if key ~= '' then keys_here[key] = id end
-    ids[#ids + 1] = id
   end
 end
 
 -- What would wait with the new ones: {requests, tokens} of each tenant, and of the whole queue.
 local added, added_in_all = {}, {0, 0}
-local function add(sums, tokens)
-  sums[1], sums[2] = sums[1] + 1, sums[2] + tokens
-end
+local function add(sums, tokens) sums[1], sums[2] = sums[1] + 1, sums[2] + tokens end
 for _, request in ipairs(fresh) do
   added[request.tenant] = added[request.tenant] or {0, 0}
   add(added[request.tenant], request.tokens)
   add(added_in_all, request.tokens)
 end
 
-local function counted(field)
-  return whole(redis.call('HGET', backlog, field), 0)
-end
+local function counted(field) return numbers.whole(redis.call('HGET', keys.backlog, field), 0) end
 
 local function tokens_in_all()
-  local sum, fields = 0, redis.call('HGETALL', backlog)
+  local sum, fields = 0, redis.call('HGETALL', keys.backlog)
   for i = 1, #fields, 2 do
-    if string.find(fields[i], '^tokens:') then sum = sum + whole(fields[i + 1], 0) end
+    if string.find(fields[i], '^tokens:') then sum = sum + numbers.whole(fields[i + 1], 0) end
   end
   return sum
 end
 
 local function num_waiting_in_all()
-  local num = redis.call('ZCARD', delayed)
-  for _, key in ipairs(waiting_queues()) do num = num + redis.call('ZCARD', key) end
+  local num = redis.call('ZCARD', keys.delayed)
+  for _, key in ipairs(waiting.queues()) do num = num + redis.call('ZCARD', key) end
   return num
 end
 
 -- How long, at the rate of the last finishes, until so many have left. Of that rate a tenant has its
 -- share beside the others that wait.
 local function retry_after(excess, tenant)
-  local finished = read_outputs()
+  local finished = ending.read_outputs()
   if #finished < 2 then return 1000 end
   local newest, oldest = finished[1][1], finished[#finished][1]
   local shares = 1
   if tenant then
-    local all = weight_of(tenant)
-    for _, key in ipairs(waiting_queues()) do
-      local other = string.sub(key, #pending + 2)
-      if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + weight_of(other) end
+    local all = tenants.weight_of(tenant)
+    for _, key in ipairs(waiting.queues()) do
+      local other = string.sub(key, #keys.pending + 2)
+      if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + tenants.weight_of(other) end
     end
-    shares = all / weight_of(tenant)
+    shares = all / tenants.weight_of(tenant)
   end
   return math.max(1, math.ceil(excess * shares * (newest - oldest) / (#finished - 1)))
 end
 
--- The answer if a limit keeps the new ones out. `waiting` gives how many requests wait, `tokens` their
+local function limit(name, default) return server.number(name, default and server.number(default, 0) or 0) end
+
+-- The answer if a limit keeps the new ones out. `count` gives how many requests wait, `tokens` their
 -- tokens; both are looked at only where there is a limit.
-local function refusal(name, default, new, waiting, tokens, tenant)
-  local max_requests = whole(config(name), default and whole(config(default), 0) or 0)
+local function refusal(name, default, new, count, tokens, tenant)
   local tokens_name = string.gsub(name, '^max_pending', 'max_pending_tokens')
-  local max_tokens = whole(config(tokens_name), default and whole(config(default .. '_tokens'), 0) or 0)
+  local max_requests, max_tokens = limit(name, default), limit(tokens_name, default and default .. '_tokens')
   if max_requests <= 0 and max_tokens <= 0 then return nil end
-  local num = waiting()
+  local num = count()
   local excess = num + new[1] - max_requests
   if max_requests > 0 and excess > 0 then
-    return {'full', retry_after(excess, tenant), name, exact(max_requests)}
+    return {'full', retry_after(excess, tenant), name, numbers.exact(max_requests)}
   end
   if max_tokens <= 0 then return nil end
   local sum = num > 0 and tokens() or 0 -- where nothing waits, nothing is left to be counted
   excess = sum + new[2] - max_tokens
   if excess > 0 then
     local mean = (sum + new[2]) / (num + new[1])
-    return {'full', retry_after(math.ceil(excess / mean), tenant), tokens_name, exact(max_tokens)}
+    return {'full', retry_after(math.ceil(excess / mean), tenant), tokens_name, numbers.exact(max_tokens)}
   end
 end
 
 local function has_limits()
   for tenant in pairs(added) do
-    local set = redis.call('HMGET', prefix .. 'config', 'max_pending', 'max_pending_tokens',
+    local set = redis.call('HMGET', keys.prefix .. 'config', 'max_pending', 'max_pending_tokens',
       'tenant_max_pending', 'tenant_max_pending_tokens', 'max_pending:' .. tenant,
       'max_pending_tokens:' .. tenant)
     if set[1] or set[2] or set[3] or set[4] or set[5] or set[6] then return true end
@@ -133,38 +128,41 @@ if #fresh > 0 and has_limits() then
   local full = refusal('max_pending', nil, added_in_all, num_waiting_in_all, tokens_in_all)
   for tenant, new in pairs(added) do
     full = full or refusal('max_pending:' .. tenant, 'tenant_max_pending', new, function()
-      return redis.call('ZCARD', pending_of(tenant)) + counted('delayed:' .. tenant)
+      return redis.call('ZCARD', keys.pending_of(tenant)) + counted('delayed:' .. tenant)
     end, function() return counted('tokens:' .. tenant) end, tenant)
   end
   if full then return full end
 end
 
-write_needs_memory()
-for _, key in ipairs({deadlines, delayed}) do redis.call('ZREM', key, '') end -- of another type: refused whole
+server.write_needs_memory()
+-- Where one is of another type, all is refused.
+for _, key in ipairs({keys.deadlines, keys.delayed}) do redis.call('ZREM', key, '') end
 local arrived = {}
 for _, request in ipairs(fresh) do
   local id, tenant = request.id, request.tenant
-  local score = exact(score_of(request.priority))
-  redis.call('HSET', request_key(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
-    'priority', request.priority, 'enqueued_at', now_text, 'tokens', exact(request.tokens),
+  local score = numbers.exact(waiting.score_of(request.priority))
+  redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
+    'priority', request.priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')
-  redis.call('PERSIST', request_key(id)) -- a cancel that came before gave it an end
-  if tenant ~= '' then redis.call('HSET', request_key(id), 'tenant', tenant) end
-  if request.account ~= '' then redis.call('HSET', request_key(id), 'account', request.account) end
-  count_later('tokens', tenant, request.tokens)
-  if request.deadline_ms > 0 then redis.call('ZADD', deadlines, exact(now + request.deadline_ms), id) end
+  redis.call('PERSIST', keys.request(id)) -- a cancel that came before gave it an end
+  if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
+  if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
+  waiting.count_later('tokens', tenant, request.tokens)
+  if request.deadline_ms > 0 then
+    redis.call('ZADD', keys.deadlines, numbers.exact(server.now + request.deadline_ms), id)
+  end
   if request.delay_ms > 0 then
-    redis.call('ZADD', delayed, exact(now + request.delay_ms), id)
-    count_later('delayed', tenant, 1)
+    redis.call('ZADD', keys.delayed, numbers.exact(server.now + request.delay_ms), id)
+    waiting.count_later('delayed', tenant, 1)
   elseif tenant == '' then
     arrived[#arrived + 1] = score
     arrived[#arrived + 1] = id
   else
-    put_waiting(id, score, tenant)
+    waiting.put(id, score, tenant)
   end
   if request.key ~= '' then redis.call('SET', idempotency_key(request.key), id, 'PX', idempotency_ms) end
 end
-call_for_all('ZADD', pending, arrived)
-carry_out()
-if #fresh > 0 then wake_workers() end
+server.for_all(redis.call, 'ZADD', keys.pending, arrived)
+server.carry_out()
+if #fresh > 0 then server.wake_workers() end
 return ids

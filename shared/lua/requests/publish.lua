@@ -1,5 +1,5 @@
+-- uses: keys, numbers, server, requests, tenants, ending, rates
 -- Send a whole step: check, append, publish and finish its rows, renew the worker's leases.
--- KEYS  1 pending
 -- ARGV  1 lease (ms)          2 number of rows
 --       for each row: id, fence, index, end, event JSON, finish reason ('' unless it is the last),
 --         result JSON (likewise; '' folds the log)
@@ -15,24 +15,24 @@
 -- `error <message>`, ends its request, as nobody could go on with it, and does not stop the others.
 
 local lease_ms, num_rows = tonumber(ARGV[1]), tonumber(ARGV[2])
-if num_rows > 0 then write_needs_memory() else write_needs_no_memory() end
+if num_rows > 0 then server.write_needs_memory() else server.write_needs_no_memory() end
 local ROW, HELD = 7, 3
 local held_from = 3 + num_rows * ROW
 local num_held = (#ARGV - held_from + 1) / HELD
 
-local has_tenants = redis.call('EXISTS', tenants_waiting) == 1 -- until nothing waits nor runs
+local has_tenants = redis.call('EXISTS', keys.tenants_waiting) == 1 -- until nothing waits nor runs
 local known = {} -- id -> what the server says of it, and how far its log will be
 
 local function look_up(id)
   if not known[id] then
-    local fields = has_tenants and read_request(id, 'fence', 'state', 'cancelled', 'account', 'tenant')
-      or read_request(id, 'fence', 'state', 'cancelled', 'account') or {}
-    local count, ended = log_top(id)
-    local finished = ended or is_final(fields.state)
+    local fields = has_tenants and requests.read(id, 'fence', 'state', 'cancelled', 'account', 'tenant')
+      or requests.read(id, 'fence', 'state', 'cancelled', 'account') or {}
+    local count, ended = requests.log_top(id)
+    local finished = ended or requests.is_final(fields.state)
     known[id] = {
       fence = fields.fence, cancelled = fields.cancelled == '1', count = count,
       was_finished = finished, finished = finished, tenant = fields.tenant,
-      account = fields.account, expired = is_past_deadline(id),
+      account = fields.account, expired = requests.is_past_deadline(id),
     }
   end
   return known[id]
@@ -43,8 +43,9 @@ local function obstacle(id, fence)
   local request = look_up(id)
   if request.finished then return 'finished' end
   if request.fence ~= fence then return 'fenced' end
-  if request.cancelled then return 'cancelled' end
-  if request.expired then return 'expired' end
+  if not (request.cancelled or request.expired) then return nil end
+  request.finished = true -- with this call
+  return request.cancelled and 'cancelled' or 'expired'
 end
 
 local row_status, held_status = {}, {}
@@ -53,16 +54,10 @@ for n = 1, num_rows do
   local id, index = ARGV[at], tonumber(ARGV[at + 2])
   local request = look_up(id)
   local status = obstacle(id, ARGV[at + 1])
-  if not status then
-    if index < request.count then status = 'duplicate'
-    elseif index > request.count then status = 'gap'
-    else
-      status = 'ok'
-      request.count = tonumber(ARGV[at + 3])
-      request.finished = ARGV[at + 5] ~= ''
-    end
-  elseif status == 'cancelled' or status == 'expired' then
-    request.finished = true
+  if not status and index ~= request.count then
+    status = index < request.count and 'duplicate' or 'gap'
+  elseif not status then
+    status, request.count, request.finished = 'ok', tonumber(ARGV[at + 3]), ARGV[at + 5] ~= ''
   end
   row_status[n] = status
 end
@@ -71,21 +66,18 @@ for n = 1, num_held do
   local id, fence, prompt_tokens = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   held_status[n] = obstacle(id, fence) or 'ok'
   local request = known[id]
-  if held_status[n] == 'cancelled' or held_status[n] == 'expired' then request.finished = true end
   if prompt_tokens ~= '' and not request.was_finished and request.fence == fence then
     request.untold = prompt_tokens
   end
 end
 
-local function priority_of(id)
-  return (read_request(id, 'priority') or {}).priority
-end
+local function priority_of(id) return (requests.read(id, 'priority') or {}).priority end
 
 -- Write the exact length of the prompt, if it came with this call and is not written yet.
 local function tell(id)
   local request = known[id]
   if request.untold then
-    tell_prompt_tokens(id, request.untold, request.tenant, request.tenant and priority_of(id))
+    tenants.tell_prompt_tokens(id, request.untold, request.tenant, request.tenant and priority_of(id))
     request.untold = nil
   end
 end
@@ -97,17 +89,19 @@ local function charge_row(id, index, count)
   local tokens, request = tonumber(count) - tonumber(index), known[id]
   if request.account then accounts[request.account] = (accounts[request.account] or 0) + tokens end
   if not request.tenant then return end
-  charge_later(tenant_name(request.tenant), whole(priority_of(id), 0), OUTPUT_WEIGHT * tokens)
+  local service = tenants.OUTPUT_WEIGHT * tokens
+  tenants.charge_later(request.tenant, numbers.whole(priority_of(id), 0), service)
 end
 
 -- Take from the accounts' buckets, which may be overdrawn by it: nobody's stream is cut for that.
 local function charge_accounts()
   for account, tokens in pairs(accounts) do
     local limit, holder = string.match(account, '^(%d+) ([%w_.%-:]+)$')
-    limit = whole(limit, 0)
+    limit = numbers.whole(limit, 0)
     if limit > 0 then
-      local key = rate_key(holder)
-      set_full_at(redis.pcall, key, 'tokens', full_after(full_at(key, 'tokens'), tokens, limit))
+      local key = rates.key(holder)
+      local full_at = rates.full_after(rates.full_at(key, 'tokens'), tokens, limit)
+      rates.set_full_at(redis.pcall, key, 'tokens', full_at)
     end
   end
 end
@@ -115,7 +109,7 @@ end
 -- When a request got its first token: once in its life.
 local function note_first_token(id, at)
   if ARGV[at + 2] == '0' and ARGV[at + 3] ~= '0' then
-    redis.pcall('HSET', request_key(id), 'first_token_at', now_text)
+    redis.pcall('HSET', keys.request(id), 'first_token_at', server.now_text)
   end
 end
 
@@ -125,30 +119,29 @@ for n, status in ipairs(row_status) do
   if status == 'ok' and known[id].is_broken then
     row_status[n] = 'finished'
   elseif status == 'ok' and reason ~= '' then
-    local result, request = ARGV[at + 6], known[id]
-    if request.tenant then tell(id) end
+    local result = ARGV[at + 6]
+    tell(id)
     note_first_token(id, at)
-    finish(id, reason, count, event, request.tenant, result ~= '' and result or nil, request.untold)
-    request.untold = nil
+    ending.finish(id, reason, count, event, known[id].tenant, result ~= '' and result or nil)
     charge_row(id, ARGV[at + 2], count)
   elseif status == 'ok' then
-    local added = redis.pcall('XADD', tokens_key(id), count .. '-0', 'event', event)
+    local added = redis.pcall('XADD', keys.tokens(id), count .. '-0', 'event', event)
     if type(added) == 'table' and added.err then
       local message = tostring(added.err)
       row_status[n] = 'error ' .. message
       known[id].is_broken = true
-      finish_bare(id, 'error', 'internal_error', 'tokens: the log does not take an event: ' .. message)
+      ending.finish_bare(id, 'error', 'internal_error', 'tokens: the log does not take an event: ' .. message)
     else
-      publish_event(id, event)
+      requests.publish_event(id, event)
       note_first_token(id, at)
       charge_row(id, ARGV[at + 2], count)
     end
   elseif status == 'cancelled' or status == 'expired' then
     tell(id)
-    finish_bare(id, status)
+    ending.finish_bare(id, status)
   end
 end
-local expiry, renewed = exact(now + lease_ms), {}
+local expiry, renewed = numbers.exact(server.now + lease_ms), {}
 for n, status in ipairs(held_status) do
   local id = ARGV[held_from + (n - 1) * HELD]
   tell(id)
@@ -156,10 +149,10 @@ for n, status in ipairs(held_status) do
     renewed[#renewed + 1] = expiry
     renewed[#renewed + 1] = id
   elseif status == 'cancelled' or status == 'expired' then
-    finish_bare(id, status)
+    ending.finish_bare(id, status)
   end
 end
-call_for_all('ZADD', leases, renewed)
-carry_out()
+server.for_all(redis.call, 'ZADD', keys.leases, renewed)
+server.carry_out()
 charge_accounts()
 return {row_status, held_status}

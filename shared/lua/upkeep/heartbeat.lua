@@ -1,11 +1,11 @@
+-- uses: keys, numbers, server
 -- Tell that a worker lives and how it fares; forget those that have not told for long.
--- KEYS  1 pending
 -- ARGV  1 worker id   2 time until it counts as gone (ms); 0: it leaves now   then field, value, ...
 --       the field `slots`, its batch as JSON, goes into the hash `slots:WID` instead of `worker:WID`
 -- Reply how many workers live
 
-local workers, worker, ttl = prefix .. 'workers', ARGV[1], tonumber(ARGV[2])
-local key, slots_key = prefix .. 'worker:' .. worker, prefix .. 'slots:' .. worker
+local workers, worker, ttl = keys.prefix .. 'workers', ARGV[1], tonumber(ARGV[2])
+local key, slots_key = keys.prefix .. 'worker:' .. worker, keys.prefix .. 'slots:' .. worker
 local told, slots = {}, nil
 for at = 3, #ARGV, 2 do
   if ARGV[at] == 'slots' then
@@ -15,19 +15,18 @@ for at = 3, #ARGV, 2 do
     told[#told + 1] = ARGV[at + 1]
   end
 end
-write_needs_no_memory()
+server.write_needs_no_memory()
 if ttl > 0 then
-  redis.call('HSET', key, 'heartbeat_at', now_text, unpack(told))
+  redis.call('HSET', key, 'heartbeat_at', server.now_text, unpack(told))
   redis.call('PEXPIRE', key, ttl)
-  redis.call('ZADD', workers, exact(now + ttl), worker)
+  redis.call('ZADD', workers, numbers.exact(server.now + ttl), worker)
   if slots then
-    redis.call('HSET', slots_key, 'told_at', now_text, 'slots', slots)
+    redis.call('HSET', slots_key, 'told_at', server.now_text, 'slots', slots)
     redis.call('PEXPIRE', slots_key, ttl)
   end
 else
-  redis.call('DEL', key)
-  redis.call('DEL', slots_key)
+  redis.call('DEL', key, slots_key)
   redis.call('ZREM', workers, worker)
 end
-redis.call('ZREMRANGEBYSCORE', workers, '-inf', '(' .. exact(now))
+redis.call('ZREMRANGEBYSCORE', workers, '-inf', '(' .. server.now_text)
 return redis.call('ZCARD', workers)

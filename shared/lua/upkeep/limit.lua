@@ -1,24 +1,24 @@
+-- uses: server, rates
 -- Take from the rates of one holder, all of them or none.
--- KEYS  1 pending
 -- ARGV  1 holder   then for each rate: name, amount, limit a minute
 -- Reply {milliseconds to wait, or 0 where all was taken, or -1 where it never can be;
 --        for each rate: how much is left, milliseconds until all of it is back}
 
-local key = rate_key(ARGV[1])
-local wait, rates, reply = 0, {}, {}
-write_needs_memory()
+local key = rates.key(ARGV[1])
+local wait, wanted, reply = 0, {}, {}
+server.write_needs_memory()
 for at = 2, #ARGV, 3 do
   local name, amount, limit = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  local before = full_at(key, name)
-  local after = full_after(before, amount, limit)
+  local before = rates.full_at(key, name)
+  local after = rates.full_after(before, amount, limit)
   if amount > limit then wait = -1
-  elseif wait >= 0 then wait = math.max(wait, math.ceil(after - now - MINUTE)) end
-  rates[#rates + 1] = {name = name, before = before, after = after, limit = limit}
+  elseif wait >= 0 then wait = math.max(wait, math.ceil(after - server.now - rates.MINUTE)) end
+  wanted[#wanted + 1] = {name = name, before = before, after = after, limit = limit}
 end
-for _, rate in ipairs(rates) do
+for _, rate in ipairs(wanted) do
   local full = wait == 0 and rate.after or rate.before
-  if wait == 0 then set_full_at(redis.call, key, rate.name, full) end
-  reply[#reply + 1] = math.max(0, math.floor(rate.limit * (1 - (full - now) / MINUTE)))
-  reply[#reply + 1] = math.ceil(full - now)
+  if wait == 0 then rates.set_full_at(redis.call, key, rate.name, full) end
+  reply[#reply + 1] = math.max(0, math.floor(rate.limit * (1 - (full - server.now) / rates.MINUTE)))
+  reply[#reply + 1] = math.ceil(full - server.now)
 end
 return {wait, unpack(reply)}

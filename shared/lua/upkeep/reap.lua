@@ -1,40 +1,40 @@
+-- uses: keys, numbers, server, requests, waiting, ending, crashes
 -- Tidy up behind whoever is gone: leases that ran out, deadlines that passed, delays that are over,
 -- dead letters that were kept for their time.
--- KEYS  1 pending
 -- ARGV  1 max crashes: so many lost leases, the last of them while it ran alone, make a request a
 --         dead letter   2 limit a call
 -- Reply {requests back to waiting, ended, dead, purged}
 
 local max_crashes, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
-local dead_ttl = whole(config('dead_ttl_ms'), 1209600000) -- two weeks
-write_needs_no_memory()
-local returned, ended, dead, purged = promote_delayed(), 0, 0, 0
+local dead_ttl = server.number('dead_ttl_ms', 1209600000) -- two weeks
+server.write_needs_no_memory()
+local returned, ended, dead, purged = waiting.promote_delayed(), 0, 0, 0
 
-for _, id in ipairs(due(leases, now_text, limit)) do
-  local fields = read_request(id, 'state', 'payload', 'cancelled', 'score')
+for _, id in ipairs(server.due(keys.leases, server.now_text, limit)) do
+  local fields = requests.read(id, 'state', 'payload', 'cancelled', 'score')
   if not fields or not (fields.state or fields.payload) then
-    finish_bare(id, 'error', 'invalid_request', 'request: its hash was deleted while it ran')
+    ending.finish_bare(id, 'error', 'invalid_request', 'request: its hash was deleted while it ran')
     ended = ended + 1
-  elseif is_final(fields.state) then
-    redis.call('ZREM', leases, id)
+  elseif requests.is_final(fields.state) then
+    redis.call('ZREM', keys.leases, id)
   elseif fields.cancelled == '1' then
-    finish_bare(id, 'cancelled')
+    ending.finish_bare(id, 'cancelled')
     ended = ended + 1
-  elseif not may_live(id, max_crashes) then
-    if count_crash(id, fields.score, max_crashes) == 'dead' then dead = dead + 1
+  elseif not crashes.may_live(id, max_crashes) then
+    if crashes.count(id, fields.score, max_crashes) == 'dead' then dead = dead + 1
     else returned = returned + 1 end
   end
 end
-carry_out() -- what has just ended has no deadline any more
-for _, id in ipairs(due(deadlines, now_text, limit)) do
-  local is_held = redis.call('ZSCORE', leases, id) -- who holds it ends it
-  if not is_held and finish_bare(id, 'expired') then ended = ended + 1 end
+server.carry_out() -- what has just ended has no deadline any more
+for _, id in ipairs(server.due(keys.deadlines, server.now_text, limit)) do
+  local is_held = redis.call('ZSCORE', keys.leases, id) -- who holds it ends it
+  if not is_held and ending.finish_bare(id, 'expired') then ended = ended + 1 end
 end
 if dead_ttl > 0 then
-  for _, id in ipairs(due(prefix .. 'dead', exact(now - dead_ttl), limit)) do
-    if purge(id) then purged = purged + 1 end
+  for _, id in ipairs(server.due(keys.dead, numbers.exact(server.now - dead_ttl), limit)) do
+    if requests.purge(id) then purged = purged + 1 end
   end
 end
-carry_out()
-if returned > 0 then wake_workers() end
+server.carry_out()
+if returned > 0 then server.wake_workers() end
 return {returned, ended, dead, purged}

@@ -1,5 +1,5 @@
+-- uses: keys, numbers, server, priority_counts
 -- Add to the queue's statistics: one entry of the stream `statistics` for each 5 s, whoever calls.
--- KEYS  1 pending
 -- ARGV  1 tokens that were generated   2 prompt tokens that were computed   3 requests that ended
 --       4 times to first token (ms), with spaces between   5 times in the queue (ms), likewise;
 --       all of them since the caller's last call
@@ -9,7 +9,7 @@
 
 local BUCKET_MS, MAX_ENTRIES, KEPT_MS = 5000, 720, 3600000
 local BIN_WIDTH = math.log(1.05) -- times are known to some 2%: in bins, they add up over workers
-local stream, open = prefix .. 'statistics', prefix .. 'statistics:open'
+local stream, open = keys.prefix .. 'statistics', keys.prefix .. 'statistics:open'
 local WORDS = {'generated_tokens', 'prompt_tokens', 'finished'}
 
 local function read_open()
@@ -55,20 +55,20 @@ local function close(fields)
 end
 
 local function begin(bucket)
-  local total, counts = waiting_by_priority()
+  local total, counts = priority_counts.count()
   local parts, running = {}, 0
   for priority, num in pairs(counts) do
     parts[#parts + 1] = string.format('"%d":%d', priority, num)
   end
-  local alive = redis.call('ZRANGE', prefix .. 'workers', now_text, '+inf', 'BYSCORE')
+  local alive = redis.call('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
   for _, worker in ipairs(alive) do
-    local told = redis.pcall('HGET', prefix .. 'worker:' .. worker, 'num_running')
-    running = running + (type(told) == 'string' and whole(told, 0) or 0)
+    local told = redis.pcall('HGET', keys.prefix .. 'worker:' .. worker, 'num_running')
+    running = running + (type(told) == 'string' and numbers.whole(told, 0) or 0)
   end
   redis.call('DEL', open)
   redis.call('HSET', open, 'bucket', bucket, 'waiting', total,
-    'priorities', '{' .. table.concat(parts, ',') .. '}', 'delayed', redis.call('ZCARD', delayed),
-    'active', redis.call('ZCARD', leases), 'running', running, 'workers', #alive)
+    'priorities', '{' .. table.concat(parts, ',') .. '}', 'delayed', redis.call('ZCARD', keys.delayed),
+    'active', redis.call('ZCARD', keys.leases), 'running', running, 'workers', #alive)
 end
 
 local function add_times(kind, times)
@@ -80,16 +80,16 @@ local function add_times(kind, times)
   for bin, num in pairs(bins) do redis.call('HINCRBY', open, kind .. ':' .. bin, num) end
 end
 
-write_needs_no_memory()
-local bucket, written = exact(now - now % BUCKET_MS), 0
+server.write_needs_no_memory()
+local bucket, written = numbers.exact(server.now - server.now % BUCKET_MS), 0
 local fields = read_open()
 if fields.bucket ~= bucket then
-  if whole(fields.bucket) and fields.workers then written = close(fields) end
+  if numbers.whole(fields.bucket) and fields.workers then written = close(fields) end
   begin(bucket)
 end
 for nth, name in ipairs(WORDS) do
-  local num = whole(ARGV[nth], 0)
-  if num > 0 then redis.call('HINCRBY', open, name, exact(num)) end
+  local num = numbers.whole(ARGV[nth], 0)
+  if num > 0 then redis.call('HINCRBY', open, name, numbers.exact(num)) end
 end
 add_times('ttft', ARGV[4])
 add_times('queue', ARGV[5])

@@ -126,8 +126,8 @@ def _compile(compiler: str, library: Path) -> None:
                 *_FLAGS,
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 f"-I{_SOURCES}",
-                f"-I{include}",
-                f"-I{include / 'torch/csrc/api/include'}",
+                f"-isystem{include}",  # its headers may warn of what they like
+                f"-isystem{include / 'torch/csrc/api/include'}",
             ]
             _run(
                 [compiler, *settings, "-c", str(source), "-o", str(built)]

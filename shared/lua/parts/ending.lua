@@ -1,0 +1,142 @@
+-- uses: keys, numbers, server, requests, waiting
+-- The one end of a request: its last event, the result that its log is folded into, and what is let go of.
+
+local STATE_AFTER = {
+  stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',
+  error = 'failed',
+}
+local OUTPUTS = keys.prefix .. 'outputs'
+local MAX_OUTPUTS = 128 -- how many finished requests the measured p90 of output looks back on
+-- So long a result is kept for whoever calls webhooks, at least: all attempts take a day.
+local WEBHOOK_MS = 26 * 3600000
+
+local finished_outputs = {} -- newest last
+server.at_the_end(function()
+  if #finished_outputs == 0 then return end
+  server.for_all(redis.pcall, 'LPUSH', OUTPUTS, finished_outputs)
+  redis.pcall('LTRIM', OUTPUTS, 0, MAX_OUTPUTS - 1)
+  finished_outputs = {}
+end)
+
+-- When requests finished and with how many tokens, newest first: {{ms, count}, ...}.
+function ending.read_outputs()
+  local entries, found = redis.pcall('LRANGE', OUTPUTS, 0, -1), {}
+  for _, entry in ipairs(entries.err and {} or entries) do
+    local at, count = string.match(entry, '^(%d+) (%d+)$')
+    if at then found[#found + 1] = {tonumber(at), tonumber(count)} end
+  end
+  return found
+end
+
+-- For how long logs and hashes outlive the end (ms): a hash at least as long as its log, as an id whose
+-- hash is gone may be used again.
+local function log_ttl() return server.number('log_ttl_ms', 60000) end
+function ending.result_ttl() return math.max(log_ttl(), server.number('result_ttl_ms', 3600000)) end
+
+-- Whether somebody is to be told of the end by HTTP. A claim notes it as the request's field `webhook`,
+-- so that no end has to read a payload that may be large.
+function ending.wants_webhook(payload)
+  return payload and string.find(payload, '"webhook_url"', 1, true) ~= nil
+end
+
+-- Whether a decoded entry of a log is an event as workers write it: anybody who may write to the server
+-- may have put something else there.
+local function is_event(value)
+  if type(value) ~= 'table' or type(value.text) ~= 'string' or type(value.token_ids) ~= 'table' then
+    return false
+  end
+  for at, token_id in pairs(value.token_ids) do
+    if type(at) ~= 'number' or type(token_id) ~= 'number' then return false end
+    if token_id % 1 ~= 0 or token_id < 0 or token_id >= 2 ^ 53 then return false end
+  end
+  return true
+end
+
+-- JSON of a decoded value; nil of what JSON cannot say, as a number that was too large for one.
+local function encoded(value)
+  local worked, text = pcall(cjson.encode, value)
+  return worked and text or nil
+end
+
+-- The log and the last event as one result; entries that are no events are left out. Built by hand where
+-- cjson would turn an empty array into {}.
+local function fold_log(id, last_event)
+  local texts, token_ids, logprobs, last = {}, {}, {}, {}
+  local events = requests.log_events(id)
+  events[#events + 1] = last_event
+  for _, json in ipairs(events) do
+    local parsed, event = pcall(cjson.decode, json)
+    if parsed and is_event(event) then
+      last = event
+      texts[#texts + 1] = event.text
+      for _, token_id in ipairs(event.token_ids) do token_ids[#token_ids + 1] = numbers.exact(token_id) end
+      for _, item in ipairs(type(event.logprobs) == 'table' and event.logprobs or {}) do
+        logprobs[#logprobs + 1] = type(item) == 'table' and encoded(item) or nil
+      end
+    end
+  end
+  local parts = {
+    '"text":' .. cjson.encode(table.concat(texts)),
+    '"token_ids":[' .. table.concat(token_ids, ',') .. ']',
+    '"logprobs":' .. (#logprobs > 0 and '[' .. table.concat(logprobs, ',') .. ']' or 'null'),
+  }
+  for _, name in ipairs({'finish_reason', 'usage', 'stats', 'error'}) do
+    local value = last[name]
+    local text = (type(value) == 'string' or type(value) == 'table') and encoded(value)
+    if text then parts[#parts + 1] = cjson.encode(name) .. ':' .. text end
+  end
+  return '{' .. table.concat(parts, ',') .. '}'
+end
+
+-- A last event that no worker made: nothing but the reason, and the usage so far.
+local function bare_last_event(index, attempt, prompt_tokens, reason, error_type, message)
+  local event = string.format(
+    '{"index":%d,"token_ids":[],"text":"","logprobs":null,"finish_reason":"%s","attempt":%d,' ..
+    '"usage":{"prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":0}',
+    index, reason, attempt, prompt_tokens, index)
+  if error_type then
+    event = event .. ',"error":{"type":' .. cjson.encode(error_type) ..
+      ',"message":' .. cjson.encode(message) .. '}'
+  end
+  return event .. '}'
+end
+
+-- Append and publish the last event (`count`, as text, tokens come before its end), keep the result, let go
+-- of every hold. `result` is given by a worker that has it at hand; otherwise the log is folded into it,
+-- before anything is written.
+function ending.finish(id, reason, count, event, tenant, result)
+  result = result or fold_log(id, event)
+  redis.pcall('XADD', keys.tokens(id), count .. '-1', 'event', event)
+  redis.pcall('PEXPIRE', keys.tokens(id), log_ttl())
+  requests.publish_event(id, event)
+  local key = keys.request(id)
+  redis.pcall('HSET', key, 'state', STATE_AFTER[reason], 'finish_reason', reason,
+    'finished_at', server.now_text, 'last_event', event, 'result', result)
+  local ttl = ending.result_ttl()
+  if redis.pcall('HEXISTS', key, 'webhook') == 1 then
+    redis.pcall('ZADD', keys.prefix .. 'webhooks', server.now_text, id)
+    redis.pcall('ZREMRANGEBYSCORE', keys.prefix .. 'webhooks', '-inf', numbers.exact(server.now - WEBHOOK_MS))
+    ttl = math.max(ttl, WEBHOOK_MS)
+  end
+  redis.pcall('PEXPIRE', key, numbers.exact(ttl))
+  requests.drop_holds(id, tenant)
+  if reason == 'stop' or reason == 'length' then
+    finished_outputs[#finished_outputs + 1] = server.now_text .. ' ' .. count
+  end
+end
+
+-- End a request without a worker: cancelled, expired, or an error. Returns whether it had not ended yet.
+function ending.finish_bare(id, reason, error_type, message)
+  local fields = requests.read(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
+  local count, ended = requests.log_top(id)
+  waiting.leave(id, fields)
+  if ended or requests.is_final(fields.state) then
+    requests.drop_holds(id, fields.tenant)
+    return false
+  end
+  local event = bare_last_event(count, numbers.whole(fields.attempt, 0),
+    numbers.whole(fields.prompt_tokens, 0), reason, error_type, message)
+  if ending.wants_webhook(fields.payload) then redis.pcall('HSET', keys.request(id), 'webhook', 1) end
+  ending.finish(id, reason, numbers.exact(count), event, fields.tenant)
+  return true
+end

@@ -1,0 +1,67 @@
+-- uses: keys, numbers, server
+-- A request's hash and log, what it is estimated to need, and how it is forgotten.
+
+local IS_FINAL = {completed = true, failed = true, cancelled = true, expired = true, dead = true}
+local HOLDS = {keys.leases, keys.deadlines, keys.delayed}
+requests.DEFAULT_OUTPUT = 256 -- expected output while no request has finished yet
+
+function requests.is_final(state) return IS_FINAL[state] or false end
+
+-- Fields of a request's hash as a table; nil if the key is of another type.
+function requests.read(id, ...)
+  local values = redis.pcall('HMGET', keys.request(id), ...)
+  if values.err then return nil end
+  local names, fields = {...}, {}
+  for i = 1, #names do fields[names[i]] = values[i] or nil end
+  return fields
+end
+
+-- How many tokens the log holds, and whether its last event is there.
+function requests.log_top(id)
+  local top = redis.pcall('XREVRANGE', keys.tokens(id), '+', '-', 'COUNT', 1)
+  if top.err or #top == 0 then return 0, false end
+  local count, is_last = string.match(top[1][1], '^(%d+)-(%d+)$')
+  return tonumber(count), is_last == '1'
+end
+
+-- Every event of the log, oldest first, as JSON.
+function requests.log_events(id)
+  local entries, events = redis.pcall('XRANGE', keys.tokens(id), '-', '+'), {}
+  for i, entry in ipairs(entries.err and {} or entries) do events[i] = entry[2][2] end
+  return events
+end
+
+local publish_command = server.config('pubsub') == 'sharded' and 'SPUBLISH' or 'PUBLISH'
+
+function requests.publish_event(id, event) redis.call(publish_command, keys.events(id), event) end
+
+-- Whether a request's deadline has passed. Mostly none has, so that is asked first, once a call.
+local some_have_passed
+function requests.is_past_deadline(id)
+  if some_have_passed == nil then some_have_passed = #server.due(keys.deadlines, server.now_text, 1) > 0 end
+  local deadline = some_have_passed and server.score_in(keys.deadlines, id)
+  return deadline and deadline <= server.now
+end
+
+-- Length of a prompt by that of its payload, until a tokenizer has seen it.
+function requests.estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
+
+-- Tokens that a request counts as while it waits.
+function requests.estimated_tokens(payload)
+  local max_tokens = numbers.in_json(payload, 'max_tokens') or requests.DEFAULT_OUTPUT
+  return requests.estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
+end
+
+function requests.drop_holds(id, tenant)
+  server.remove_later(keys.pending_of(tenant), id)
+  for i = 1, #HOLDS do server.remove_later(HOLDS[i], id) end
+end
+
+-- Delete a dead letter and all that is kept of it; false if it is none.
+function requests.purge(id)
+  if redis.call('ZREM', keys.dead, id) == 0 then return false end
+  -- A stranger may have put it into a queue again.
+  requests.drop_holds(id, (requests.read(id, 'tenant') or {}).tenant)
+  redis.call('DEL', keys.request(id), keys.tokens(id))
+  return true
+end

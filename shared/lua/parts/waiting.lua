@@ -1,0 +1,118 @@
+-- uses: keys, numbers, server, requests
+-- Where a request waits, and how it gets there and back; what waits is counted for the limits of
+-- `enqueue`, from when a script makes a request's state `waiting` until a script makes it another one.
+
+local MAX_HISTORY = 16
+
+local changes = {} -- of the backlog, by field
+function waiting.count_later(kind, tenant, change)
+  if change == 0 then return end
+  local field = kind .. ':' .. keys.tenant_name(tenant)
+  changes[field] = (changes[field] or 0) + change
+end
+
+server.at_the_end(function()
+  for field, change in pairs(changes) do
+    local left = change ~= 0 and redis.pcall('HINCRBY', keys.backlog, field, numbers.exact(change))
+    if type(left) == 'number' and left <= 0 then redis.call('HDEL', keys.backlog, field) end
+  end
+  changes = {}
+end)
+
+-- A request stops waiting. `fields`: state, tenant and tokens as they were before.
+function waiting.leave(id, fields)
+  if fields.state ~= 'waiting' then return end
+  waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
+  if server.score_in(keys.delayed, id) then waiting.count_later('delayed', fields.tenant, -1) end
+end
+
+-- Put an id into its tenant's queue; into plain `pending` where a stranger spoilt that.
+function waiting.put(id, score, tenant)
+  tenant = keys.tenant_name(tenant)
+  local known = tenant ~= '' and redis.pcall('SADD', keys.tenants_waiting, tenant)
+  local put = type(known) == 'number' and redis.pcall('ZADD', keys.pending_of(tenant), score, id)
+  if type(put) ~= 'number' then redis.call('ZADD', keys.pending, score, id) end
+end
+
+-- The keys of all tenants' queues, plain `pending` first.
+function waiting.queues()
+  local found, names = {keys.pending}, redis.pcall('SMEMBERS', keys.tenants_waiting)
+  for _, tenant in ipairs(names.err and {} or names) do
+    local key = keys.pending_of(tenant)
+    if key ~= keys.pending and redis.call('TYPE', key).ok == 'zset' then found[#found + 1] = key end
+  end
+  return found
+end
+
+-- The queue in which an id waits: its tenant's, or wherever a stranger put it; nil for none.
+function waiting.queue_of(id, tenant)
+  local home = keys.pending_of(tenant)
+  if server.score_in(home, id) then return home end
+  for _, key in ipairs(waiting.queues()) do
+    if redis.call('ZSCORE', key, id) then return key end
+  end
+end
+
+-- What a level of priority is worth in the queue's scores. Aging lets it overtake by at most so long;
+-- a strict level is wider than any time.
+function waiting.priority_level()
+  return server.config('strict_priority') == '1' and 2199023255552 or server.number('aging_ms', 60000)
+end
+
+-- The queue score of a request that arrives now: lower runs first.
+function waiting.score_of(priority) return server.now + priority * waiting.priority_level() end
+
+-- A place in the queue as it was kept; the end of the queue where a stranger spoilt it.
+function waiting.place(score)
+  local number = tonumber(score or nil)
+  if not number or number ~= number then number = server.now end
+  return numbers.precise(number)
+end
+
+-- Move delayed requests whose time has come to pending. Returns how many.
+function waiting.promote_delayed()
+  local ids = server.due(keys.delayed, server.now_text, 100)
+  for _, id in ipairs(ids) do
+    local fields = requests.read(id, 'score', 'state', 'tenant') or {}
+    if fields.state == 'waiting' then waiting.count_later('delayed', fields.tenant, -1) end
+    waiting.put(id, waiting.place(fields.score), fields.tenant)
+    redis.call('ZREM', keys.delayed, id)
+  end
+  return #ids
+end
+
+-- Note in the request's `history` how its current attempt ended.
+function waiting.note_end_of_attempt(id, how)
+  local fields = requests.read(id, 'history', 'attempt', 'worker', 'claimed_at') or {}
+  local parsed, history = pcall(cjson.decode, fields.history or '[]')
+  if not parsed or type(history) ~= 'table' or history[1] == nil then history = {} end
+  while #history >= MAX_HISTORY do table.remove(history, 1) end
+  history[#history + 1] = {
+    attempt = numbers.whole(fields.attempt, 0), worker = fields.worker or '',
+    claimed_at = numbers.whole(fields.claimed_at, 0), ended_at = server.now, how = how,
+  }
+  local encoded, text = pcall(cjson.encode, history)
+  if encoded then redis.call('HSET', keys.request(id), 'history', text) end
+end
+
+-- Put a request that is not held (any more) in its old place, after `delay_ms` if that is given.
+-- `how` says how the attempt at it ended, if that is worth a note.
+function waiting.put_back(id, score, how, delay_ms)
+  if how then waiting.note_end_of_attempt(id, how) end
+  local fields = requests.read(id, 'state', 'tenant', 'tokens') or {}
+  if fields.state ~= 'waiting' then
+    waiting.count_later('tokens', fields.tenant, numbers.whole(fields.tokens, 0))
+  end
+  redis.call('HSET', keys.request(id), 'state', 'waiting')
+  redis.call('HDEL', keys.request(id), 'fence', 'worker', 'alone')
+  redis.call('ZREM', keys.leases, id)
+  local waits = delay_ms and delay_ms > 0
+    and redis.pcall('ZADD', keys.delayed, numbers.exact(server.now + delay_ms), id)
+  if type(waits) == 'number' then
+    server.remove_later(keys.pending, id) -- where a plain client may have put it in again meanwhile
+    server.remove_later(keys.pending_of(fields.tenant), id)
+    waiting.count_later('delayed', fields.tenant, 1)
+  else
+    waiting.put(id, waiting.place(score), fields.tenant)
+  end
+end
