@@ -21,7 +21,7 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.runtime.settings import Settings, read_settings
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker
 
@@ -67,15 +67,16 @@ async def measure(url: str, settings: Settings, served: Served, num_cancels: int
             await worker.stop()
 
 
-def _decoding(worker: Worker) -> list[Lease]:
-    return [held for held in worker.leases if held.in_engine and held.num_emitted]
+def _decoding(worker: Worker) -> list[PreparedRequest]:
+    running = [lease.prepared for lease in worker.leases.running]
+    return [held for held in running if held.num_emitted]
 
 
 async def _cancel(
     client: redis.asyncio.Redis,
     queue: AsyncRequestQueue,
     worker: Worker,
-    victim: Lease,
+    victim: PreparedRequest,
     freed_at: dict[int, float],
 ) -> Freed:
     steps_before, step = worker.engine.stats.num_steps, worker.engine.stats.step_seconds

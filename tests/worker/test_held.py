@@ -12,45 +12,39 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import EngineLimits, SequenceTiming
-from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.engine.api.messages import SequenceTiming
+from promptq.worker.intake.preparation import Preparation
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.text.tokenizer import ByteTokenizer
+from tests.worker.fake_engine import limits
 
-LIMITS = EngineLimits(
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_model_len=20,
-    kv_tokens=64,
-    block_size=16,
-    bytes_per_token=1,
-    vocab_size=257,
-)
 END = 256
 
 
 def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
+    """Of a payload with these fields, as far as they are not the claim's own."""
+    own = {"request_id": "r", "fence": "2-x", "score": 5.0, "cost": 9, "is_suspect": False}
+    own.update({name: fields.pop(name) for name in own if name in fields})
     fields.setdefault("prompt", "four")
     return Claim(
-        request_id="r",
         payload=json.dumps(fields).encode(),
-        fence="2-x",
         attempt=2,
-        score=5.0,
         seed=77,
         enqueued_at_ms=1000,
         claimed_at_ms=1500,
         prompt_tokens=None,
-        cost=9,
         events=events or [],
+        **own,
     )
 
 
-def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> Lease:
+def preparation() -> Preparation:
     model = ModelIdentity("mine", "123")
-    return Preparation(ByteTokenizer(), LIMITS, model, frozenset({END})).prepare(
-        claim(events, **fields)
-    )
+    return Preparation(ByteTokenizer(), limits(max_model_len=20), model, frozenset({END}))
+
+
+def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> PreparedRequest:
+    return preparation().prepare(claim(events, **fields))
 
 
 def emitted(text: str) -> list[TokenEvent]:
@@ -123,12 +117,6 @@ def test_counts_with_what_was_expected_or_what_it_has_if_that_is_more() -> None:
     assert held.kv_need == 4 + 8
 
 
-def test_tells_the_length_of_the_prompt_once() -> None:
-    held = prepare()
-    assert held.as_held().prompt_tokens == 4
-    assert held.as_held().prompt_tokens is None
-
-
 def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
     held = prepare(emitted("ab"))
     now = time.monotonic()
@@ -141,9 +129,7 @@ def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
         preemptions=1,
     )
     held.next_row([99], "c")
-    assert not held.ended
     row = held.next_row([100], "d", finish_reason=FinishReason.STOP)
-    assert held.ended
     event = TokenEvent.model_validate_json(row.event_json)
     usage, stats = event.usage, event.stats
     assert usage is not None

@@ -16,7 +16,7 @@ from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.request import Request
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
-from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.structured_output import Grammars, NewGrammarError
 from promptq.worker.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class Preparation:
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
 
-    def prepare(self, claim: Claim, *, only_quick: bool = False) -> Lease:
+    def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
         """Parse, tokenise, check, and rebuild what earlier attempts had reached.
 
         Raises InvalidRequestError naming the field that is wrong; with `only_quick` TakesLongError,
@@ -75,7 +75,7 @@ class Preparation:
             ends |= self.end_token_ids
         text = TextStream(self.tokenizer.decode, prompt, request.stop_strings, request.min_tokens)
         text.replay(emitted, "".join(event.text for event in claim.events))
-        return Lease(
+        return PreparedRequest(
             claim=claim,
             engine_request=EngineRequest(
                 sequence_id=next(_sequence_ids),
