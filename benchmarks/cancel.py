@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import redis.asyncio
 from rich.console import Console
@@ -36,6 +37,22 @@ class Freed:
     num_steps: int
 
 
+class NotingEngine:
+    """Notes when each abort took effect."""
+
+    def __init__(self, engine: Any) -> None:
+        self.freed_at: dict[int, float] = {}
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def abort(self, sequence_id: int) -> bool:
+        was_here: bool = self._engine.abort(sequence_id)
+        self.freed_at.setdefault(sequence_id, time.perf_counter())
+        return was_here
+
+
 def percentile(values: list[float], share: float) -> float:
     """The value that `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
@@ -45,11 +62,9 @@ async def measure(url: str, settings: Settings, served: Served, num_cancels: int
     """Keep the batch full and cancel one request after another."""
     request = Request.build({"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True})
     async with redis.asyncio.Redis.from_url(url) as client:
-        worker = Worker(settings, served, client)
-        freed_at: dict[int, float] = {}
-        worker.engine.on_freed = lambda sequence_id: freed_at.setdefault(
-            sequence_id, time.perf_counter()
-        )
+        engine = NotingEngine(served.engine)
+        freed_at = engine.freed_at
+        worker = Worker(settings, replace(served, engine=engine), client)
         queue = AsyncRequestQueue(client)
         await worker.start()
         try:

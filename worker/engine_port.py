@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from promptq.worker.engine.api.messages import (
+    EngineAbilities,
     EngineLimits,
     EngineRequest,
     EngineSnapshot,
@@ -18,6 +19,9 @@ class EnginePort(Protocol):
 
     @property
     def limits(self) -> EngineLimits: ...
+
+    @property
+    def abilities(self) -> EngineAbilities: ...
 
     @property
     def stats(self) -> EngineStats:

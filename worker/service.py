@@ -104,6 +104,7 @@ class Worker:
             Preparation(
                 served.tokenizer,
                 self.engine.limits,
+                self.engine.abilities,
                 served.identity,
                 served.end_token_ids,
                 served.grammars,

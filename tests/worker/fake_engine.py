@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from promptq.worker.engine.api.messages import (
+    EngineAbilities,
     EngineLimits,
     EngineRequest,
     EngineSnapshot,
@@ -34,6 +35,7 @@ class FakeEngine:
 
     def __init__(self, **changes: int) -> None:
         self.limits = limits(**changes)
+        self.abilities = EngineAbilities()
         self.stats = EngineStats()
         self.sequences: list[int] = []
 

@@ -128,8 +128,14 @@ def prepare(
         cost=0,
         events=[TokenEvent(index=0, token_ids=emitted, text="")] if emitted else [],
     )
-    limits, identity, ends = served.engine.limits, served.identity, served.end_token_ids
-    return Preparation(served.tokenizer, limits, identity, ends, served.grammars).prepare(claim)
+    return Preparation(
+        served.tokenizer,
+        served.engine.limits,
+        served.engine.abilities,
+        served.identity,
+        served.end_token_ids,
+        served.grammars,
+    ).prepare(claim)
 
 
 def run(served: Served, *held: PreparedRequest) -> list[SequenceOutput]:

@@ -12,7 +12,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import SequenceTiming
+from promptq.worker.engine.api.messages import EngineAbilities, SequenceTiming
 from promptq.worker.intake.preparation import Preparation
 from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.text.tokenizer import ByteTokenizer
@@ -38,9 +38,14 @@ def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
     )
 
 
-def preparation() -> Preparation:
-    model = ModelIdentity("mine", "123")
-    return Preparation(ByteTokenizer(), limits(max_model_len=20), model, frozenset({END}))
+def preparation(**abilities: Any) -> Preparation:
+    return Preparation(
+        ByteTokenizer(),
+        limits(max_model_len=20),
+        EngineAbilities(**abilities),
+        ModelIdentity("mine", "123"),
+        frozenset({END}),
+    )
 
 
 def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> PreparedRequest:
@@ -91,6 +96,24 @@ def test_refuses_another_model_by_name() -> None:
     assert prepare(model="mine").priority == 0
     with pytest.raises(InvalidRequestError, match=r"^model: this queue serves 'mine', not 'other'"):
         prepare(model="other")
+
+
+@pytest.mark.parametrize(
+    ("abilities", "fields"),
+    [
+        ({"logprobs": False}, {"logprobs": 0}),
+        ({"unheeded": frozenset({"min_p", "top_k"})}, {"top_k": 3}),
+        ({"grammars": False}, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(
+    abilities: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    with pytest.raises(InvalidRequestError, match=f"^{name}: this worker's engine") as refused:
+        preparation(**abilities).prepare(claim(**fields))
+    assert (refused.value.field, refused.value.error_type) == (name, "unsupported")
+    preparation(**abilities).prepare(claim(logprobs=None, top_k=0))
 
 
 def test_a_later_attempt_goes_on_behind_what_was_emitted() -> None:

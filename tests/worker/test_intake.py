@@ -97,11 +97,11 @@ class House:
             self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, departures
         )
         self.give_back = GiveBack(self.queue, self.leases, departures)
-        limits, model, ends = self.engine.limits, ModelIdentity(), frozenset({256})
+        limits, abilities = self.engine.limits, self.engine.abilities
         self.intake = Prefetcher(
             self.queue,
             self.leases,
-            Preparation(tokenizer, limits, model, ends),
+            Preparation(tokenizer, limits, abilities, ModelIdentity(), frozenset({256})),
             self.policy,
             self.publisher,
             Renewal(self.queue, self.leases, departures),

@@ -43,6 +43,6 @@ class ClaimPolicy:
             max_count=leases.num_places + self.depth - leases.num_counted,
             token_budget=limits.kv_tokens - leases.kv_need + saved,
             capacity=limits.max_model_len,
-            preemptible=leases.preemptible,
+            preemptible=leases.preemptible if self._engine.abilities.preemption else [],
             num_held=len(leases) + self._engine.num_aborting,
         )

@@ -186,6 +186,8 @@ class Prefetcher:
                 self._departures.note(earlier, outcome)
         leases = self._leases.claimed(claims)
         await self._take(leases, await asyncio.to_thread(self._prepare, leases))
+        if self._leases.some_return.is_set():  # what was put off must not keep out the next
+            await self._give_back.run_once()
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:

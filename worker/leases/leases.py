@@ -226,7 +226,7 @@ class Leases:
         return [(it.prepared.priority, it.kv_need) for it in self._running.values()]
 
     def _next_is_more_urgent(self) -> bool:
-        lease = self.ready.first()
+        lease = self.ready.first() if self._engine.abilities.preemption else None
         return lease is not None and any(
             it.prepared.priority > lease.prepared.priority for it in self._running.values()
         )
