@@ -22,6 +22,7 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.runtime.settings import Settings, read_settings
 from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker
@@ -83,7 +84,7 @@ async def measure(url: str, settings: Settings, served: Served, num_cancels: int
 
 
 def _decoding(worker: Worker) -> list[PreparedRequest]:
-    running = [lease.prepared for lease in worker.leases.running]
+    running = [it.prepared for it in worker.leases if it.state is LeaseState.RUNNING]
     return [held for held in running if held.num_emitted]
 
 

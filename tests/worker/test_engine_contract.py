@@ -30,9 +30,7 @@ def model_free(_directory: Path) -> EnginePort:
 
 def native(directory: Path) -> EnginePort:
     runner = ModelRunner.load(str(directory), device="cpu", dtype="float32", kv_cache_memory=2**22)
-    engine = LLMEngine(
-        runner, max_num_seqs=SLOTS, max_num_batched_tokens=64, max_model_len=LENGTH
-    )
+    engine = LLMEngine(runner, max_num_seqs=SLOTS, max_num_batched_tokens=64, max_model_len=LENGTH)
     return EngineThread(engine)
 
 
@@ -204,9 +202,7 @@ async def test_another_attempt_goes_on_with_the_same_tokens_where_that_is_promis
         whole = tokens((await ended(engine, 1))[1])
         engine.add(sequence(2, 16, prompt_token_ids=[1, 2, 3, 4], params=params))
         for at in (1, 7, 15):
-            rest = sequence(
-                100 + at, 16, prompt_token_ids=[1, 2, 3, 4], params=params
-            )
+            rest = sequence(100 + at, 16, prompt_token_ids=[1, 2, 3, 4], params=params)
             rest.output_token_ids = whole[:at]
             engine.add(rest)
         outputs = await ended(engine, 2, 101, 107, 115)

@@ -239,13 +239,12 @@ class Prefetcher:
         self._slow.discard(done)
         if not done.cancelled() and (error := done.exception()) is not None:
             self._broken = error
-            self._wake_up.ring()
+            self._wake_up.work_came()
 
     async def _tell_prompt_tokens(self) -> None:
         """Tell the exact prompt lengths of what lies here; of the others their first row tells."""
-        if untold := [
-            it for it in self._leases if it in self._leases.ready and it.has_untold_length
-        ]:
+        ready = (it for it in self._leases if it.state is LeaseState.READY)
+        if untold := [it for it in ready if it.has_untold_length]:
             with suppress(RedisError, OSError):  # a renewal of the leases tells them too
                 await self._renewal.renew(untold)
 

@@ -91,10 +91,6 @@ class Leases:
         return len(self._running)
 
     @property
-    def running(self) -> list[Lease]:
-        return list(self._running.values())
-
-    @property
     def due_back(self) -> list[Lease]:
         """What is to be given back."""
         return [lease for lease in self if lease.state is _RETURNING]

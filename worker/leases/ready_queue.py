@@ -53,9 +53,6 @@ class ReadyQueue:
     def __len__(self) -> int:
         return len(self._since)
 
-    def __contains__(self, lease: Lease) -> bool:
-        return lease in self._since
-
     def first(self) -> Lease | None:
         """The first in queue order."""
         while self._heap and self._heap[0][2] not in self._since:

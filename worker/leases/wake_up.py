@@ -24,10 +24,6 @@ class WakeUp:
         if self.num_left:
             self._rung.set()
 
-    def ring(self) -> None:
-        """Wake it for any other reason."""
-        self._rung.set()
-
     def take(self) -> bool:
         """Begin a turn; gives whether new work may have come since the last."""
         self._rung.clear()

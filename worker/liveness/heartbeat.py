@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import fields
 
 from promptq.shared.protocol.worker_stats import SlotState, SlotStats, WorkerStats
 from promptq.shared.queue import scripts, statistics
@@ -19,6 +20,7 @@ from promptq.worker.telemetry.meter import Meter
 
 INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
+_AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
 """A snapshot comes after the step that runs; one of a long step comes with the next heartbeat."""
 
@@ -65,17 +67,8 @@ class Heartbeat:
         """What the worker tells of itself besides its batch."""
         engine, limits, departures = self._engine.stats, self._engine.limits, self._departures
         now = {
-            "num_running": engine.num_running,
-            "num_waiting": engine.num_waiting,
+            **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
             "num_prefetched": len(self._leases.ready),
-            "num_processed": engine.num_processed,
-            "prompt_tokens": engine.prompt_tokens,
-            "cached_tokens": engine.cached_tokens,
-            "generation_tokens": engine.generation_tokens,
-            "recomputed_tokens": engine.recomputed_tokens,
-            "drafted_tokens": engine.drafted_tokens,
-            "accepted_tokens": engine.accepted_tokens,
-            "num_preemptions": engine.num_preemptions,
             "kv_used_tokens": engine.num_used_blocks * limits.block_size,
             "kv_blocks": engine.num_blocks,
             "kv_used_blocks": engine.num_used_blocks,
@@ -89,7 +82,6 @@ class Heartbeat:
             "mean_queue_ms": departures.mean_ms("queue_ms"),
             "mean_prompt_ms": departures.mean_ms("prompt_ms"),
             "mean_generation_ms": departures.mean_ms("generation_ms"),
-            "peak_memory_bytes": engine.peak_memory_bytes,
         }
         return self.about.model_copy(update=now)
 

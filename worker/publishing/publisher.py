@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.rows import Row, RowStatus
@@ -91,11 +91,9 @@ class Publisher:
 
     async def _publish(self, steps: Sequence[StepOutput]) -> None:
         """Send what is to be sent now; what the engine has no memory for goes back behind it."""
-        outputs = [output for step in steps for output in self._take(step)]
-        outputs += self._coalescer.take_due()  # where no step has come
         rows: list[_Sent] = []
         short: list[Lease] = []
-        for output in outputs:
+        for output in self._due(steps):
             lease = self._leases.by_sequence(output.sequence_id)
             if lease is None:
                 continue
@@ -111,6 +109,12 @@ class Publisher:
         for lease in short:  # as a crash: who always asks too much comes to an end
             self._log.error("no memory for a request; it goes back", request_id=lease.request_id)
             self._leases.returning(lease, crashed=True)
+
+    def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
+        """What is to be sent now: step by step, as one may end what a later one goes on with."""
+        for step in steps:
+            yield from self._take(step)
+        yield from self._coalescer.take_due()  # where no step has come
 
     def _take(self, step: StepOutput) -> list[SequenceOutput]:
         """Measure a step and hand it to the coalescer; what is to be sent now."""
