@@ -246,5 +246,5 @@ class Leases:
             self._engine.add(lease.prepared.engine_request)
         elif state is _RETURNING:
             self.some_return.set()
-        elif state is _GONE and self._by_request.get(lease.request_id) is lease:
+        elif state is _GONE:
             del self._by_request[lease.request_id]
