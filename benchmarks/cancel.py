@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import redis.asyncio
 from rich.console import Console
@@ -21,7 +22,8 @@ from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.runtime.settings import Settings, read_settings
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.lease import LeaseState
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker
 
@@ -36,6 +38,22 @@ class Freed:
     num_steps: int
 
 
+class NotingEngine:
+    """Notes when each abort took effect."""
+
+    def __init__(self, engine: Any) -> None:
+        self.freed_at: dict[int, float] = {}
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def abort(self, sequence_id: int) -> bool:
+        was_here: bool = self._engine.abort(sequence_id)
+        self.freed_at.setdefault(sequence_id, time.perf_counter())
+        return was_here
+
+
 def percentile(values: list[float], share: float) -> float:
     """The value that `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
@@ -45,11 +63,9 @@ async def measure(url: str, settings: Settings, served: Served, num_cancels: int
     """Keep the batch full and cancel one request after another."""
     request = Request.build({"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True})
     async with redis.asyncio.Redis.from_url(url) as client:
-        worker = Worker(settings, served, client)
-        freed_at: dict[int, float] = {}
-        worker.engine.on_freed = lambda sequence_id: freed_at.setdefault(
-            sequence_id, time.perf_counter()
-        )
+        engine = NotingEngine(served.engine)
+        freed_at = engine.freed_at
+        worker = Worker(settings, replace(served, engine=engine), client)
         queue = AsyncRequestQueue(client)
         await worker.start()
         try:
@@ -67,15 +83,16 @@ async def measure(url: str, settings: Settings, served: Served, num_cancels: int
             await worker.stop()
 
 
-def _decoding(worker: Worker) -> list[Lease]:
-    return [held for held in worker.leases if held.in_engine and held.num_emitted]
+def _decoding(worker: Worker) -> list[PreparedRequest]:
+    running = [it.prepared for it in worker.leases if it.state is LeaseState.RUNNING]
+    return [held for held in running if held.num_emitted]
 
 
 async def _cancel(
     client: redis.asyncio.Redis,
     queue: AsyncRequestQueue,
     worker: Worker,
-    victim: Lease,
+    victim: PreparedRequest,
     freed_at: dict[int, float],
 ) -> Freed:
     steps_before, step = worker.engine.stats.num_steps, worker.engine.stats.step_seconds

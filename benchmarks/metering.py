@@ -23,7 +23,7 @@ from promptq.worker.engine.api.messages import (
     SequenceOutput,
     StepOutput,
 )
-from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.telemetry.meter import Meter
 from promptq.worker.text.detokenizer import TextStream
 
@@ -31,10 +31,10 @@ ROWS, STEPS, ROUNDS = 64, 2000, 5
 SECONDS_BETWEEN = 0.02
 
 
-def held_request(number: int) -> Lease:
+def held_request(number: int) -> PreparedRequest:
     request = Request.build({"prompt": [1], "max_tokens": STEPS})
     claim = Claim(f"r{number}", b"", "1-x", 1, 0.0, 0, 0, 0, 1, 1)
-    return Lease(
+    return PreparedRequest(
         claim=claim,
         request=request,
         engine_request=EngineRequest(number, [1], request, 0, STEPS),

@@ -62,7 +62,7 @@ async def running_worker(
             serving.cancel()
             await worker.stop()
     assert len(worker.leases) == 0
-    assert worker.leases.num_in_engine == 0
+    assert worker.leases.num_running == 0
     worker.served.engine.check_integrity()
     assert worker.served.engine.stats.num_used_blocks == 0
 

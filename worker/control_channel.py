@@ -7,8 +7,8 @@ may do everything, a drain is heeded there too, as earlier releases send it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
@@ -19,14 +19,15 @@ from promptq.shared.runtime.logs import get_logger
 _RECONNECT_SECONDS = 0.5
 
 
-async def listen(
-    client: Any,
-    keys: Keys,
-    on_pending: Callable[[], None],
-    on_cancel: Callable[[str], None],
-    on_drain: Callable[[str | None], None],
-) -> None:
-    """Tell of each message until cancelled. `on_drain` gets the worker's id, None for all.
+class Message(NamedTuple):
+    """`kind` is `pending`, `cancel` or `drain`; `name` is the id of a request or a worker."""
+
+    kind: str
+    name: str | None = None
+
+
+async def messages(client: Any, keys: Keys) -> AsyncIterator[Message]:
+    """Each message, until cancelled. A drain without a name is for all workers.
 
     Messages that are missed while disconnected cost only time: workers poll for new work, and every
     publish answers with what is cancelled. Only a drain is to be sent again.
@@ -41,16 +42,12 @@ async def listen(
                 while True:
                     message = await _next(channel)
                     if message["type"] == "subscribe":
-                        on_pending()  # it listens from now on; something may have come before
+                        yield Message("pending")  # something may have come before it listened
                     if message["type"] != "message":
                         continue
-                    kind, colon, name = message["data"].partition(b":")
-                    if kind == b"pending":
-                        on_pending()
-                    elif kind == b"cancel":
-                        on_cancel(name.decode("ascii", "replace"))
-                    elif kind == b"drain" and message["channel"] in heeded:
-                        on_drain(name.decode("ascii", "replace") if colon else None)
+                    kind, colon, name = message["data"].decode("ascii", "replace").partition(":")
+                    if kind != "drain" or message["channel"] in heeded:
+                        yield Message(kind, name if colon else None)
         except (RedisError, OSError) as error:
             get_logger().warning("control channel lost, subscribing again", error=str(error))
             await asyncio.sleep(_RECONNECT_SECONDS)

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from traceback import clear_frames
 
 from promptq.shared.protocol.request import FinishReason
@@ -30,15 +30,12 @@ _IDLE_TICK_SECONDS = 0.5
 
 
 class EngineThread:
-    """Runs an engine. `add`, `abort` and `fetch` belong to the asyncio side.
-
-    `on_freed` is told, in the engine's thread, of each abort that was applied.
-    """
+    """Runs an engine that is driven by steps; see `EnginePort` for what it promises."""
 
     def __init__(self, engine: Engine) -> None:
         self.limits = engine.limits
+        self.abilities = engine.abilities
         self.stats: EngineStats = engine.stats
-        self.on_freed: Callable[[int], object] | None = None
         self._engine = engine
         self._additions: deque[EngineRequest] = deque()
         self._aborts: deque[int] = deque()
@@ -55,15 +52,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the running loop is the one that fetches."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self, patience: float) -> None:
-        """Stop after the step that runs; what was not fetched is dropped.
-
-        A step that has been running for more than `patience` seconds is not waited for.
-        """
         with self._inbox:
             self._stopping = True
             self._inbox.notify()
@@ -72,19 +64,16 @@ class EngineThread:
             await asyncio.sleep(0.005)
 
     def add(self, request: EngineRequest) -> None:
-        """Hand a sequence to the engine before its next step."""
         with self._inbox:
             self._additions.append(request)
             self._inbox.notify()
 
     def abort(self, sequence_id: int) -> None:
-        """End a sequence before the engine's next step, or never let it in."""
         with self._inbox:
             self._aborts.append(sequence_id)
             self._inbox.notify()
 
     async def snapshot(self) -> EngineSnapshot:
-        """Where all sequences stand after the step that runs."""
         answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
         with self._inbox:
             self._snapshots.append(answer)
@@ -92,10 +81,6 @@ class EngineThread:
         return await answer
 
     async def fetch(self) -> list[StepOutput]:
-        """All steps since the last call, at least one.
-
-        Raises the engine's exception once it has failed and all before it was fetched.
-        """
         while True:
             self._fetchable.clear()
             if steps := self._take_outbox():
@@ -106,16 +91,13 @@ class EngineThread:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine raised; it does nothing any more."""
         return self._failure is not None
 
     @property
     def num_aborting(self) -> int:
-        """Aborts that wait for the end of the step that runs, and with them their sequences."""
         return len(self._aborts)
 
     def seconds_without_progress(self) -> float:
-        """How long the current step has been running; about 0 while there is none."""
         return time.monotonic() - self._last_progress
 
     @property
@@ -166,8 +148,6 @@ class EngineThread:
         for sequence_id in aborts:
             self._engine.abort(sequence_id)
             self.stats = self._engine.stats  # perhaps no step follows that would tell
-            if self.on_freed is not None:
-                self.on_freed(sequence_id)
         if snapshots:
             self._answer(snapshots, self._engine.snapshot())
         return not self._stopping

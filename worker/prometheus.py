@@ -24,7 +24,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
     model = (worker.served.identity.name, metrics.ENGINE)
     gauges_and_counters = {
         metrics.RUNNING: engine.num_running,
-        metrics.WAITING: engine.num_waiting + intake.available,
+        metrics.WAITING: engine.num_waiting + len(worker.leases.ready),
         metrics.KV_USAGE: engine.num_used_blocks / max(1, engine.num_blocks),
         metrics.PREFIX_QUERIES: engine.prompt_tokens + engine.cached_tokens,
         metrics.PREFIX_HITS: engine.cached_tokens,
@@ -34,7 +34,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.DRAFTED: engine.drafted_tokens,
         metrics.ACCEPTED: engine.accepted_tokens,
         metrics.LEASES: len(worker.leases),
-        metrics.PREFETCHED: intake.available,
+        metrics.PREFETCHED: len(worker.leases.ready),
         metrics.ENGINE_SECONDS: engine.busy_seconds,
         metrics.RECOMPUTED: engine.recomputed_tokens,
         metrics.CLAIMS: intake.metrics.num_claimed,

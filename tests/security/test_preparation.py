@@ -35,6 +35,9 @@ from promptq.shared.protocol.request import (
     RequestState,
 )
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
+from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text import schema_vetting
@@ -441,12 +444,19 @@ async def test_turns_go_by_tenant() -> None:
     assert lane._running.total() == 0
 
 
+class HeldToSchemas(ModelFreeRunner):
+    """Says that it can be; nobody gets as far as that."""
+
+    abilities = EngineAbilities()
+
+
 async def test_a_worker_that_stops_gives_back_what_it_prepares(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
     grammars = Grammars(tokenizer, 2048, frozenset({2}), vets=True)
-    served = replace(served_model_free(), tokenizer=tokenizer, grammars=grammars)
+    engine = LLMEngine(HeldToSchemas(), max_num_seqs=4, max_num_batched_tokens=64)
+    served = replace(served_model_free(), engine=engine, tokenizer=tokenizer, grammars=grammars)
     async with running_worker(redis_url, served):
         attacks = [
             await enqueue(queue, prompt="a", response_format=json_schema(exploding_schema(number)))

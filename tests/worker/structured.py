@@ -14,8 +14,8 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.model_runner import ModelRunner
-from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.intake.preparation import Preparation
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.served_model import Served
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.structured_output import Grammars, LLMasker
@@ -111,7 +111,7 @@ def served(directory: str = str(MODEL_DIR), kv_cache_memory: int = 2**26, **engi
 
 def prepare(
     served: Served, *, seed: int = 0, emitted: list[int] | None = None, **fields: Any
-) -> Lease:
+) -> PreparedRequest:
     """What a worker makes of a claimed request, `emitted` being an earlier attempt's tokens."""
     if "messages" not in fields:
         fields.setdefault("prompt", "Once upon a time")
@@ -128,11 +128,17 @@ def prepare(
         cost=0,
         events=[TokenEvent(index=0, token_ids=emitted, text="")] if emitted else [],
     )
-    limits, identity, ends = served.engine.limits, served.identity, served.end_token_ids
-    return Preparation(served.tokenizer, limits, identity, ends, served.grammars).prepare(claim)
+    return Preparation(
+        served.tokenizer,
+        served.engine.limits,
+        served.engine.abilities,
+        served.identity,
+        served.end_token_ids,
+        served.grammars,
+    ).prepare(claim)
 
 
-def run(served: Served, *held: Lease) -> list[SequenceOutput]:
+def run(served: Served, *held: PreparedRequest) -> list[SequenceOutput]:
     """All that each sequence gave, in one output, once all have ended."""
     whole: dict[int, SequenceOutput] = {}
     for each in held:

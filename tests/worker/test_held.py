@@ -12,45 +12,44 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import EngineLimits, SequenceTiming
-from promptq.worker.leases.lease import Lease
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.engine.api.messages import EngineAbilities, SequenceTiming
+from promptq.worker.intake.preparation import Preparation
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.text.tokenizer import ByteTokenizer
+from tests.worker.fake_engine import limits
 
-LIMITS = EngineLimits(
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_model_len=20,
-    kv_tokens=64,
-    block_size=16,
-    bytes_per_token=1,
-    vocab_size=257,
-)
 END = 256
 
 
 def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
+    """Of a payload with these fields, as far as they are not the claim's own."""
+    own = {"request_id": "r", "fence": "2-x", "score": 5.0, "cost": 9, "is_suspect": False}
+    own.update({name: fields.pop(name) for name in own if name in fields})
     fields.setdefault("prompt", "four")
     return Claim(
-        request_id="r",
         payload=json.dumps(fields).encode(),
-        fence="2-x",
         attempt=2,
-        score=5.0,
         seed=77,
         enqueued_at_ms=1000,
         claimed_at_ms=1500,
         prompt_tokens=None,
-        cost=9,
         events=events or [],
+        **own,
     )
 
 
-def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> Lease:
-    model = ModelIdentity("mine", "123")
-    return Preparation(ByteTokenizer(), LIMITS, model, frozenset({END})).prepare(
-        claim(events, **fields)
+def preparation(**abilities: Any) -> Preparation:
+    return Preparation(
+        ByteTokenizer(),
+        limits(max_model_len=20),
+        EngineAbilities(**abilities),
+        ModelIdentity("mine", "123"),
+        frozenset({END}),
     )
+
+
+def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> PreparedRequest:
+    return preparation().prepare(claim(events, **fields))
 
 
 def emitted(text: str) -> list[TokenEvent]:
@@ -99,6 +98,24 @@ def test_refuses_another_model_by_name() -> None:
         prepare(model="other")
 
 
+@pytest.mark.parametrize(
+    ("abilities", "fields"),
+    [
+        ({"logprobs": False}, {"logprobs": 0}),
+        ({"unheeded": frozenset({"min_p", "top_k"})}, {"top_k": 3}),
+        ({"grammars": False}, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(
+    abilities: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    with pytest.raises(InvalidRequestError, match=f"^{name}: this worker's engine") as refused:
+        preparation(**abilities).prepare(claim(**fields))
+    assert (refused.value.field, refused.value.error_type) == (name, "unsupported")
+    preparation(**abilities).prepare(claim(logprobs=None, top_k=0))
+
+
 def test_a_later_attempt_goes_on_behind_what_was_emitted() -> None:
     held = prepare(emitted("ab"), max_tokens=5)
     assert held.engine_request.output_token_ids == [97, 98]
@@ -123,12 +140,6 @@ def test_counts_with_what_was_expected_or_what_it_has_if_that_is_more() -> None:
     assert held.kv_need == 4 + 8
 
 
-def test_tells_the_length_of_the_prompt_once() -> None:
-    held = prepare()
-    assert held.as_held().prompt_tokens == 4
-    assert held.as_held().prompt_tokens is None
-
-
 def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
     held = prepare(emitted("ab"))
     now = time.monotonic()
@@ -141,9 +152,7 @@ def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
         preemptions=1,
     )
     held.next_row([99], "c")
-    assert not held.ended
     row = held.next_row([100], "d", finish_reason=FinishReason.STOP)
-    assert held.ended
     event = TokenEvent.model_validate_json(row.event_json)
     usage, stats = event.usage, event.stats
     assert usage is not None

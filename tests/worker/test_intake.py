@@ -12,29 +12,27 @@ import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.claims import Claim, Claims, Held, ModelIdentity, Room
+from promptq.shared.protocol.claims import Claims, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.request import FinishReason, NewRequest, Request
-from promptq.shared.protocol.rows import Row
+from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from promptq.worker.engine.api.messages import EngineLimits
+from promptq.worker.intake.claim_policy import ClaimPolicy
 from promptq.worker.intake.prefetcher import Prefetcher
-from promptq.worker.leases.lease import Lease
+from promptq.worker.intake.preparation import Preparation
+from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
-from promptq.worker.leases.preparation import Preparation
+from promptq.worker.publishing.coalescer import Coalescer
+from promptq.worker.publishing.give_back import GiveBack
+from promptq.worker.publishing.publisher import Publisher
+from promptq.worker.publishing.renewal import Renewal
+from promptq.worker.telemetry.departures import Departures
+from promptq.worker.telemetry.meter import Meter
+from promptq.worker.telemetry.tracing import RequestTracer
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.roles import AsyncQueueClient, as_role
-
-LIMITS = EngineLimits(
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_model_len=4096,
-    kv_tokens=4096,
-    block_size=16,
-    bytes_per_token=1,
-    vocab_size=257,
-)
+from tests.worker.fake_engine import FakeEngine
 
 
 class CountingQueue(AsyncRequestQueue):
@@ -45,8 +43,40 @@ class CountingQueue(AsyncRequestQueue):
         return await super().take_batch(room)
 
 
+class Policy(ClaimPolicy):
+    """As much as is to lie ready, of so many tokens."""
+
+    free_tokens = 100_000
+
+    def room(self) -> Room:
+        return Room(max_count=self.depth - len(self._leases), token_budget=self.free_tokens)
+
+
+class TellingPublisher(Publisher):
+    """Notes whom it ends; what stands in `obstacles` comes before."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.refused: dict[str, InvalidRequestError] = {}
+        self.completed: list[str] = []
+        self.obstacles: list[Exception | asyncio.Event] = []
+
+    async def refuse(self, lease: Lease, error: InvalidRequestError) -> None:
+        if self.obstacles:
+            obstacle = self.obstacles.pop()
+            if isinstance(obstacle, Exception):
+                raise obstacle
+            await obstacle.wait()
+        await super().refuse(lease, error)
+        self.refused[lease.request_id] = error
+
+    async def complete(self, lease: Lease) -> None:
+        await super().complete(lease)
+        self.completed.append(lease.request_id)
+
+
 class House:
-    """What a worker puts around an intake."""
+    """An intake and what it stands on, with an engine that has no place until it is asked for."""
 
     def __init__(
         self,
@@ -56,51 +86,52 @@ class House:
         queue: CountingQueue | None = None,
     ) -> None:
         self.queue = queue or CountingQueue(client, worker_id="w")
-        self.leases = Leases()
-        self.free_tokens = 100_000
-        self.invalid: list[tuple[str, InvalidRequestError]] = []
-        self.complete: list[str] = []
-        self.renewed: list[str] = []
-        self.telling: list[Exception | asyncio.Event] = []
+        self.engine = FakeEngine()
+        self.leases = Leases(self.engine)
+        self.leases.num_places = 0
+        self.policy = Policy(self.leases, self.engine, depth)
+        meter = Meter()
+        departures = Departures(meter, RequestTracer(None, "default", "m", "w"))
+        tokenizer = tokenizer or ByteTokenizer()
+        self.publisher = TellingPublisher(
+            self.queue, self.leases, self.engine, tokenizer, Coalescer(1.0), meter, departures
+        )
+        self.give_back = GiveBack(self.queue, self.leases, departures)
+        limits, abilities = self.engine.limits, self.engine.abilities
         self.intake = Prefetcher(
             self.queue,
             self.leases,
-            Preparation(tokenizer or ByteTokenizer(), LIMITS, ModelIdentity(), frozenset({256})),
-            room=self.room,
-            renew=self.renew,
-            on_ready=lambda: None,
-            on_lost=self.leases.drop,
-            on_invalid=self.on_invalid,
-            on_complete=self.on_complete,
-            depth=depth,
+            Preparation(tokenizer, limits, abilities, ModelIdentity(), frozenset({256})),
+            self.policy,
+            self.publisher,
+            Renewal(self.queue, self.leases, departures),
+            self.give_back,
+            departures,
+            meter,
         )
 
-    def room(self, depth: int) -> Room:
-        return Room(max_count=depth - len(self.leases), token_budget=self.free_tokens)
+    @property
+    def available(self) -> int:
+        return len(self.leases.ready)
 
-    async def renew(self, held: list[Lease]) -> None:
-        self.renewed += [item.request_id for item in held]
-        await self.queue.publish([], [item.as_held() for item in held])
-
-    async def on_invalid(self, claim: Claim, error: InvalidRequestError) -> None:
-        if self.telling:
-            obstacle = self.telling.pop()
-            if isinstance(obstacle, Exception):
-                raise obstacle
-            await obstacle.wait()
-        self.invalid.append((claim.request_id, error))
-
-    async def on_complete(self, held: Lease) -> None:
-        self.complete.append(held.request_id)
+    def hand_out(self) -> Lease | None:
+        """The next that the engine gets, if one is ready."""
+        before = len(self.engine.sequences)
+        self.leases.num_places = self.leases.num_running + 1
+        self.leases.feed()
+        self.leases.num_places = 0
+        if len(self.engine.sequences) == before:
+            return None
+        return self.leases.by_sequence(self.engine.sequences[-1])
 
     async def until_available(self, count: int) -> None:
-        while self.intake.available < count:
+        while self.available < count:
             await asyncio.sleep(0.002)
 
     async def put(self, **fields: Any) -> str:
         request = Request.build({"prompt": "a", **fields})
         (request_id,) = await self.queue.enqueue([NewRequest(new_request_id(), request)])
-        self.intake.wake()
+        self.leases.wake_up.work_came()
         return request_id
 
 
@@ -137,7 +168,7 @@ async def test_fills_up_to_its_depth_and_gives_back_on_stop(client: Any) -> None
     assert await house.queue.count() == 2
     await house.intake.stop()
     assert not house.intake.is_running
-    assert house.intake.available == 0
+    assert house.available == 0
     assert len(house.leases) == 0
     assert [claim.request_id for claim in await house.queue.take_batch(Room(9, 10**6))] == ids
 
@@ -165,26 +196,23 @@ async def test_hands_out_in_queue_order_whenever_it_was_prepared(client: Any) ->
     await house.until_available(2)
     middle = await house.put(priority=0)
     await house.until_available(3)
-    first = house.intake.peek()
-    assert first is not None
-    assert first is house.intake.next_or_none()
-    rest = [house.intake.next_or_none() for _ in range(2)]
-    order = [held.request_id for held in (first, *rest) if held is not None]
+    handed_out = [house.hand_out() for _ in range(3)]
+    order = [lease.request_id for lease in handed_out if lease is not None]
     assert order == [soon, middle, late]
-    assert house.intake.next_or_none() is None
+    assert house.hand_out() is None
     await house.intake.stop()
 
 
 async def test_measures_how_long_how_full_and_how_often_empty(client: Any) -> None:
     house = House(client, depth=9)
     house.intake.start()
-    assert house.intake.next_or_none() is None
+    assert house.hand_out() is None
     for _ in range(3):
         await house.put()
     await house.until_available(3)
     await asyncio.sleep(0.05)
     for _ in range(3):
-        assert house.intake.next_or_none() is not None
+        assert house.hand_out() is not None
     metrics = house.intake.metrics
     assert (metrics.num_claimed, metrics.num_handed_out, metrics.num_empty) == (3, 3, 1)
     assert metrics.waited_seconds >= 3 * 0.05
@@ -196,17 +224,17 @@ async def test_measures_how_long_how_full_and_how_often_empty(client: Any) -> No
 async def test_adapts_its_depth_to_the_rate_of_hand_outs(client: Any) -> None:
     """About 100 ms of work, of the rate over the last two seconds."""
     house = House(client, depth=None)
-    assert house.intake.depth == 1
+    assert house.policy.depth == 1
     house.intake.start()
     for n in range(61):
         await house.put()
         await house.until_available(1)
-        held = house.intake.next_or_none()
+        held = house.hand_out()
         assert held is not None
-        house.leases.drop(held)
-        assert house.intake.depth <= 1 + n // 20
-    assert house.intake.depth > 1
-    while house.intake.depth > 1:  # and back, when nothing was asked for
+        house.leases.answered(held, RowStatus.FENCED)
+        assert house.policy.depth <= 1 + n // 20
+    assert house.policy.depth > 1
+    while house.policy.depth > 1:  # and back, when nothing was asked for
         await asyncio.sleep(0.05)
     await house.intake.stop()
 
@@ -218,14 +246,14 @@ async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any
     good = await house.put()
     house.intake.start()
     await house.until_available(1)
-    while len(house.invalid) < 2:
+    while len(house.publisher.refused) < 2:
         await asyncio.sleep(0.002)
-    reasons = dict(house.invalid)
+    reasons = house.publisher.refused
     assert str(reasons[bad]).startswith("prompt: ")
     assert reasons[boom].error_type == "internal_error"
     assert "fell over" in str(reasons[boom])
     assert house.intake.metrics.num_failed == 2
-    held = house.intake.next_or_none()
+    held = house.hand_out()
     assert held is not None
     assert held.request_id == good
     await house.intake.stop()
@@ -233,16 +261,19 @@ async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any
 
 async def test_an_end_that_cannot_be_told_is_told_later_and_holds_up_nobody(client: Any) -> None:
     house = House(client, depth=9)
-    house.telling.append(RedisConnectionError("gone for a moment"))
+    house.publisher.obstacles.append(RedisConnectionError("gone for a moment"))
     bad = await house.put(prompt=[99999], priority=-1)
     await house.put()
+    giving_back = asyncio.create_task(house.give_back.run())
     house.intake.start()
     await house.until_available(1)
-    while not house.invalid:
+    while not house.publisher.refused:
         await asyncio.sleep(0.002)
-    assert house.invalid[0][0] == bad
+    assert [*house.publisher.refused] == [bad]
+    giving_back.cancel()
     await house.intake.stop()
-    assert await client.zcard(house.queue.keys.leases) == 1, "the bad one, whose end is not sent"
+    assert await house.queue.state(bad) is RequestState.FAILED
+    assert await house.queue.count() == 1
 
 
 async def test_stopping_does_not_wait_for_a_tokenizer_and_loses_nothing(client: Any) -> None:
@@ -261,11 +292,11 @@ async def test_stopping_does_not_wait_for_a_tokenizer_and_loses_nothing(client: 
 
 async def test_stopping_while_an_end_is_told_loses_nothing(client: Any) -> None:
     house = House(client, depth=9)
-    house.telling.append(asyncio.Event())
+    house.publisher.obstacles.append(asyncio.Event())
     for n in range(4):
         await house.put(prompt=[99999 if n == 0 else 1])
     house.intake.start()
-    while house.telling:
+    while house.publisher.obstacles:
         await asyncio.sleep(0.002)
     await house.intake.stop()
     assert await house.queue.count() == 4
@@ -326,11 +357,11 @@ async def test_what_the_server_does_not_take_back_stays_held(client: Any) -> Non
     await house.until_available(3)
     with pytest.raises(RedisConnectionError):
         await house.intake.stop()
-    assert [held.request_id for held in house.leases] == ids
-    assert house.intake.available == 3
+    assert [lease.request_id for lease in house.leases] == ids
+    assert {lease.state for lease in house.leases} == {LeaseState.RETURNING}
     queue.takes_back = True
     await house.intake.stop()
-    assert (len(house.leases), house.intake.available) == (0, 0)
+    assert (len(house.leases), house.available) == (0, 0)
     assert await queue.count() == 3
     records = [await queue.run(lookups.record(queue.keys, request_id)) for request_id in ids]
     assert [record["prompt_tokens"] for record in records] == ["4"] * 3
@@ -343,9 +374,9 @@ async def test_what_ended_meanwhile_is_not_handed_out(client: Any) -> None:
     await house.until_available(2)
     held = house.leases.by_request(first)
     assert held is not None
-    house.leases.drop(held)
-    assert house.intake.available == 1
-    left = house.intake.next_or_none()
+    house.leases.answered(held, RowStatus.FENCED)
+    assert house.available == 1
+    left = house.hand_out()
     assert left is not None
     assert left.request_id == second
     await house.intake.stop()
@@ -359,10 +390,10 @@ async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> N
     await house.queue.publish([Row.of(request_id, claim.fence, event)])
     await house.queue.release([Held(request_id, claim.fence)])
     house.intake.start()
-    while not house.complete:
+    while not house.publisher.completed:
         await asyncio.sleep(0.002)
-    assert house.complete == [request_id]
-    assert house.intake.available == 0
+    assert house.publisher.completed == [request_id]
+    assert house.available == 0
     await house.intake.stop()
 
 
@@ -374,24 +405,25 @@ async def test_tells_the_exact_length_of_a_prompt(client: Any) -> None:
     while await client.hget(key, "prompt_tokens") is None:
         await asyncio.sleep(0.002)
     assert await client.hget(key, "prompt_tokens") == b"4"
-    assert house.renewed == [request_id]
+    (lease,) = house.leases
+    assert lease.as_held().prompt_tokens is None, "it is told once"
     await house.intake.stop()
 
 
 async def test_asks_again_for_what_did_not_fit_only_with_more_room_or_news(client: Any) -> None:
     house = House(client)
-    house.free_tokens = 10
+    house.policy.free_tokens = 10
     await house.put(max_tokens=100)
     house.intake.start()
     while house.queue.num_claims == 0:
         await asyncio.sleep(0.002)
     before = house.queue.num_claims
     for _ in range(200):
-        house.intake.room_freed()
+        house.leases.wake_up.room_freed()
         await asyncio.sleep(0.0005)
     assert house.queue.num_claims - before <= 3, "a poll each second, and what was on its way"
-    house.free_tokens = 1000
-    house.intake.room_freed()
+    house.policy.free_tokens = 1000
+    house.leases.wake_up.room_freed()
     await house.until_available(1)
     await house.intake.stop()
 
@@ -420,10 +452,10 @@ async def test_an_answer_in_the_log_counts_for_the_next_attempt(client: Any) -> 
     await house.queue.release([Held(request_id, claim.fence)])
     house.intake.start()
     await house.until_available(1)
-    held = house.intake.next_or_none()
+    held = house.hand_out()
     assert held is not None
-    assert held.engine_request.output_token_ids == [97, 98]
-    last = held.next_row([99], "c", finish_reason=FinishReason.STOP)
+    assert held.prepared.engine_request.output_token_ids == [97, 98]
+    last = held.prepared.next_row([99], "c", finish_reason=FinishReason.STOP)
     assert last.start == 2
     assert '"text":"abc"' in last.result_json
     await house.intake.stop()

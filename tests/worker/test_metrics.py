@@ -175,7 +175,7 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
         urgent = await client.enqueue("now", priority=-5, max_tokens=6000)
         await anext(client.stream(urgent))
         later = [await client.enqueue("then", priority=9, max_tokens=2) for _ in range(3)]
-        while worker.intake.available < 2:
+        while len(worker.leases.ready) < 2:
             await asyncio.sleep(0.005)
         during = await scrape(worker)
         await client.cancel(urgent)

@@ -24,6 +24,7 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.leases.lease import LeaseState
 from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
@@ -55,6 +56,11 @@ def ends(events: list[dict[str, Any]]) -> list[int]:
 
 async def num_tokens(queue: AsyncRequestQueue, request_id: str) -> int:
     return sum(len(event["token_ids"]) for event in await log_of(queue, request_id))
+
+
+def is_prepared(worker: Worker, request_id: str) -> bool:
+    lease = worker.leases.by_request(request_id)
+    return lease is not None and lease.state is not LeaseState.PREPARING
 
 
 async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) -> None:
@@ -111,10 +117,10 @@ async def test_what_is_prefetched_goes_out_by_priority_even_if_it_came_later(
         first = await put(queue, max_tokens=2000)
         await until_tokens(queue, first, 1)
         others = [await put(queue, priority=1, max_tokens=2) for _ in range(5)]
-        while worker.intake.available < 3:
+        while len(worker.leases.ready) < 3:
             await asyncio.sleep(0.002)
         urgent = await put(queue, priority=0, max_tokens=2)
-        while not any(held.request_id == urgent for held in worker.leases):
+        while not is_prepared(worker, urgent):
             await asyncio.sleep(0.002)
         await queue.cancel(first)
         result = await finished(queue, urgent)
@@ -461,7 +467,7 @@ async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
         assert result["text"] == text_of(2, 30)
         assert result["stats"]["attempts"] == 2
         assert worker.meter.num_fences_lost == 1
-        while worker.leases.num_in_engine or worker.served.engine.has_work:
+        while worker.leases.num_running or worker.served.engine.has_work:
             await asyncio.sleep(0.002)
     await client.aclose()
 
@@ -485,7 +491,7 @@ async def test_an_urgent_request_gets_into_a_full_engine(
     served = served_model_free(max_num_seqs=1, step_seconds=0.005)
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
         lazy = [await put(queue, priority=5, max_tokens=2000) for _ in range(3)]
-        while worker.leases.num_in_engine < 2:
+        while worker.leases.num_running < 2:
             await asyncio.sleep(0.002)
         urgent = await put(queue, priority=-5, seed=3, max_tokens=5)
         assert (await finished(queue, urgent))["text"] == text_of(3, 5)

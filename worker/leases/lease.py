@@ -1,187 +1,84 @@
-"""A request that this worker holds, from its claim to its last event or its release."""
+"""A request that this worker holds, and where it is in its life."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from promptq.shared.protocol.claims import Claim, Held
-from promptq.shared.protocol.events import (
-    ErrorInfo,
-    Result,
-    Stats,
-    TokenEvent,
-    TokenLogprob,
-    Usage,
-    token_event_json,
-)
-from promptq.shared.protocol.request import FinishReason, Request
-from promptq.shared.protocol.rows import Row
-from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
-from promptq.worker.text.detokenizer import TextStream
+from promptq.worker.leases.prepared_request import PreparedRequest
+
+
+class LeaseState(Enum):
+    """From a claim to the moment at which this worker has nothing to do with it any more."""
+
+    PREPARING = auto()
+    READY = auto()
+    """It waits for a place in the engine."""
+    RUNNING = auto()
+    """It is in the engine."""
+    ENDING = auto()
+    """Nothing more comes from the engine; the last that came is on its way to the server."""
+    RETURNING = auto()
+    """It is to be given back to the queue."""
+    GONE = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What the parts of a worker know of one attempt at a request.
-
-    `token_ids`, `texts` and `logprobs` are what was emitted, over all attempts. `engine_request` is
-    what the engine gets.
-    """
+    """What is held of one attempt at a request. `Leases` alone changes its state."""
 
     claim: Claim
-    request: Request
-    engine_request: EngineRequest
-    text: TextStream
-    token_ids: list[int]
-    texts: list[str]
-    logprobs: list[TokenLogprob]
-    claimed_at: float
-    """`time.monotonic()` in seconds."""
-    in_engine: bool = False
-    ended: bool = False
-    """Its last row is on the way, or it was lost: whatever the engine still sends is dropped."""
-    timing: SequenceTiming | None = None
-    stats: Stats | None = None
-    """How it fared, once it has its last row."""
-    error: ErrorInfo | None = None
-    """Why it failed, where its last row says that it did."""
-    last_token_at: float | None = None
-    """When this attempt's last token came; `time.monotonic()` in seconds."""
-    prompt_tokens_told: bool = False
-    rows: list[Row] = field(default_factory=list)
-    """Of this attempt, in order: should the server lose some, they are sent again."""
+    state: LeaseState = LeaseState.PREPARING
+    is_aside: bool = False
+    """Whether it counts for nothing until it is prepared."""
+    is_blamed: bool = False
+    """Whether giving it back counts as a crash of it."""
+    delay_ms: int | None = None
+    """For how long nobody gets it again once it is given back."""
+    is_length_told: bool = False
+    """Whether the server knows the exact length of its prompt."""
+    prepared_or_none: PreparedRequest | None = None
 
     @property
     def request_id(self) -> str:
         return self.claim.request_id
 
     @property
-    def sequence_id(self) -> int:
-        return self.engine_request.sequence_id
+    def prepared(self) -> PreparedRequest:
+        """What was made of the claim. Raises RuntimeError while it is being prepared."""
+        if self.prepared_or_none is None:
+            raise RuntimeError(f"{self.request_id} is not prepared")
+        return self.prepared_or_none
 
     @property
-    def priority(self) -> int:
-        return self.engine_request.priority
+    def is_held(self) -> bool:
+        """Whether the server still counts it as this worker's, as far as is known here."""
+        return self.state is not LeaseState.GONE
 
     @property
-    def num_emitted(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.engine_request.prompt_token_ids)
+    def counts(self) -> bool:
+        """Whether it takes a place and KV."""
+        return not (self.is_aside and self.state is LeaseState.PREPARING)
 
     @property
     def kv_need(self) -> int:
-        """Tokens of KV it is counted with: what was expected, or what it has if that is more."""
-        return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
+        """Tokens of KV it is counted with."""
+        if not self.counts:
+            return 0
+        prepared = self.prepared_or_none
+        return self.claim.cost if prepared is None else prepared.kv_need
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether earlier attempts emitted all it may have, only the last event being missing."""
-        return self.num_emitted >= self.engine_request.max_tokens or self.is_stopped
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was found or the output is complete. Before it is in the engine."""
-        grammar = self.engine_request.grammar
-        return self.text.stopped or (grammar is not None and grammar.is_complete)
+    def has_untold_length(self) -> bool:
+        """Whether the exact length of its prompt is known here, and not yet to the server."""
+        return self.prepared_or_none is not None and not self.is_length_told
 
     def as_held(self) -> Held:
-        """What renews its lease; tells the prompt's exact length the first time."""
-        told, self.prompt_tokens_told = self.prompt_tokens_told, True
-        length = None if told else self.num_prompt_tokens
+        """What renews it or gives it back, and tells the prompt's exact length if it is untold."""
+        length = self.prepared.num_prompt_tokens if self.has_untold_length else None
         return Held(self.request_id, self.claim.fence, length)
 
-    @property
-    def emitted(self) -> tuple[int, int, int, int]:
-        """How far it is, for `take_back`."""
-        return (len(self.token_ids), len(self.texts), len(self.logprobs), len(self.rows))
-
-    def take_back(self, emitted: tuple[int, int, int, int]) -> None:
-        """Undo what a row noted that could not be made."""
-        parts: tuple[list[Any], ...] = (self.token_ids, self.texts, self.logprobs, self.rows)
-        for part, length in zip(parts, emitted, strict=True):
-            del part[length:]
-
-    def rows_until(self, row: Row) -> list[Row]:
-        """All rows of the log up to this one, those of earlier attempts too."""
-        claim = self.claim
-        earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
-        return [*earlier, *(it for it in self.rows if it.start < row.start), row]
-
-    def next_row(
-        self,
-        token_ids: list[int],
-        text: str,
-        logprobs: list[TokenLogprob] | None = None,
-        finish_reason: FinishReason | None = None,
-        error: ErrorInfo | None = None,
-    ) -> Row:
-        """The row that sends these tokens, and ends the request if there is a finish reason."""
-        index = len(self.token_ids)
-        self.token_ids += token_ids
-        if text:
-            self.texts.append(text)
-        if logprobs:
-            self.logprobs += logprobs
-        claim = self.claim
-        if finish_reason is None:
-            event_json = token_event_json(index, token_ids, text, logprobs, claim.attempt)
-            row = Row(claim.request_id, claim.fence, index, len(self.token_ids), event_json)
-            self.rows.append(row)
-            return row
-        self.ended = True
-        usage = Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_emitted,
-            cached_tokens=self.timing.cached_tokens if self.timing else 0,
-        )
-        self.stats, self.error = self._stats(), error
-        event = TokenEvent(
-            index=index,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            attempt=claim.attempt,
-            usage=usage,
-            stats=self.stats,
-            error=error,
-        )
-        result = Result(
-            text="".join(self.texts),
-            token_ids=self.token_ids,
-            logprobs=self.logprobs or None,
-            finish_reason=finish_reason,
-            usage=usage,
-            stats=self.stats,
-            error=error,
-        )
-        return Row.of(claim.request_id, claim.fence, event, result.to_json())
-
-    def _stats(self) -> Stats:
-        now = time.monotonic()
-        timing = self.timing or SequenceTiming()
-        scheduled_at = timing.scheduled_at or now
-        first_token_at = timing.first_token_at or now
-        waited_ms = self.claim.claimed_at_ms - self.claim.enqueued_at_ms
-        num_new = self.num_emitted - len(self.engine_request.output_token_ids)
-        seconds = now - first_token_at
-        return Stats(
-            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claimed_at) * 1000),
-            prompt_ms=(first_token_at - scheduled_at) * 1000,
-            generation_ms=seconds * 1000,
-            tokens_per_second=(num_new - 1) / seconds if num_new > 1 and seconds > 0 else 0.0,
-            attempts=self.claim.attempt,
-            preemptions=timing.preemptions,
-            recomputed_tokens=timing.recomputed_tokens,
-            preempted_at=[*map(self.server_ms, timing.preempted_at)] or None,
-            resumed_at=[*map(self.server_ms, timing.resumed_at)] or None,
-        )
-
-    def server_ms(self, at: float) -> int:
-        """Unix milliseconds of the server for a `time.monotonic()` in seconds."""
-        return self.claim.claimed_at_ms + round((at - self.claimed_at) * 1000)
+    def told(self, held: Held) -> None:
+        """The server has taken this."""
+        self.is_length_told = self.is_length_told or held.prompt_tokens is not None

@@ -1,186 +1,250 @@
-"""All that this worker holds, and the timer that keeps the leases of it alive."""
+"""All that this worker holds, and the one owner of where each request is in its life.
+
+Events come from many sides and may be late: calls to the server are under way at the same time,
+threads prepare what was lost meanwhile. So what tells of something that may be over is without
+effect then; what can only be a mistake raises RuntimeError.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-
-from redis.exceptions import RedisError
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
 
 from promptq.shared.protocol.claims import Claim
-from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.logs import get_logger
-from promptq.worker.leases.lease import Lease
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import RowStatus
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.leases.lease import Lease, LeaseState
+from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.leases.ready_queue import ReadyQueue
+from promptq.worker.leases.wake_up import WakeUp
 
-Leased = Lease | Claim
-"""What a worker has a lease of: a claim, until it is prepared."""
-
-RENEWALS_PER_LEASE = 4
+_PREPARING, _READY, _RUNNING, _ENDING, _RETURNING, _GONE = LeaseState
+_NEXT = {
+    _PREPARING: {_READY, _ENDING, _RETURNING, _GONE},
+    _READY: {_RUNNING, _RETURNING, _GONE},
+    _RUNNING: {_ENDING, _RETURNING, _GONE},
+    _ENDING: {_RETURNING, _GONE},
+    _RETURNING: {_GONE},
+    _GONE: set[LeaseState](),
+}
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
 _TENANTS_ASIDE = 4
 """So many tenants have a place each, as one may take no more than its part of both."""
 
 
-class Leases:
-    """Held requests by their id and by the engine's, and claims that are being prepared."""
+class Departure(StrEnum):
+    """How an attempt leaves a worker without an end of its request."""
 
-    def __init__(self) -> None:
+    FENCED = "fenced"
+    """Another attempt has it, or nobody."""
+    GIVEN_BACK = "given_back"
+    FAILED = "error"
+    """It is blamed for a failure, or its log takes no event."""
+
+    @classmethod
+    def of(cls, lease: Lease) -> Departure:
+        """How it leaves when it is given back."""
+        return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
+
+
+Outcome = FinishReason | Departure
+
+
+class Leases:
+    """Leases by their request and by the engine's sequence; a state has no other writer.
+
+    Methods that take an answer of the server give the outcome that it tells of, if any. The server
+    tells each attempt's outcome to one call only, whichever that is, so it is to be noted even if
+    the lease is gone by then.
+    """
+
+    def __init__(self, engine: EnginePort) -> None:
+        limits = engine.limits
+        self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
+        """As many run. Some wait inside the engine, for the very next step after a slot is free."""
+        self.ready = ReadyQueue()
+        self.wake_up = WakeUp()
+        self.some_return = asyncio.Event()
+        """Set when one is to be given back; cleared by who gives back."""
+        self._engine = engine
         self._by_request: dict[str, Lease] = {}
-        self._by_sequence: dict[int, Lease] = {}
-        self._claims: dict[str, Claim] = {}
-        self._aside: dict[str, Claim] = {}  # of the claims, those that count for nothing yet
-        self._in_engine: Counter[int] = Counter()  # by priority
-        self.num_in_engine = 0
+        self._running: dict[int, Lease] = {}
 
     def __len__(self) -> int:
-        return len(self._by_request) + len(self._claims)
+        return len(self._by_request)
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._by_request.values()))
-
-    def add_claims(self, claims: Iterable[Claim]) -> None:
-        """Hold claims until `add` has what was made of them, or until they are dropped."""
-        claims = list(claims)
-        for claim in claims:
-            self._aside.pop(claim.request_id, None)
-        self._claims.update({claim.request_id: claim for claim in claims})
-
-    def set_aside(self, claim: Claim) -> bool:
-        """Count a claim for nothing until it is prepared, so that it keeps nobody out meanwhile.
-
-        Only a few are, and of one tenant a part of these, as the worker's room does not bound what
-        they hold in memory. Gives whether it is one of them.
-        """
-        others = list(self._aside.values())
-        same = [it for it in others if it.tenant == claim.tenant]
-        for claims, part in ((others, 1), (same, _TENANTS_ASIDE)):
-            num_bytes = len(claim.payload) + sum(len(it.payload) for it in claims)
-            if len(claims) >= _MAX_ASIDE // part or num_bytes > _MAX_ASIDE_BYTES // part:
-                return False
-        self._aside[claim.request_id] = claim
-        return True
-
-    @property
-    def claims(self) -> list[Claim]:
-        """What was claimed and is not prepared yet."""
-        return list(self._claims.values())
-
-    def has_claim(self, claim: Claim) -> bool:
-        """Whether it is held still and not prepared yet. For any thread."""
-        return self._claims.get(claim.request_id) is claim
-
-    def has(self, held: Leased) -> bool:
-        """Whether this very one is held."""
-        if isinstance(held, Claim):
-            return self.has_claim(held)
-        return held.sequence_id in self._by_sequence
-
-    def add(self, held: Lease) -> None:
-        self._claims.pop(held.request_id, None)
-        self._aside.pop(held.request_id, None)
-        self._by_request[held.request_id] = held
-        self._by_sequence[held.sequence_id] = held
-
-    def drop(self, held: Leased) -> None:
-        """Hold it no longer; doing it twice does no harm."""
-        if isinstance(held, Claim):
-            if self.has_claim(held):
-                del self._claims[held.request_id]
-                self._aside.pop(held.request_id, None)
-            return
-        if self._by_sequence.pop(held.sequence_id, None) is None:
-            return
-        if self._by_request.get(held.request_id) is held:
-            del self._by_request[held.request_id]
-        self.mark_out_of_engine(held)
-        held.ended = True
-
-    def mark_in_engine(self, held: Lease) -> None:
-        held.in_engine = True
-        self.num_in_engine += 1
-        self._in_engine[held.priority] += 1
-
-    def mark_out_of_engine(self, held: Lease) -> None:
-        if held.in_engine:
-            held.in_engine = False
-            self.num_in_engine -= 1
-            self._in_engine[held.priority] -= 1
-            if not self._in_engine[held.priority]:
-                del self._in_engine[held.priority]
 
     def by_request(self, request_id: str) -> Lease | None:
         return self._by_request.get(request_id)
 
     def by_sequence(self, sequence_id: int) -> Lease | None:
-        return self._by_sequence.get(sequence_id)
+        """The lease whose sequence runs in the engine."""
+        return self._running.get(sequence_id)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def due_back(self) -> list[Lease]:
+        """What is to be given back."""
+        return [lease for lease in self if lease.state is _RETURNING]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something runs, or is to be told or given back."""
+        return any(lease.state in (_RUNNING, _ENDING, _RETURNING) for lease in self)
+
+    # ------------------------------------------------------------ events
+
+    def claimed(self, claims: Iterable[Claim]) -> list[Lease]:
+        """Hold these from now on, in place of earlier attempts at the same."""
+        leases = [Lease(claim) for claim in claims]
+        for lease in leases:
+            if (earlier := self._by_request.get(lease.request_id)) is not None:
+                self._to(earlier, _GONE)
+            self._by_request[lease.request_id] = lease
+        return leases
+
+    def set_aside(self, lease: Lease) -> bool:
+        """Count it for nothing until it is prepared, so that it keeps nobody out meanwhile.
+
+        Only a few are, and of one tenant a part of these, as the worker's room does not bound what
+        they hold in memory. Gives whether it is one of them.
+        """
+        claim = lease.claim
+        others = [it.claim for it in self if not it.counts]
+        same = [it for it in others if it.tenant == claim.tenant]
+        for claims, part in ((others, 1), (same, _TENANTS_ASIDE)):
+            num_bytes = len(claim.payload) + sum(len(it.payload) for it in claims)
+            if len(claims) >= _MAX_ASIDE // part or num_bytes > _MAX_ASIDE_BYTES // part:
+                return False
+        lease.is_aside = True
+        return True
+
+    def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
+        """Preparation has ended: it waits for a place, or for its last row if it is at its end.
+
+        Without effect if it was lost meanwhile, or is to go back.
+        """
+        if lease.state is _PREPARING:
+            lease.prepared_or_none = prepared
+            self._to(lease, _ENDING if prepared.is_at_end else _READY)
+
+    def feed(self) -> None:
+        """Hand what is ready to the engine: as much as it can use, and anything more urgent."""
+        while self.num_running < self.num_places or self._next_is_more_urgent():
+            lease = self.ready.first()
+            if lease is None:
+                self.ready.metrics.num_empty += 1
+                break
+            self._to(lease, _RUNNING)
+        self.wake_up.room_freed()
+
+    def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
+        """All that it may have was made. `by_engine`: the engine has let go of it already."""
+        self._to(lease, _ENDING, is_out=by_engine)
+
+    def returning(
+        self, lease: Lease, *, crashed: bool = False, delay_ms: int | None = None
+    ) -> None:
+        """It is to go back, as a crash that counts against it, or not to come again for a while.
+
+        Without effect if it is gone, or on its way back already.
+        """
+        if lease.state not in (_RETURNING, _GONE):
+            lease.is_blamed, lease.delay_ms = crashed, delay_ms
+            self._to(lease, _RETURNING)
+
+    def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
+        """What the server said of a lease, or of a row; `reason` is that of a last row."""
+        was_held = lease.is_held
+        if status.is_lost or reason:
+            if lease.state is _RETURNING and status in (RowStatus.FENCED, RowStatus.FINISHED):
+                return None  # the call that gives it back may be the cause, and is told the rest
+            if status is RowStatus.GAP:
+                self.returning(lease)
+                return None
+            if was_held:
+                self._to(lease, _GONE)
+        match status:
+            case RowStatus.CANCELLED | RowStatus.EXPIRED:
+                return FinishReason(status)
+            case RowStatus.OK | RowStatus.DUPLICATE if reason:
+                return FinishReason(reason)
+            case RowStatus.FENCED if was_held:
+                return Departure.FENCED
+            case RowStatus.ERROR if was_held:
+                return Departure.FAILED
+        return None
+
+    def released(self, lease: Lease, status: str) -> Outcome | None:
+        """What the server said to its being given back."""
+        was_held = lease.is_held
+        if was_held and lease.state is not _RETURNING:
+            raise RuntimeError(f"{lease.request_id} is not on its way back")
+        if was_held:
+            self._to(lease, _GONE)
+        match status:
+            case "waiting" | "dead":
+                return Departure.of(lease)
+            case "cancelled":
+                return FinishReason.CANCELLED
+            case "fenced" if was_held:
+                return Departure.FENCED
+        return None
+
+    # ------------------------------------------------------------ what is counted
 
     @property
     def num_counted(self) -> int:
         """Held requests that take a place."""
-        return len(self) - len(self._aside)
+        return sum(lease.counts for lease in self)
 
     @property
     def kv_need(self) -> int:
         """KV tokens that all held requests are counted with."""
-        claimed = sum(it.cost for it in self._claims.values() if it.request_id not in self._aside)
-        return claimed + sum(held.kv_need for held in self._by_request.values())
+        return sum(lease.kv_need for lease in self)
 
     @property
     def has_suspect(self) -> bool:
         """Whether something is held that must have the worker to itself."""
-        claims = [*self._claims.values(), *(held.claim for held in self._by_request.values())]
-        return any(claim.is_suspect for claim in claims)
-
-    def has_less_urgent_in_engine(self, priority: int) -> bool:
-        """Whether a request of this priority would find somebody to preempt."""
-        return any(other > priority for other in self._in_engine)
+        return any(lease.claim.is_suspect for lease in self)
 
     @property
     def preemptible(self) -> list[tuple[int, int]]:
-        """(priority, KV tokens) of what is in the engine."""
-        return [
-            (held.priority, held.kv_need) for held in self._by_request.values() if held.in_engine
-        ]
+        """(priority, KV tokens) of what runs."""
+        return [(it.prepared.priority, it.kv_need) for it in self._running.values()]
 
+    def _next_is_more_urgent(self) -> bool:
+        lease = self.ready.first() if self._engine.abilities.preemption else None
+        return lease is not None and any(
+            it.prepared.priority > lease.prepared.priority for it in self._running.values()
+        )
 
-async def keep_alive(
-    leases: Leases,
-    lease_ms: int,
-    renew: Callable[[list[Leased]], Awaitable[None]],
-    is_stuck: Callable[[], bool],
-) -> None:
-    """Renew all leases several times a lease, as long as there is progress."""
-    log = get_logger()
-    while True:
-        await asyncio.sleep(lease_ms / 1000 / RENEWALS_PER_LEASE)
-        if is_stuck():
-            log.error("no progress; leases are left to run out", held=len(leases))
-        elif held := [*leases, *leases.claims]:
-            await renew(held)
-
-
-async def release(
-    queue: AsyncRequestQueue,
-    leases: Leases,
-    held: Sequence[Leased],
-    *,
-    crashed: bool = False,
-    delays_ms: Sequence[int] = (),
-) -> None:
-    """Give requests back to the queue, with their progress; `crashed` counts against each.
-
-    With `delays_ms`, one for each, nobody gets them again before that.
-
-    They are held until the server has taken them: who fails here goes on renewing, or tries again.
-    """
-    try:
-        await queue.release([item.as_held() for item in held], crashed=crashed, delays_ms=delays_ms)
-    except (RedisError, OSError):
-        for item in held:  # perhaps not told; to tell it twice does no harm
-            if isinstance(item, Lease):
-                item.prompt_tokens_told = False
-        raise
-    for item in held:
-        leases.drop(item)
+    def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
+        """Change a state, with the indices and the engine; `is_out`: it has left the engine."""
+        before = lease.state
+        if state not in _NEXT[before]:
+            raise RuntimeError(f"{lease.request_id} cannot go from {before.name} to {state.name}")
+        lease.state = state
+        if before is _READY:
+            self.ready.remove(lease, is_handed_out=state is _RUNNING)
+        elif before is _RUNNING:
+            del self._running[lease.prepared.sequence_id]
+            if not is_out:
+                self._engine.abort(lease.prepared.sequence_id)
+        if state is _READY:
+            self.ready.add(lease)
+        elif state is _RUNNING:
+            self._running[lease.prepared.sequence_id] = lease
+            self._engine.add(lease.prepared.engine_request)
+        elif state is _RETURNING:
+            self.some_return.set()
+        elif state is _GONE:
+            del self._by_request[lease.request_id]

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 
 from promptq.shared.protocol.worker_stats import SlotState, SlotStats, WorkerStats
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineSnapshot, EngineStats, SequenceSnapshot
-from promptq.worker.engine_thread import EngineThread
+from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 
 INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
+_AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
 """A snapshot comes after the step that runs; one of a long step comes with the next heartbeat."""
 
 
 class Heartbeat:
-    """`stats` gives what the worker tells of itself besides its batch."""
+    """`about` is what changes seldom of a worker's statistics: who it is, and its limits."""
 
     def __init__(
         self,
         queue: AsyncRequestQueue,
-        engine: EngineThread,
+        engine: EnginePort,
         leases: Leases,
         meter: Meter,
-        stats: Callable[[], WorkerStats],
+        departures: Departures,
+        about: WorkerStats,
     ) -> None:
-        self.snapshot = EngineSnapshot()
-        self.tokens_per_second = 0.0
-        """Generated since the last beat."""
+        self.about = about
+        self._snapshot = EngineSnapshot()
+        self._tokens_per_second = 0.0  # generated since the last beat
         self._queue = queue
         self._engine = engine
         self._leases = leases
         self._meter = meter
-        self._stats = stats
+        self._departures = departures
         self._asked: asyncio.Task[EngineSnapshot] | None = None
         self._told: EngineStats = engine.stats
         self._told_at = time.monotonic()
@@ -49,7 +53,7 @@ class Heartbeat:
         """Tell; gives how many workers the queue has. Raises RedisError, OSError."""
         await self._look()
         part = self._part()
-        num_workers = await self._queue.run(scripts.heartbeat(self._stats(), _TTL_MS, self.slots()))
+        num_workers = await self._queue.run(scripts.heartbeat(self.stats(), _TTL_MS, self.slots()))
         await self._queue.run(statistics.sample(part))
         return num_workers
 
@@ -57,12 +61,34 @@ class Heartbeat:
         """Tell that the worker is gone. Raises RedisError, OSError."""
         if self._asked is not None:
             self._asked.cancel()
-        await self._queue.run(scripts.heartbeat(self._stats(), 0))
+        await self._queue.run(scripts.heartbeat(self.stats(), 0))
+
+    def stats(self) -> WorkerStats:
+        """What the worker tells of itself besides its batch."""
+        engine, limits, departures = self._engine.stats, self._engine.limits, self._departures
+        now = {
+            **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
+            "num_prefetched": len(self._leases.ready),
+            "kv_used_tokens": engine.num_used_blocks * limits.block_size,
+            "kv_blocks": engine.num_blocks,
+            "kv_used_blocks": engine.num_used_blocks,
+            "kv_shared_blocks": self._snapshot.num_shared_blocks,
+            "kv_free_blocks": engine.num_blocks - engine.num_used_blocks,
+            "kv_cached_blocks": engine.num_cached_blocks,
+            "step_ms": self._snapshot.step_seconds * 1000,
+            "current_step_ms": int(self._engine.seconds_without_progress() * 1000),
+            "tokens_per_second": engine.generation_tokens / max(engine.busy_seconds, 1e-9),
+            "recent_tokens_per_second": self._tokens_per_second,
+            "mean_queue_ms": departures.mean_ms("queue_ms"),
+            "mean_prompt_ms": departures.mean_ms("prompt_ms"),
+            "mean_generation_ms": departures.mean_ms("generation_ms"),
+        }
+        return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:
         """The batch as it was last seen, without what has left it since."""
         found = []
-        for sequence in self.snapshot.sequences:
+        for sequence in self._snapshot.sequences:
             held = self._leases.by_sequence(sequence.sequence_id)
             if held is not None:
                 found.append(_slot_of(held, sequence))
@@ -73,7 +99,7 @@ class Heartbeat:
             self._asked = asyncio.create_task(self._engine.snapshot())
         with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                self.snapshot = await asyncio.shield(self._asked)
+                self._snapshot = await asyncio.shield(self._asked)
                 self._asked = None
 
     def _part(self) -> statistics.Contribution:
@@ -82,12 +108,13 @@ class Heartbeat:
         part.generated_tokens = stats.generation_tokens - self._told.generation_tokens
         part.prompt_tokens = stats.prompt_tokens - self._told.prompt_tokens
         seconds = now - self._told_at
-        self.tokens_per_second = part.generated_tokens / seconds if seconds > 0 else 0.0
+        self._tokens_per_second = part.generated_tokens / seconds if seconds > 0 else 0.0
         self._told, self._told_at = stats, now
         return part
 
 
-def _slot_of(held: Lease, sequence: SequenceSnapshot) -> SlotStats:
+def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
+    held = lease.prepared
     timing = sequence.timing
     return SlotStats(
         slot=sequence.slot,
@@ -95,7 +122,7 @@ def _slot_of(held: Lease, sequence: SequenceSnapshot) -> SlotStats:
         tenant=held.request.tenant,
         priority=held.priority,
         attempt=held.claim.attempt,
-        state=_state_of(held, sequence),
+        state=_state_of(sequence),
         prompt_tokens=held.num_prompt_tokens,
         emitted_tokens=sequence.num_tokens - held.num_prompt_tokens,
         max_tokens=held.engine_request.max_tokens,
@@ -113,12 +140,12 @@ def _slot_of(held: Lease, sequence: SequenceSnapshot) -> SlotStats:
     )
 
 
-def _state_of(held: Lease, sequence: SequenceSnapshot) -> SlotState:
+def _state_of(sequence: SequenceSnapshot) -> SlotState:
     if sequence.slot is None:
         return SlotState.PREEMPTED if sequence.timing.preemptions else SlotState.WAITING
     is_decoding = sequence.num_tokens - sequence.num_computed_tokens <= 1
     return SlotState.DECODE if is_decoding else SlotState.PREFILL
 
 
-def _server_ms(held: Lease, at: float | None) -> int | None:
+def _server_ms(held: PreparedRequest, at: float | None) -> int | None:
     return None if at is None else held.server_ms(at)

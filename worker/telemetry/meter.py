@@ -10,7 +10,7 @@ from promptq.shared.queue.statistics import Contribution
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Histogram
 from promptq.worker.engine.api.messages import StepOutput
-from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.prepared_request import PreparedRequest
 
 _MAX_TIMES = 2048
 """Of so many first tokens between two heartbeats the times are told; further ones only count."""
@@ -42,7 +42,7 @@ class Meter:
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
 
-    def note_output(self, held: Lease, at: float) -> None:
+    def note_output(self, held: PreparedRequest, at: float) -> None:
         """Tokens of a request that a step gave at `at`, `time.monotonic()` in seconds."""
         last = held.last_token_at
         if last is None:
@@ -67,7 +67,7 @@ class Meter:
         self.num_published += num_rows
         self.publish_time.add(seconds)
 
-    def note_end(self, reason: FinishReason, held: Lease | None = None) -> None:
+    def note_end(self, reason: FinishReason, held: PreparedRequest | None = None) -> None:
         """A request of this worker got its last event; of one it held, how it fared."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
@@ -92,7 +92,7 @@ class Meter:
         taken, self._contribution = self._contribution, Contribution()
         return taken
 
-    def _note_first_token(self, held: Lease, at: float) -> None:
+    def _note_first_token(self, held: PreparedRequest, at: float) -> None:
         if held.engine_request.output_token_ids:
             return  # an earlier attempt had it
         enqueued_at = held.claim.enqueued_at_ms

@@ -9,7 +9,7 @@ import time
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.tracing import Tracing
-from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.prepared_request import PreparedRequest
 
 _NS_A_MS = 1_000_000
 
@@ -23,7 +23,7 @@ class RequestTracer:
         self._model = model
         self._worker_id = worker_id
 
-    def end(self, held: Lease, outcome: str) -> None:
+    def end(self, held: PreparedRequest, outcome: str) -> None:
         """A request leaves: with a finish reason, or `fenced`, `given_back` and the like.
 
         An attempt's span begins with its wait in the queue if it is the first, otherwise with its
@@ -65,7 +65,7 @@ class RequestTracer:
         span.end(end_ms * _NS_A_MS)
 
     def _attributes(
-        self, held: Lease, operation: str, outcome: str
+        self, held: PreparedRequest, operation: str, outcome: str
     ) -> dict[str, str | int | float | list[str]]:
         request, timing = held.request, held.timing
         attributes: dict[str, str | int | float | list[str] | None] = {

@@ -197,11 +197,33 @@ class EngineLimits:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineAbilities:
+    """What an engine can do with a request. A worker refuses by name what it cannot."""
+
+    logprobs: bool = True
+    """With ranks, as the protocol has them."""
+    grammars: bool = True
+    """Whether its output can be held to a schema."""
+    preemption: bool = True
+    """Whether a more urgent sequence takes the place of one that runs."""
+    unheeded: frozenset[str] = frozenset()
+    """Further fields of a request that it would pass over."""
+    exact_resume: bool = True
+    """Whether another attempt goes on with the very tokens that the first would have given; if not,
+    a stream still has no gap and no repeat."""
+    inexact_with: frozenset[str] = frozenset()
+    """Fields of a request with which that is not so, though it is otherwise."""
+
+
 class Engine(Protocol):
     """A continuous batch. Not thread-safe: one thread drives it."""
 
     @property
     def limits(self) -> EngineLimits: ...
+
+    @property
+    def abilities(self) -> EngineAbilities: ...
 
     @property
     def has_work(self) -> bool:

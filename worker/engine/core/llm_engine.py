@@ -86,6 +86,7 @@ class LLMEngine:
         if prefill_chunk is None:
             prefill_chunk = max_num_batched_tokens
         check_settings(self.limits, prefill_chunk, max_model_len)
+        self.abilities = runner.abilities
         self._runner = runner
         self._speculative_tokens = speculative_tokens
         self._async_scheduling = async_scheduling

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -65,6 +65,8 @@ class ModelFreeRunner:
     promises; that costs time in proportion to all tokens held, so switch it off to measure.
     Sampling parameters other than `logprobs` and the seed are ignored.
     """
+
+    abilities = EngineAbilities(grammars=False)
 
     def __init__(
         self,

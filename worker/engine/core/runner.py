@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from promptq.shared.protocol.events import TokenLogprob
+from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.sequence import Batch
 
 
@@ -40,6 +41,9 @@ class Runner(Protocol):
     def max_model_len(self) -> int:
         """Longest sequence the model can continue, prompt and output together."""
         ...
+
+    @property
+    def abilities(self) -> EngineAbilities: ...
 
     def launch(self, batch: Batch, after: Any = None) -> Any:
         """Start computing `batch`, writing K and V through the sequences' block tables.

@@ -13,7 +13,7 @@ import torch
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import SamplingParams
-from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.attention.backend import AttentionBackend, backend_for
 from promptq.worker.engine.attention.kv_cache import KVCache, fitting_blocks
@@ -253,6 +253,12 @@ class ModelRunner:
             last_rows.append(self._model.logits(self._packer.pack(batch), row))
         self.collect(self.launch(batch))
         self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        """Once the model has run."""
+        is_exact = self.is_row_invariant or self.dtype == torch.float32
+        return EngineAbilities(exact_resume=is_exact)
 
     @property
     def is_slow_in_bf16(self) -> bool:

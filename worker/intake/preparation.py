@@ -15,8 +15,8 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.request import Request
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
-from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
-from promptq.worker.leases.lease import Lease
+from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
+from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.text.detokenizer import TextStream
 from promptq.worker.text.structured_output import Grammars, NewGrammarError
 from promptq.worker.text.tokenizer import Tokenizer
@@ -46,11 +46,12 @@ class Preparation:
 
     tokenizer: Tokenizer
     limits: EngineLimits
+    abilities: EngineAbilities
     model: ModelIdentity
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
 
-    def prepare(self, claim: Claim, *, only_quick: bool = False) -> Lease:
+    def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
         """Parse, tokenise, check, and rebuild what earlier attempts had reached.
 
         Raises InvalidRequestError naming the field that is wrong; with `only_quick` TakesLongError,
@@ -75,7 +76,7 @@ class Preparation:
             ends |= self.end_token_ids
         text = TextStream(self.tokenizer.decode, prompt, request.stop_strings, request.min_tokens)
         text.replay(emitted, "".join(event.text for event in claim.events))
-        return Lease(
+        return PreparedRequest(
             claim=claim,
             engine_request=EngineRequest(
                 sequence_id=next(_sequence_ids),
@@ -117,6 +118,12 @@ class Preparation:
                 f"model: this queue serves {self.model.name!r}, not {request.model!r}",
                 field="model",
             )
+        unheeded = self.abilities.unheeded
+        if not self.abilities.logprobs:
+            unheeded |= {"logprobs"}
+        for name in sorted(unheeded & request.model_fields_set):
+            if getattr(request, name) != Request.model_fields[name].default:
+                raise _unsupported(name)
 
     def _check_tokens(self, request: Request, prompt: list[int]) -> None:
         field_name = "prompt" if request.messages is None else "messages"
@@ -150,12 +157,8 @@ class Preparation:
         wanted = request.wanted_output
         if wanted is None:
             return None
-        if self.grammars is None:
-            raise InvalidRequestError(
-                f"{wanted.field}: this worker's engine chooses its tokens without regard to it",
-                field=wanted.field,
-                error_type="unsupported",
-            )
+        if self.grammars is None or not self.abilities.grammars:
+            raise _unsupported(wanted.field)
         try:
             grammar = self.grammars.start(wanted, ends, only_known=only_quick)
         except NewGrammarError as error:
@@ -181,6 +184,14 @@ class Preparation:
             if len(tokens) <= max_tokens
         }
         return tuple(sorted(found))
+
+
+def _unsupported(field: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{field}: this worker's engine chooses its tokens without regard to it",
+        field=field,
+        error_type="unsupported",
+    )
 
 
 def _num_values(payload: bytes) -> int:

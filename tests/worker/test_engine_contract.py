@@ -1,0 +1,267 @@
+"""What a worker relies on, of every engine. One that joins is one more entry of `ENGINES`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import build_model_free_engine
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine_port import EnginePort
+from promptq.worker.engine_thread import EngineThread
+from tests.worker.engine.tiny_models import save_model
+
+SLOTS, LENGTH = 2, 128
+PATIENCE = 60.0
+FOR_EVER = LENGTH - 8
+"""As many tokens as fit behind the prompts of these tests."""
+
+
+def model_free(_directory: Path) -> EnginePort:
+    return EngineThread(build_model_free_engine(max_num_seqs=SLOTS, max_model_len=LENGTH))
+
+
+def native(directory: Path) -> EnginePort:
+    runner = ModelRunner.load(str(directory), device="cpu", dtype="float32", kv_cache_memory=2**22)
+    engine = LLMEngine(runner, max_num_seqs=SLOTS, max_num_batched_tokens=64, max_model_len=LENGTH)
+    return EngineThread(engine)
+
+
+ENGINES: dict[str, Callable[[Path], EnginePort]] = {"model-free": model_free, "native": native}
+
+MakesEngine = Callable[[], Any]
+"""A context in which a new engine runs."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), "llama", 5, vocab_size=257)
+
+
+@pytest.fixture(params=ENGINES)
+def running(request: pytest.FixtureRequest, model: Path) -> MakesEngine:
+    @asynccontextmanager
+    async def run() -> AsyncIterator[EnginePort]:
+        engine = ENGINES[request.param](model)
+        engine.start()
+        yield engine
+        await engine.stop(PATIENCE)
+
+    return run
+
+
+def sequence(sequence_id: int, max_tokens: int = 10, **fields: Any) -> EngineRequest:
+    fields.setdefault("prompt_token_ids", [sequence_id, 2, 3, 4])
+    return EngineRequest(
+        sequence_id=sequence_id,
+        params=SamplingParams(**fields.pop("params", {})),
+        seed=fields.pop("seed", 7),
+        max_tokens=max_tokens,
+        order=(float(sequence_id), str(sequence_id)),
+        **fields,
+    )
+
+
+async def until(
+    engine: EnginePort, is_over: Callable[[list[SequenceOutput]], bool]
+) -> list[SequenceOutput]:
+    outputs: list[SequenceOutput] = []
+    while not is_over(outputs):
+        outputs += [output for step in await engine.fetch() for output in step.outputs]
+    return outputs
+
+
+async def ended(engine: EnginePort, *sequence_ids: int) -> dict[int, list[SequenceOutput]]:
+    """All outputs of these, by sequence, once all have their last."""
+
+    def all_ended(outputs: list[SequenceOutput]) -> bool:
+        return {it.sequence_id for it in outputs if it.finish_reason} >= {*sequence_ids}
+
+    outputs = await until(engine, all_ended)
+    return {it: [each for each in outputs if each.sequence_id == it] for it in sequence_ids}
+
+
+def tokens(outputs: list[SequenceOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+async def run_one(running: MakesEngine, **fields: Any) -> list[SequenceOutput]:
+    async with running() as engine:
+        engine.add(sequence(1, **fields))
+        return (await ended(engine, 1))[1]
+
+
+async def test_each_sequence_gets_its_tokens_one_end_and_its_times(running: MakesEngine) -> None:
+    async with running() as engine:
+        lengths = {1: 3, 2: 12, 3: 1, 4: 7}
+        for sequence_id, length in lengths.items():
+            engine.add(sequence(sequence_id, length))
+        outputs = await ended(engine, *lengths)
+        for sequence_id, length in lengths.items():
+            of_it = outputs[sequence_id]
+            assert len(tokens(of_it)) == length
+            assert [it.finish_reason for it in of_it[:-1]] == [None] * (len(of_it) - 1)
+            assert of_it[-1].finish_reason is FinishReason.LENGTH
+            first, last = of_it[0].timing, of_it[-1].timing
+            assert first is not None
+            assert last is not None
+            assert first.scheduled_at is not None
+            assert first.first_token_at is not None
+            assert first.scheduled_at <= first.first_token_at
+        assert engine.stats.num_processed == len(lengths)
+        assert engine.stats.generation_tokens == sum(lengths.values())
+        assert (engine.stats.num_running, engine.stats.num_used_blocks) == (0, 0)
+
+
+async def test_what_is_beside_a_sequence_does_not_change_it(running: MakesEngine) -> None:
+    alone = tokens(await run_one(running))
+    async with running() as engine:
+        for sequence_id in (3, 1, 4):
+            engine.add(sequence(sequence_id))
+        assert tokens((await ended(engine, 1, 3, 4))[1]) == alone
+
+
+async def test_randomness_is_a_function_of_seed_and_position(running: MakesEngine) -> None:
+    sampled = [tokens(await run_one(running, seed=seed)) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+async def test_an_end_token_ends_a_sequence_and_is_its_last(running: MakesEngine) -> None:
+    whole = tokens(await run_one(running))
+    outputs = await run_one(running, end_token_ids=frozenset({whole[4]}))
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert tokens(outputs) == whole[: whole.index(whole[4]) + 1]
+
+
+async def test_an_abort_ends_one_and_frees_what_it_had(running: MakesEngine) -> None:
+    async with running() as engine:
+        engine.add(sequence(1, FOR_EVER))
+        engine.add(sequence(2, 20))
+        await until(engine, lambda outputs: any(it.sequence_id == 1 for it in outputs))
+        engine.abort(1)
+        engine.add(sequence(3, 5))
+        outputs = await ended(engine, 2, 3)
+        assert len(tokens(outputs[3])) == 5
+        while engine.num_aborting or engine.stats.num_running:
+            await engine.snapshot()
+        assert engine.stats.num_used_blocks == 0
+        engine.add(sequence(4, 5))
+        steps = await until(engine, lambda found: any(it.finish_reason for it in found))
+        assert {it.sequence_id for it in steps} == {4}, "nothing is told of what was aborted"
+
+
+async def test_an_abort_of_what_is_not_there_is_without_effect(running: MakesEngine) -> None:
+    async with running() as engine:
+        engine.abort(99)
+        engine.add(sequence(1))
+        await ended(engine, 1)
+        engine.abort(1)
+        engine.add(sequence(2))
+        assert len(tokens((await ended(engine, 2))[2])) == 10
+
+
+async def test_what_can_never_run_fails_alone_and_says_why(running: MakesEngine) -> None:
+    async with running() as engine:
+        engine.add(sequence(1, prompt_token_ids=[1] * LENGTH))
+        engine.add(sequence(2, prompt_token_ids=[engine.limits.vocab_size]))
+        engine.add(sequence(3))
+        outputs = await ended(engine, 1, 2, 3)
+        for sequence_id in (1, 2):
+            assert outputs[sequence_id][-1].finish_reason is FinishReason.ERROR
+            assert "prompt_token_ids" in (outputs[sequence_id][-1].error or "")
+        assert len(tokens(outputs[3])) == 10
+        assert not engine.has_failed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"min_tokens": 9},
+        {"logit_bias": {"5": 3.0}},
+    ],
+    ids=lambda params: "-".join(params) or "plain",
+)
+async def test_another_attempt_goes_on_with_the_same_tokens_where_that_is_promised(
+    running: MakesEngine, params: dict[str, Any]
+) -> None:
+    async with running() as engine:
+        abilities = engine.abilities
+        engine.add(sequence(1, 16, params=params))
+        whole = tokens((await ended(engine, 1))[1])
+        engine.add(sequence(2, 16, prompt_token_ids=[1, 2, 3, 4], params=params))
+        for at in (1, 7, 15):
+            rest = sequence(100 + at, 16, prompt_token_ids=[1, 2, 3, 4], params=params)
+            rest.output_token_ids = whole[:at]
+            engine.add(rest)
+        outputs = await ended(engine, 2, 101, 107, 115)
+        for at in (1, 7, 15):
+            assert len(tokens(outputs[100 + at])) == 16 - at, "no gap and no repeat"
+            if abilities.exact_resume and not abilities.inexact_with & params.keys():
+                assert tokens(outputs[100 + at]) == whole[at:]
+
+
+async def test_log_probabilities_come_with_ranks_where_there_are_any(running: MakesEngine) -> None:
+    async with running() as engine:
+        if not engine.abilities.logprobs:
+            pytest.skip("requests for them are refused")
+        engine.add(sequence(1, 6, params={"logprobs": 1, "temperature": 0.0}))
+        outputs = (await ended(engine, 1))[1]
+        logprobs = [it for output in outputs for it in output.logprobs or ()]
+        assert [it.token_id for it in logprobs] == tokens(outputs)
+        assert {it.rank for it in logprobs} == {1}, "greedy"
+        assert all(it.top and it.top[0].token_id == it.token_id for it in logprobs)
+
+
+async def test_a_more_urgent_sequence_takes_a_place_where_that_is_promised(
+    running: MakesEngine,
+) -> None:
+    async with running() as engine:
+        if not engine.abilities.preemption:
+            pytest.skip("it runs what it has begun")
+        for sequence_id in (1, 2):
+            engine.add(sequence(sequence_id, FOR_EVER, priority=1))
+        await until(engine, lambda outputs: {it.sequence_id for it in outputs} == {1, 2})
+        engine.add(sequence(3, 2, priority=0))
+        before = await until(engine, lambda outputs: any(it.finish_reason for it in outputs))
+        assert [it.sequence_id for it in before if it.finish_reason] == [3]
+        outputs = await ended(engine, 1, 2)
+        preempted = [of_it[-1].timing for of_it in outputs.values()]
+        assert sum(timing.preemptions for timing in preempted if timing) == 1
+
+
+async def test_a_snapshot_shows_who_runs_and_who_waits(running: MakesEngine) -> None:
+    async with running() as engine:
+        assert (await engine.snapshot()).sequences == []
+        for sequence_id in (1, 2, 3):
+            engine.add(sequence(sequence_id, FOR_EVER))
+        shown = (await engine.snapshot()).sequences
+        assert [it.sequence_id for it in shown] == [1, 2, 3]
+        assert [it.slot is not None for it in shown] in ([True, True, False], [False] * 3)
+        assert all(it.num_tokens >= 4 for it in shown)
+
+
+async def test_limits_are_those_that_hold(running: MakesEngine) -> None:
+    async with running() as engine:
+        assert (engine.limits.max_num_seqs, engine.limits.max_model_len) == (SLOTS, LENGTH)
+        engine.add(sequence(1, LENGTH - 4))
+        assert len(tokens((await ended(engine, 1))[1])) == LENGTH - 4
+
+
+async def test_stops_whatever_it_is_at(running: MakesEngine) -> None:
+    async with running() as engine:
+        for sequence_id in range(1, 20):
+            engine.add(sequence(sequence_id, FOR_EVER))
+        await engine.fetch()
+    assert not engine.has_failed

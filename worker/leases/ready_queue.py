@@ -1,0 +1,86 @@
+"""What is prepared and waits for a place in the engine, in queue order."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from promptq.worker.leases.lease import Lease
+
+_RATE_WINDOW_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class IntakeMetrics:
+    """Totals since the start."""
+
+    num_claimed: int = 0
+    num_failed: int = 0
+    num_handed_out: int = 0
+    num_empty: int = 0
+    """How often a request was asked for and none was ready."""
+    waited_seconds: float = 0.0
+    """Time that prepared requests spent ready, until they were handed out."""
+    filled_seconds: float = 0.0
+    """Ready requests integrated over time: by the time that passed, how full it was on average."""
+    started_at: float = 0.0
+
+    @property
+    def mean_wait_seconds(self) -> float:
+        return self.waited_seconds / self.num_handed_out if self.num_handed_out else 0.0
+
+    @property
+    def mean_available(self) -> float:
+        elapsed = time.monotonic() - self.started_at
+        return self.filled_seconds / elapsed if elapsed > 0 else 0.0
+
+
+class ReadyQueue:
+    """`Leases` alone puts in and takes out."""
+
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self.metrics = IntakeMetrics(started_at=now)
+        self._since: dict[Lease, float] = {}
+        self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some are not here any more
+        self._numbers = itertools.count()
+        self._hand_outs: deque[float] = deque()
+        self._changed_at = now
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def first(self) -> Lease | None:
+        """The first in queue order."""
+        while self._heap and self._heap[0][2] not in self._since:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def add(self, lease: Lease) -> None:
+        self._since[lease] = self._note_change()
+        heapq.heappush(self._heap, (lease.claim.order, next(self._numbers), lease))
+
+    def remove(self, lease: Lease, *, is_handed_out: bool) -> None:
+        now = self._note_change()
+        since = self._since.pop(lease)
+        if is_handed_out:
+            self.metrics.waited_seconds += now - since
+            self.metrics.num_handed_out += 1
+            self._hand_outs.append(now)
+
+    @property
+    def hand_outs_a_second(self) -> float:
+        """Over the last two seconds."""
+        horizon = time.monotonic() - _RATE_WINDOW_SECONDS
+        while self._hand_outs and self._hand_outs[0] < horizon:
+            self._hand_outs.popleft()
+        return len(self._hand_outs) / _RATE_WINDOW_SECONDS
+
+    def _note_change(self) -> float:
+        now = time.monotonic()
+        self.metrics.filled_seconds += len(self._since) * (now - self._changed_at)
+        self._changed_at = now
+        return now

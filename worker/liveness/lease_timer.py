@@ -1,0 +1,39 @@
+"""Leases live by progress: the timer that keeps them alive."""
+
+from __future__ import annotations
+
+import asyncio
+
+from redis.exceptions import RedisError
+
+from promptq.shared.runtime.logs import get_logger
+from promptq.worker.leases.leases import Leases
+from promptq.worker.liveness.standstill import Standstill
+from promptq.worker.publishing.renewal import Renewal
+
+_RENEWALS_PER_LEASE = 4
+
+
+class LeaseTimer:
+    """Renews all leases several times a lease, as long as there is progress."""
+
+    def __init__(
+        self, leases: Leases, renewal: Renewal, standstill: Standstill, lease_ms: int
+    ) -> None:
+        self._leases = leases
+        self._renewal = renewal
+        self._standstill = standstill
+        self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        log = get_logger()
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                if self._standstill.reason:
+                    log.error("no progress; leases are left to run out", held=len(self._leases))
+                elif held := list(self._leases):
+                    await self._renewal.renew(held)
+            except (RedisError, OSError) as error:
+                log.warning("leases not renewed", error=str(error))

@@ -1,0 +1,101 @@
+"""From what the engine gave a sequence to the row that tells of it: text, stop strings, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.events import ErrorInfo, Result, TokenEvent, TokenLogprob, Usage
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.rows import Row
+from promptq.shared.runtime.logs import get_logger
+from promptq.worker.engine.api.messages import SequenceOutput
+from promptq.worker.leases.lease import Lease
+from promptq.worker.leases.leases import Leases
+from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.text.tokenizer import Tokenizer
+
+
+class RowBuilder:
+    """With a last row, a request is ending. `tokenizer` names the tokens of log-probabilities."""
+
+    def __init__(self, leases: Leases, tokenizer: Tokenizer) -> None:
+        self._leases = leases
+        self._tokenizer = tokenizer
+        self._log = get_logger()
+
+    def row(self, lease: Lease, output: SequenceOutput) -> Row:
+        """Of a running request; if making it fails, the row that ends this one request.
+
+        None of the tokens that were to be sent with it is then sent.
+        """
+        prepared = lease.prepared
+        emitted, by_engine = prepared.emitted, output.finish_reason is not None
+        try:
+            row = self._row(prepared, output)
+        except Exception as error:  # whatever it is, it is this request's alone
+            self._log.exception("a request's output failed", request_id=lease.request_id)
+            prepared.take_back(emitted)
+            reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
+            row = prepared.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
+        if row.finish_reason:
+            self._leases.ending(lease, by_engine=by_engine)
+        return row
+
+    def refusal(self, lease: Lease, error: InvalidRequestError) -> Row:
+        """Of a request that never became a sequence."""
+        claim = lease.claim
+        event = TokenEvent(
+            index=claim.num_logged,
+            token_ids=[],
+            text="",
+            finish_reason=FinishReason.ERROR,
+            attempt=claim.attempt,
+            usage=Usage(completion_tokens=claim.num_logged),
+            error=ErrorInfo(type=error.error_type, message=str(error), code=error.code),
+        )
+        result = Result.fold([*claim.events, event]).to_json()
+        self._log.debug("refused", request_id=claim.request_id, error=str(error))
+        return Row.of(claim.request_id, claim.fence, event, result)
+
+    def completion(self, lease: Lease) -> Row:
+        """Of a request whose earlier attempts emitted all it may have."""
+        prepared = lease.prepared
+        reason = FinishReason.STOP if prepared.is_stopped else FinishReason.LENGTH
+        return prepared.next_row([], prepared.text.flush(), finish_reason=reason)
+
+    def _row(self, prepared: PreparedRequest, output: SequenceOutput) -> Row:
+        text, token_ids, reason, stream = "", [], output.finish_reason, prepared.text
+        if reason is FinishReason.ERROR:
+            error = self._error_of(prepared, output)
+            return prepared.next_row([], stream.flush(), finish_reason=reason, error=error)
+        for token_id in output.token_ids:
+            token_ids.append(token_id)
+            is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
+            if not (
+                is_last and token_id in prepared.engine_request.end_token_ids
+            ):  # that is no text
+                text += stream.push(token_id)
+            if stream.stopped:
+                break
+        if stream.stopped:
+            reason = FinishReason.STOP
+        elif reason is not None:
+            text += stream.flush()
+        logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None
+        self._name_tokens(logprobs or ())
+        return prepared.next_row(token_ids, text, logprobs, reason)
+
+    def _error_of(self, prepared: PreparedRequest, output: SequenceOutput) -> ErrorInfo:
+        reason = output.error or "the engine failed it"
+        if output.is_refused:
+            field = prepared.request.field_that_bounds
+            return ErrorInfo(type="unsupported", message=f"{field}: {reason}")
+        self._log.error("the engine failed", request_id=prepared.request_id, error=output.error)
+        return ErrorInfo(type="internal_error", message=reason)
+
+    def _name_tokens(self, logprobs: Sequence[TokenLogprob]) -> None:
+        for chosen in logprobs:
+            chosen.token = self._tokenizer.token_text(chosen.token_id)
+            for other in chosen.top or ():
+                other.token = self._tokenizer.token_text(other.token_id)
