@@ -238,7 +238,7 @@ async def test_keys_are_kept_hashed(redis_url: str) -> None:
     async with AsyncClient(redis_url) as client:
         secret, made = await client.create_api_key(ApiKey(name="web"))
         assert secret.endswith(made.hint)
-        queue = client._queue
+        queue = client.queue
         assert queue is not None
         kept = await queue._redis.hgetall(Keys().api_keys)
         assert len(kept) == 1
@@ -287,7 +287,7 @@ def test_the_commands(run: Run, redis_url: str) -> None:
     assert '"tenant": "shop"' in as_json
     assert revoked.startswith(f"revoked web (…{secret.strip()[-4:]})\n")
     with Client(redis_url) as client:
-        weight = client._queue._redis.hget(Keys().config, "weight:shop")
+        weight = client.queue._redis.hget(Keys().config, "weight:shop")
     assert float(weight) == 2.5
     wrong = run("keys", "create", "no spaces")
     assert (wrong.returncode, wrong.stdout) == (1, "")
