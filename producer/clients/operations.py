@@ -39,9 +39,8 @@ from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import NewRequest, RequestState
-from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue import lookups, request_queue, scripts
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.request_queue import requeue as requeue_dead
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -200,7 +199,7 @@ def dead_ids(keys: Keys, /, limit: int = 100) -> Operation[list[str]]:
 
 def requeue(keys: Keys, /, request_id: str) -> Operation[str]:
     """Run a dead letter again; gives the new request's id. Raises RequestNotFoundError."""
-    return requeue_dead(request_id)
+    return (yield from request_queue.requeue(request_id))
 
 
 def purge(keys: Keys, /, request_ids: Sequence[str]) -> Operation[int]:

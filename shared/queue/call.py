@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from redis.exceptions import ResponseError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _FOLDERS = {
     "requests": (
@@ -52,16 +53,16 @@ def script_text(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class Call(Generic[T_co]):
     """A script by name, or with `script` empty a plain command."""
 
     script: str
     args: list[str | bytes | int]
-    parse: Callable[[Any], T]
-    of_wrong_type: Callable[[], T] | None = None
+    parse: Callable[[Any], T_co]
+    of_wrong_type: Callable[[], T_co] | None = None
     """What a key gives that a stranger made of another type; without it, that is an error."""
 
-    def read(self, reply: Any) -> T:
+    def read(self, reply: Any) -> T_co:
         """What the call gives. Raises a reply that is an error."""
         if self.of_wrong_type is not None and is_wrong_type(reply):
             return self.of_wrong_type()
