@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,7 +18,7 @@ from promptq.shared.errors import ConfigurationError, RequestNotFoundError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.protocol.request import MAX_PRIORITY, invalid_request
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call, text_map
+from promptq.shared.queue.call import Call, Operation, text_map
 
 SCOPES = ("completions", "files", "batches", "models")
 """What a key may be kept to: completions with their streams, files, batches, the list of models."""
@@ -100,20 +100,20 @@ def hash_of(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def create(
-    keys: Keys, key: ApiKey, weight: float | None = None
-) -> Generator[Call[Any], Any, tuple[str, ApiKey]]:
-    """A new key and its secret; with `weight`, that of its tenant is set as well.
+def create_api_key(
+    keys: Keys, /, key: ApiKey, weight: float | None = None
+) -> Operation[tuple[str, ApiKey]]:
+    """Make a key of the gateway: its secret, shown this once, and what is kept of it.
 
-    Yields calls, is sent what they give. Raises ConfigurationError if the name is taken, if it or
-    the tenant would let two keys see each other's that should not, and for an unknown scope.
+    With `weight`, that of its tenant is set too. Raises ConfigurationError if the name is taken, if
+    it or the tenant would let two keys see each other's that should not, and for an unknown scope.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:
         raise ConfigurationError(
             f"name: {LOCAL_NAME!r} is what callers without a key are called; choose another one"
         )
-    _check_apart(key, (yield from list_all(keys)))
+    _check_apart(key, (yield from api_keys(keys)))
     secret = _PREFIX + secrets.token_urlsafe(32)
     now_ms = yield lookups.server_time_ms()
     made = key.model_copy(update={"created_at": now_ms, "hint": secret[-4:]})
@@ -125,10 +125,11 @@ def create(
     return secret, made
 
 
-def list_all(keys: Keys) -> Generator[Call[Any], Any, list[ApiKey]]:
-    """All keys by their names. Yields calls as `create`."""
-    found = yield Call("", ["HGETALL", keys.api_keys], text_map)
-    used = yield Call("", ["HGETALL", keys.api_keys_used], text_map)
+def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
+    """The gateway's keys by name."""
+    found, used = yield [
+        Call("", ["HGETALL", key], text_map) for key in (keys.api_keys, keys.api_keys_used)
+    ]
     return sorted(
         (
             _read(value).model_copy(update={"last_used_at": whole(used.get(hashed))})
@@ -138,15 +139,14 @@ def list_all(keys: Keys) -> Generator[Call[Any], Any, list[ApiKey]]:
     )
 
 
-def revoke(keys: Keys, name: str) -> Generator[Call[Any], Any, ApiKey]:
-    """Nobody gets in with the key from now on. Raises RequestNotFoundError; yields as `create`."""
+def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
+    """Let nobody in with a key from now on. Raises RequestNotFoundError."""
     found = yield Call("", ["HGETALL", keys.api_keys], text_map)
     named = {hashed: key for hashed, value in found.items() if (key := _read(value)).name == name}
     if not named:
         raise RequestNotFoundError(f"there is no key {name!r}")
     # Two, where two were made at the same moment.
-    yield Call("", ["HDEL", keys.api_keys, *named], int)
-    yield Call("", ["HDEL", keys.api_keys_used, *named], int)
+    yield [Call("", ["HDEL", key, *named], int) for key in (keys.api_keys, keys.api_keys_used)]
     return next(iter(named.values()))
 
 

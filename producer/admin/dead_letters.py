@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
 from pydantic import BaseModel
 
 from promptq.producer.admin.request_fields import EndedAttempt, ended_attempts, json_object, whole
 from promptq.shared.errors import RequestNotFoundError
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Operation
+
+_RECORDS = 100
+"""So many are read in one round trip, as each may be large."""
 
 
 class DeadLetter(BaseModel):
@@ -32,11 +32,30 @@ class DeadLetter(BaseModel):
     """The last attempts, oldest first."""
 
 
-def read_dead_letter(keys: Keys, request_id: str) -> Generator[Call[Any], Any, DeadLetter]:
-    """Yields calls, is sent what they give. Raises RequestNotFoundError."""
-    record = yield lookups.record(keys, request_id)
-    if record.get("state") != "dead":
+def dead_letter(keys: Keys, /, request_id: str) -> Operation[DeadLetter]:
+    """One dead letter. Raises RequestNotFoundError."""
+    record = yield lookups.record(keys, check_request_id(request_id))
+    letter = _dead_letter(request_id, record)
+    if letter is None:
         raise RequestNotFoundError(f"{request_id!r} is not a dead letter")
+    return letter
+
+
+def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]:
+    """Requests that were given up because they crash their workers, the latest first."""
+    ids = yield lookups.dead_ids(keys, limit)
+    found = []
+    for start in range(0, len(ids), _RECORDS):
+        page = ids[start : start + _RECORDS]
+        records = yield [lookups.record(keys, request_id) for request_id in page]
+        found += [it for it in map(_dead_letter, page, records) if it is not None]
+    return found
+
+
+def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
+    """None of what is none, such as one that was purged after its id was read."""
+    if record.get("state") != "dead":
+        return None
     last = json_object(record.get("last_event"))
     return DeadLetter(
         request_id=request_id,
@@ -48,14 +67,3 @@ def read_dead_letter(keys: Keys, request_id: str) -> Generator[Call[Any], Any, D
         num_tokens=last.get("index", 0),
         history=ended_attempts(record.get("history")),
     )
-
-
-def read_dead_letters(keys: Keys, limit: int) -> Generator[Call[Any], Any, list[DeadLetter]]:
-    """The latest first. Yields calls, is sent what they give."""
-    found = []
-    for request_id in (yield lookups.dead_ids(keys, limit)):
-        try:
-            found.append((yield from read_dead_letter(keys, request_id)))
-        except RequestNotFoundError:
-            continue  # it was purged between the two calls
-    return found

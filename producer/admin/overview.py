@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
 from pydantic import BaseModel
 
-from promptq.producer.admin.queue_stats import QueueStats, read_stats
+from promptq.producer.admin.queue_stats import QueueStats, stats
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import Sample, SlotStats, WorkerStats
-from promptq.shared.queue import lookups, statistics
-from promptq.shared.queue.call import Call
+from promptq.shared.queue import lookups
+from promptq.shared.queue import statistics as queue_statistics
+from promptq.shared.queue.call import Operation
 
 _READS = 3
 
@@ -39,38 +37,44 @@ class WorkerView(BaseModel):
     slots: list[SlotStats]
 
 
-def read_overview(keys: Keys) -> Generator[Call[Any], Any, Overview]:
-    """Yields calls, is sent what they give."""
-    stats = yield from read_stats(keys)
-    priorities = yield statistics.priorities(keys)
-    latest = yield statistics.samples(keys, 0, limit=1)
+def overview(keys: Keys, /) -> Operation[Overview]:
+    """What the queue holds, how its workers fare, and what it was like lately."""
+    now = yield from stats(keys)
+    priorities, latest = yield [
+        queue_statistics.priorities(keys),
+        queue_statistics.samples(keys, 0, limit=1),
+    ]
     return Overview(
-        **dict(stats),
+        **dict(now),
         priorities=priorities,
-        running=sum(worker.num_running for worker in stats.workers),
-        tokens_per_second=sum(worker.recent_tokens_per_second for worker in stats.workers),
+        running=sum(worker.num_running for worker in now.workers),
+        tokens_per_second=sum(worker.recent_tokens_per_second for worker in now.workers),
         latest=latest[0] if latest else None,
     )
 
 
-def read_worker(keys: Keys, worker_id: str) -> Generator[Call[Any], Any, WorkerView]:
-    """Yields calls, is sent what they give. Raises RequestNotFoundError for one that is gone."""
+def worker(keys: Keys, /, worker_id: str) -> Operation[WorkerView]:
+    """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
     for _ in range(_READS):  # a heartbeat may come between the two calls
-        stats = yield lookups.worker_stats(keys, worker_id)
-        if stats is None:
+        told, (told_at, slots) = yield [
+            lookups.worker_stats(keys, worker_id),
+            queue_statistics.slots(keys, worker_id),
+        ]
+        if told is None:
             raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
-        told_at, slots = yield statistics.slots(keys, worker_id)
-        if told_at == stats.heartbeat_at:
+        if told_at == told.heartbeat_at:
             break
-    return WorkerView(stats=stats, told_at=told_at, slots=slots)
+    return WorkerView(stats=told, told_at=told_at, slots=slots)
 
 
-def read_statistics(keys: Keys, since_ms: int = 0) -> Generator[Call[Any], Any, list[Sample]]:
-    """Samples of the last hour from `since_ms` on, the oldest first. Yields calls likewise."""
-    found: list[Sample] = yield statistics.samples(keys, since_ms)
+def statistics(keys: Keys, /, since_ms: int = 0) -> Operation[list[Sample]]:
+    """Samples of what the queue was like, one for each 5 s of the last hour, from `since_ms` (Unix
+    milliseconds of the server) on, the oldest first.
+    """
+    found: list[Sample] = yield queue_statistics.samples(keys, since_ms)
     return found
 
 
-def keep_statistics(keys: Keys) -> Generator[Call[Any], Any, None]:
-    """Write the sample that is over, should no worker be there to do it. Yields calls likewise."""
-    yield statistics.sample(statistics.Contribution())
+def keep_statistics(keys: Keys, /) -> Operation[None]:
+    """Call it every few seconds to have samples of the time when no worker is alive, too."""
+    yield queue_statistics.sample(queue_statistics.Contribution())

@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
-from typing import Any
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import MAX_PRIORITY
 from promptq.shared.queue import lookups, scripts
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Operation
 
 
-def set_paused(keys: Keys, paused: bool) -> Generator[Call[Any], Any, None]:
-    """Yields calls, is sent what they give."""
-    yield scripts.set_paused(keys, paused)
-    if not paused:
-        yield scripts.wake_workers(keys)
+def pause(keys: Keys, /) -> Operation[None]:
+    """Hand out no more requests: they are taken in and wait. What runs goes on."""
+    yield scripts.set_paused(keys, True)
 
 
-def drain_workers(keys: Keys, worker_id: str | None) -> Generator[Call[Any], Any, list[str]]:
-    """Tell all workers, or one, to drain; gives those that live. Yields calls as `set_paused`."""
+def resume(keys: Keys, /) -> Operation[None]:
+    """Hand out requests again after `pause`."""
+    yield [scripts.set_paused(keys, False), scripts.wake_workers(keys)]
+
+
+def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
+    """Tell workers to claim no more, finish what runs and exit, all or one. Gives their ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
-    yield scripts.tell_to_drain(keys.drain, worker_id)
-    yield scripts.tell_to_drain(keys.control, worker_id)  # where earlier releases listen
+    channels = (keys.drain, keys.control)  # earlier releases listen to the second
+    yield [scripts.tell_to_drain(channel, worker_id) for channel in channels]
     return [it for it in alive if worker_id is None or it == worker_id]
 
 
-def reprioritise(
-    keys: Keys, request_id: str, priority: int
-) -> Generator[Call[Any], Any, PriorityStatus]:
-    """Give a waiting request another priority. Raises InvalidRequestError. Yields as above.
+def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
+    """Move a waiting request to where it would be, had it come with this priority.
 
-    The payload bears the priority too, as workers decide by it who makes room for whom; it is
-    rewritten here, since Lua's JSON would not keep large numbers and empty lists as they are.
+    Says whether it did; what a worker holds stays as it is. Raises InvalidRequestError.
     """
+    check_request_id(request_id)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequestError(
             f"priority: {priority} is not between -{MAX_PRIORITY} and {MAX_PRIORITY}",
             field="priority",
         )
+    # The payload bears the priority too, as workers decide by it who makes room for whom; it is
+    # rewritten here, since Lua's JSON would not keep large numbers and empty lists as they are.
     status = PriorityStatus.STALE
     while status is PriorityStatus.STALE:
         payload = yield lookups.payload(keys, request_id)

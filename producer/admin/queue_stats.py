@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
 from pydantic import BaseModel
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Call, Operation
 
 
 class QueueStats(BaseModel):
@@ -30,28 +27,25 @@ class QueueStats(BaseModel):
     """Server time, by which heartbeats are dated."""
 
 
-def read_stats(keys: Keys) -> Generator[Call[Any], Any, QueueStats]:
-    """Yields calls, is sent what they give."""
-    (model,) = yield Call("", ["HMGET", keys.model, "model"], list)
-    told_before, paused = yield Call("", ["HMGET", keys.config, "model", "paused"], list)
-    counts = {}
-    counts["pending"] = yield lookups.count(keys)
-    for name in ("delayed", "leases", "dead"):
-        counts[name] = yield Call("", ["ZCARD", getattr(keys, name)], int)
-    now_ms = yield lookups.server_time_ms()
-    workers = []
-    for worker_id in (yield lookups.live_worker_ids(keys, now_ms)):
-        worker = yield lookups.worker_stats(keys, worker_id)
-        if worker is not None:  # it left between the two calls
-            workers.append(worker)
+def stats(keys: Keys, /) -> Operation[QueueStats]:
+    """What the queue holds and how its workers fare."""
+    (model,), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
+        Call("", ["HMGET", keys.model, "model"], list),
+        Call("", ["HMGET", keys.config, "model", "paused"], list),
+        lookups.count(keys),
+        *(Call("", ["ZCARD", key], int) for key in (keys.delayed, keys.leases, keys.dead)),
+        lookups.server_time_ms(),
+    ]
+    worker_ids = yield lookups.live_worker_ids(keys, now_ms)
+    workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
     return QueueStats(
         queue=keys.queue,
         model=(model or told_before or b"").decode(),  # earlier releases told in `config`
         paused=paused == b"1",
-        waiting=counts["pending"],
-        delayed=counts["delayed"],
-        active=counts["leases"],
-        dead=counts["dead"],
-        workers=workers,
+        waiting=waiting,
+        delayed=delayed,
+        active=active,
+        dead=dead,
+        workers=[it for it in workers if it is not None],  # it left between the two calls
         now_ms=now_ms,
     )

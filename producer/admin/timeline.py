@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ValidationError
 from promptq.producer.admin.request_fields import EndedAttempt, ended_attempts, json_object, whole
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.events import ErrorInfo, Stats, Usage
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import SlotStats
 from promptq.shared.queue import lookups, statistics
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Operation
 
 
 class Happened(StrEnum):
@@ -79,9 +79,9 @@ class Timeline(BaseModel):
     moments: list[Moment] = []
 
 
-def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Timeline]:
-    """Yields calls, is sent what they give. Raises RequestNotFoundError."""
-    record: dict[str, str] = yield lookups.record(keys, request_id)
+def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
+    """What happened to a request, and when. Raises RequestNotFoundError."""
+    record: dict[str, str] = yield lookups.record(keys, check_request_id(request_id))
     if not record:
         raise RequestNotFoundError(f"request {request_id!r} is unknown, or ended long ago")
     state, worker, slot = _state(record), record.get("worker", ""), None
@@ -89,7 +89,7 @@ def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Time
         _, slots = yield statistics.slots(keys, worker)
         slot = next((it for it in slots if it.request_id == request_id), None)
     last = json_object(record.get("last_event"))
-    timeline = Timeline(
+    found = Timeline(
         request_id=request_id,
         state=state,
         payload=record.get("payload", ""),
@@ -105,9 +105,9 @@ def read_timeline(keys: Keys, request_id: str) -> Generator[Call[Any], Any, Time
         stats=_model(Stats, last.get("stats")),
         error=_model(ErrorInfo, last.get("error")),
     )
-    moments = _moments(timeline, record)
-    timeline.moments = sorted(moments, key=lambda it: (it.at, it.attempt, _RANKS[it.what]))
-    return timeline
+    moments = _moments(found, record)
+    found.moments = sorted(moments, key=lambda it: (it.at, it.attempt, _RANKS[it.what]))
+    return found
 
 
 def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:

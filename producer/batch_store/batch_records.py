@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
-import redis
-import redis.asyncio
 from pydantic import BaseModel
 
 from promptq.producer.admin.api_keys import ApiKey
@@ -16,8 +16,8 @@ from promptq.producer.batch_store.batch_lines import is_batch_id, new_batch_id
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
-from promptq.shared.protocol.keys import Keys
-from promptq.shared.queue.call import ids_of, is_wrong_type
+from promptq.shared.queue.call import Call, ids_of, text_map
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 WINDOW_SECONDS = 86_400
 
@@ -130,51 +130,50 @@ class TooManyBatchesError(PromptqError):
 class Batches:
     """The batches of a queue. All methods raise redis.RedisError when the server is away."""
 
-    def __init__(self, connection: redis.asyncio.Redis, keys: Keys) -> None:
-        self._redis: Any = connection
-        self._keys = keys
+    def __init__(self, queue: AsyncRequestQueue) -> None:
+        self._queue = queue
+        self._keys = queue.keys
 
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
         """From now on the jobs know of it.
 
         Raises TooManyBatchesError where its tenant has so many that have not ended; 0: no limit.
         """
-        if max_unfinished and await self._count_unfinished(self._redis, record) >= max_unfinished:
+        own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
+        count = _command("ZINTERCARD", 2, unfinished, own)
+        if max_unfinished and await self._queue.run(count) >= max_unfinished:
             raise _too_many(max_unfinished)
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hset(self._keys.batch(record.id), mapping=_fields(record.model_dump()))
-        pipeline.zadd(self._keys.batches_of(record.tenant), {record.id: record.created_at})
         forgotten = record.created_at - WINDOW_SECONDS - BATCH_FILE_SECONDS
-        pipeline.zremrangebyscore(self._keys.batches_of(record.tenant), "-inf", forgotten)
-        pipeline.sadd(self._keys.unfinished_batches, record.id)
-        if max_unfinished:
-            self._count_unfinished(pipeline, record)
-        *_, unfinished = await pipeline.execute()
-        if max_unfinished and unfinished > max_unfinished:  # others came at the same time
-            pipeline = self._redis.pipeline(transaction=True)
-            pipeline.srem(self._keys.unfinished_batches, record.id)
-            pipeline.zrem(self._keys.batches_of(record.tenant), record.id)
-            pipeline.delete(self._keys.batch(record.id))
-            await pipeline.execute()
+        adding = [
+            self._set(record.id, record.model_dump()),
+            _command("ZADD", own, record.created_at, record.id),
+            _command("ZREMRANGEBYSCORE", own, "-inf", forgotten),
+            _command("SADD", unfinished, record.id),
+        ]
+        if not max_unfinished:
+            await self._queue.run(adding, atomic=True)
+            return
+        *_, num_unfinished = await self._queue.run([*adding, count], atomic=True)
+        if num_unfinished > max_unfinished:  # others came at the same time
+            taking_back = [
+                _command("SREM", unfinished, record.id),
+                _command("ZREM", own, record.id),
+                _command("DEL", self._keys.batch(record.id)),
+            ]
+            await self._queue.run(taking_back, atomic=True)
             raise _too_many(max_unfinished)
-
-    def _count_unfinished(self, client: Any, record: BatchRecord) -> Any:
-        keys = [self._keys.unfinished_batches, self._keys.batches_of(record.tenant)]
-        return client.zintercard(len(keys), keys)
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
         """With tenants only if it is one of theirs. Raises BatchMissingError."""
         if is_batch_id(batch_id):  # else its key may be another one's
-            record = _record(batch_id, await self._fields_of(batch_id))
+            record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
         raise BatchMissingError(f"no batch {batch_id[:80]!r} is known")
 
-    async def _fields_of(self, batch_id: str) -> dict[bytes, bytes]:
-        try:
-            return _hash_of(await self._redis.hgetall(self._keys.batch(batch_id)))
-        except redis.ResponseError as error:
-            return _hash_of(error)
+    def _read(self, batch_id: str) -> Call[BatchRecord | None]:
+        read = partial(_record, batch_id)
+        return Call("", ["HGETALL", self._keys.batch(batch_id)], read, lambda: None)
 
     async def page(
         self, tenants: tuple[str, ...], limit: int, after: str | None
@@ -184,8 +183,8 @@ class Batches:
         listed: list[str] = []
         for tenant in tenants:
             key = self._keys.batches_of(tenant)
-            members = await self._redis.execute_command("ZRANGE", key, 0, -1, "REV")
-            listed += [member for member in ids_of(members) if is_batch_id(member)]
+            members = await self._queue.run(Call("", ["ZRANGE", key, 0, -1, "REV"], ids_of))
+            listed += [member for member in members if is_batch_id(member)]
         listed.sort(reverse=True)  # ids sort by time
         begin = 0
         if after is not None:
@@ -193,11 +192,7 @@ class Batches:
                 raise BatchMissingError(f"no batch {after[:80]!r} is known")
             begin = listed.index(after) + 1
         ids = listed[begin : begin + limit]
-        pipeline = self._redis.pipeline(transaction=False)
-        for batch_id in ids:
-            pipeline.hgetall(self._keys.batch(batch_id))
-        hashes = map(_hash_of, await pipeline.execute(raise_on_error=False))
-        records = map(_record, ids, hashes)
+        records = await self._queue.run([self._read(batch_id) for batch_id in ids])
         return [it for it in records if it is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
@@ -205,31 +200,28 @@ class Batches:
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
-        now = int(time.time())
-        await self._redis.hsetnx(self._keys.batch(batch_id), "cancelling_at", json.dumps(now))
+        now, key = int(time.time()), self._keys.batch(batch_id)
+        await self._queue.run(_command("HSETNX", key, "cancelling_at", json.dumps(now)))
         return await self.get(batch_id, tenants)
 
     async def update(self, batch_id: str, **changes: Any) -> None:
         """For its runner alone."""
-        await self._redis.hset(self._keys.batch(batch_id), mapping=_fields(changes))
+        await self._queue.run(self._set(batch_id, changes))
 
     async def is_cancelling(self, batch_id: str) -> bool:
-        return bool(await self._redis.hexists(self._keys.batch(batch_id), "cancelling_at"))
+        call = _command("HEXISTS", self._keys.batch(batch_id), "cancelling_at")
+        return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
         """How many batches of each tenant wait for a process, and how many are run."""
-        try:
-            members = await self._redis.smembers(self._keys.unfinished_batches)
-        except redis.ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            members = []  # a stranger made something else of it
-        ids = [batch_id for batch_id in ids_of(members) if is_batch_id(batch_id)]
-        pipeline = self._redis.pipeline(transaction=False)
-        for batch_id in ids:
-            pipeline.exists(self._keys.batch_runner(batch_id))
-            pipeline.hget(self._keys.batch(batch_id), "tenant")
-        answers = await pipeline.execute(raise_on_error=False)
+        key = self._keys.unfinished_batches
+        members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
+        asking = list[Call[Any]]()
+        for batch_id in filter(is_batch_id, await self._queue.run(members)):
+            asking.append(_command("EXISTS", self._keys.batch_runner(batch_id)))
+            key = self._keys.batch(batch_id)
+            asking.append(Call("", ["HGET", key, "tenant"], lambda reply: reply, lambda: None))
+        answers = await self._queue.run(asking)
         waiting: Counter[str] = Counter()
         run: Counter[str] = Counter()
         for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):
@@ -241,15 +233,20 @@ class Batches:
         """The last change; what is known is kept as long as the files."""
         key = self._keys.batch(batch_id)
         changes |= {"status": status, f"{status}_at": int(time.time())}
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hset(key, mapping=_fields(changes))
-        pipeline.pexpire(key, BATCH_FILE_SECONDS * 1000)
-        pipeline.srem(self._keys.unfinished_batches, batch_id)
-        await pipeline.execute()
+        ending = [
+            self._set(batch_id, changes),
+            _command("PEXPIRE", key, BATCH_FILE_SECONDS * 1000),
+            _command("SREM", self._keys.unfinished_batches, batch_id),
+        ]
+        await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
         """One whose record is gone need not be run."""
-        await self._redis.srem(self._keys.unfinished_batches, batch_id)
+        await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
+
+    def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
+        fields = ((name, json.dumps(it)) for name, it in values.items() if it is not None)
+        return _command("HSET", self._keys.batch(batch_id), *chain.from_iterable(fields))
 
 
 def _too_many(limit: int) -> TooManyBatchesError:
@@ -259,25 +256,16 @@ def _too_many(limit: int) -> TooManyBatchesError:
     )
 
 
-def _fields(values: dict[str, Any]) -> dict[str, str]:
-    return {name: json.dumps(value) for name, value in values.items() if value is not None}
+def _command(*args: str | int) -> Call[int]:
+    return Call("", list(args), int)
 
 
-def _hash_of(reply: Any) -> dict[bytes, bytes]:
-    """The reply, empty where the key is of another type. Any other error is raised."""
-    if is_wrong_type(reply):
-        return {}
-    if isinstance(reply, Exception):
-        raise reply
-    found: dict[bytes, bytes] = reply
-    return found
-
-
-def _record(batch_id: str, fields: dict[bytes, bytes]) -> BatchRecord | None:
+def _record(batch_id: str, reply: Any) -> BatchRecord | None:
     """None where there is none, or only what a stranger wrote."""
-    names = [name for name in BatchRecord.model_fields if name.encode() in fields]
+    fields = text_map(reply)
+    names = [name for name in BatchRecord.model_fields if name in fields]
     try:
-        values = {name: json.loads(fields[name.encode()]) for name in names}
+        values = {name: json.loads(fields[name]) for name in names}
         record = BatchRecord.model_validate(values)
     except (ValueError, RecursionError):
         return None

@@ -31,7 +31,7 @@ from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
 from promptq.producer.batches.stop_signals import stop_signals
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings import JobsSettings, read_jobs_settings
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_async_redis
 
@@ -55,14 +55,14 @@ def run_batch_job(queue: str, batch_id: str) -> str:
 
 
 async def _run(settings: JobsSettings, batch_id: str) -> str:
-    keys = Keys(settings.queue)
     async with await open_async_redis(server_url(settings.redis_url)) as connection:
-        lease = RunnerLease(connection, keys, batch_id)
+        queue = AsyncRequestQueue(connection, settings.queue)
+        lease = RunnerLease(queue, batch_id)
         if not await lease.hold():
             return "somebody else runs it"
         # Where it raises, the lease runs out by itself: the next try should not come at once.
         try:
-            ended = await _BatchJob(settings, connection, keys, batch_id, lease).run()
+            ended = await _BatchJob(settings, connection, queue, batch_id, lease).run()
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
@@ -75,13 +75,13 @@ class _BatchJob:
         self,
         settings: JobsSettings,
         connection: redis.asyncio.Redis,
-        keys: Keys,
+        queue: AsyncRequestQueue,
         batch_id: str,
         lease: RunnerLease,
     ) -> None:
         self._settings = settings
         self._redis = connection
-        self._batches = Batches(connection, keys)
+        self._batches = Batches(queue)
         self._batch_id = batch_id
         self._lease = lease
         self._store = FileStore(settings.files_dir)

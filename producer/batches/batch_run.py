@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import redis
 import redis.asyncio
@@ -22,10 +22,13 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 from promptq.producer.batch_store.batch_lines import BrokenLineError, LineReader, RefusedLineError
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
+from promptq.producer.clients.connecting import address_of
 from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 if TYPE_CHECKING:
@@ -78,10 +81,10 @@ class BatchRun:
         # Here and not above, for it brings the whole of FastAPI along.
         from promptq.producer.batches.line_requests import LineGateway
 
-        self._redis: Any = connection
         self._queue = AsyncRequestQueue(connection, queue)
         self._keys = Keys(queue)
-        self._gateway = LineGateway(batch_id, connection, self._queue, options)
+        url = address_of(connection.connection_pool)
+        self._gateway = LineGateway(batch_id, self._queue, url, options)
         self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
         self._total = total
         self._journal = journal
@@ -214,8 +217,8 @@ class BatchRun:
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
 
     async def _num_waiting(self) -> int:
-        num_delayed: int = await self._redis.zcard(self._keys.delayed)
-        return num_delayed + await self._queue.count()
+        delayed = Call("", ["ZCARD", self._keys.delayed], int)
+        return sum(await self._queue.run([delayed, lookups.count(self._keys)]))
 
     async def _collect(self) -> int:
         """Write down what has ended; gives how many lines."""
@@ -242,15 +245,9 @@ class BatchRun:
 
     async def _ask(self, name: str, requests: list[NewRequest]) -> list[bytes | None]:
         """One field of many requests' hashes."""
-
-        async def ask() -> list[bytes | None]:
-            pipeline = self._redis.pipeline(transaction=False)
-            for new in requests:
-                pipeline.hget(self._keys.request(new.request_id), name)
-            answers: list[bytes | None] = await pipeline.execute()
-            return answers
-
-        return await self._persist(ask) if requests else []
+        keys = [self._keys.request(new.request_id) for new in requests]
+        calls = [Call("", ["HGET", key, name], lambda reply: reply) for key in keys]
+        return await self._persist(partial(self._queue.run, calls))
 
     async def _let_go(self) -> None:
         """Shorten the life of what was written down, once that is safe on the disk.
@@ -259,18 +256,11 @@ class BatchRun:
         """
         done, self._written = self._written, []
         self._let_go_at = time.monotonic()
-
-        async def shorten() -> None:
-            pipeline = self._redis.pipeline(transaction=False)
-            for new in done:
-                if new.request.webhook_url is None:
-                    key = self._keys.request(new.request_id)
-                    pipeline.pexpire(key, _KEPT_MS, xx=True, lt=True)
-            await pipeline.execute()
-
+        keys = [self._keys.request(it.request_id) for it in done if it.request.webhook_url is None]
+        shorten = [Call("", ["PEXPIRE", key, _KEPT_MS, "XX", "LT"], int) for key in keys]
         if done:
             self._journal.sync()
-            await self._persist(shorten)
+            await self._persist(partial(self._queue.run, shorten))
 
     async def _write(self, item: LineRequest) -> None:
         line = item.line

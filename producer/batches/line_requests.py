@@ -9,11 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import redis.asyncio
-
 from promptq.producer.batch_store.batch_lines import BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
-from promptq.producer.clients.connecting import address_of
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.respond import granted
 from promptq.producer.gateway.context.access import Caller, account_of, beyond_rates, rates_of
@@ -51,15 +48,14 @@ class LineGateway:
     def __init__(
         self,
         batch_id: str,
-        connection: redis.asyncio.Redis,
         queue: AsyncRequestQueue,
+        url: str,
         options: RunOptions,
     ) -> None:
         self._batch_id = batch_id
         self._queue = queue
         self._options = options
-        url = address_of(connection.connection_pool)
-        self._watch = QueueWatch(connection, queue.keys, url)
+        self._watch = QueueWatch(queue, url)
 
     def of(self, line: BatchLine) -> LineRequest:
         """Raises RefusedLineError for what the gateway would refuse."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import secrets
 
-import redis.asyncio
-
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
@@ -17,9 +14,9 @@ LEASE_MS = 15_000
 class RunnerLease:
     """The right to run a batch, for LEASE_MS at a time. Two never hold one."""
 
-    def __init__(self, connection: redis.asyncio.Redis, keys: Keys, batch_id: str) -> None:
-        self._queue = AsyncRequestQueue(connection, keys.queue)
-        self._key = keys.batch_runner(batch_id)
+    def __init__(self, queue: AsyncRequestQueue, batch_id: str) -> None:
+        self._queue = queue
+        self._key = queue.keys.batch_runner(batch_id)
         self._holder = secrets.token_hex(8)
 
     async def hold(self) -> bool:

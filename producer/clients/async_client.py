@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import redis
 import redis.asyncio
 
-from promptq.producer.admin import api_keys
-from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.admin.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
-from promptq.producer.admin.overview import (
-    Overview,
-    WorkerView,
-    keep_statistics,
-    read_overview,
-    read_statistics,
-    read_worker,
-)
-from promptq.producer.admin.queue_control import drain_workers, reprioritise, set_paused
-from promptq.producer.admin.queue_stats import QueueStats, read_stats
-from promptq.producer.admin.timeline import Timeline, read_timeline
+from promptq.producer.clients import operations
 from promptq.producer.clients.connecting import (
     address_of,
     check_replies_are_bytes,
@@ -41,14 +19,7 @@ from promptq.producer.clients.connecting import (
     server_url,
     without_server,
 )
-from promptq.producer.clients.request_builder import (
-    Messages,
-    Prompt,
-    call_fields,
-    compose,
-    compose_samples,
-)
-from promptq.producer.clients.results import Samples, fold
+from promptq.producer.clients.operations import Enqueue, ReadToEnd, as_method
 from promptq.producer.clients.stream import (
     SILENCE_SECONDS,
     Action,
@@ -63,19 +34,28 @@ from promptq.producer.clients.stream import (
 from promptq.producer.clients.subscriptions import GoOn, Mailbox, Subscriptions
 from promptq.producer.clients.tracing import enqueueing
 from promptq.shared.errors import RedisUnavailableError
-from promptq.shared.protocol.events import Result, TokenEvent
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys, check_request_id
-from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
-from promptq.shared.protocol.request import NewRequest, RequestState
-from promptq.shared.protocol.worker_stats import Sample
-from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Operation, carry_out_async
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.tasks import heeding_cancels
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_async_redis
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _method(
+    operation: Callable[Concatenate[Keys, P], Operation[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """The method of a client that carries out an operation."""
+
+    async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with explained(client.url):
+            return await carry_out_async(operation(client._keys, *args, **kwargs), client._take)
+
+    return as_method(method, operation)
 
 
 class AsyncClient:
@@ -109,40 +89,43 @@ class AsyncClient:
         else:
             self.url = server_url(server)
 
-    async def enqueue(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        request_id: str | None = None,
-        delay_ms: int = 0,
-        **fields: Any,
-    ) -> str:
-        """As `Client.enqueue`."""
-        request = call_fields(prompt, messages, request_id, delay_ms, fields)
-        return (await self.enqueue_many([request]))[0]
+    @property
+    def queue(self) -> AsyncRequestQueue:
+        """The queue itself, for what the client has no method for.
 
-    async def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """As `Client.enqueue_many`."""
-        return await self.enqueue_composed(compose(requests))
+        A client of a URL has it once it is connected, as within `async with`.
+        """
+        if self._queue is None:
+            raise RedisUnavailableError("the client is not connected yet: enter it with async with")
+        return self._queue
 
-    async def enqueue_composed(self, new: list[NewRequest]) -> list[str]:
-        """As `enqueue_many`, of what `compose` gives."""
-        return await self._enqueue(new)
-
-    async def enqueue_samples(
-        self,
-        n: int,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        request_id: str | None = None,
-        delay_ms: int = 0,
-        **fields: Any,
-    ) -> list[str]:
-        """As `Client.enqueue_samples`."""
-        request = call_fields(prompt, messages, request_id, delay_ms, fields)
-        return await self._enqueue(compose_samples(n, request))
+    enqueue = _method(operations.enqueue)
+    enqueue_many = _method(operations.enqueue_many)
+    enqueue_composed = _method(operations.enqueue_composed)
+    enqueue_samples = _method(operations.enqueue_samples)
+    result = _method(operations.result)
+    generate = _method(operations.generate)
+    sample = _method(operations.sample)
+    cancel = _method(operations.cancel)
+    reprioritise = _method(operations.reprioritise)
+    state = _method(operations.state)
+    stats = _method(operations.stats)
+    overview = _method(operations.overview)
+    worker = _method(operations.worker)
+    timeline = _method(operations.timeline)
+    statistics = _method(operations.statistics)
+    keep_statistics = _method(operations.keep_statistics)
+    pause = _method(operations.pause)
+    resume = _method(operations.resume)
+    drain = _method(operations.drain)
+    dead_ids = _method(operations.dead_ids)
+    dead_letters = _method(operations.dead_letters)
+    dead_letter = _method(operations.dead_letter)
+    requeue = _method(operations.requeue)
+    purge = _method(operations.purge)
+    create_api_key = _method(operations.create_api_key)
+    api_keys = _method(operations.api_keys)
+    revoke_api_key = _method(operations.revoke_api_key)
 
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
@@ -179,135 +162,6 @@ class AsyncClient:
             async for finish in all_unfinished:
                 await finish()
 
-    async def result(
-        self, request_id: str, *, timeout: float | None = None, check: bool = True
-    ) -> Result:
-        """As `Client.result`."""
-        events: list[TokenEvent] = []
-        await self.follow(request_id, events.append, timeout=timeout)
-        return fold(request_id, events, check)
-
-    async def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        timeout: float | None = None,
-        check: bool = True,
-        **fields: Any,
-    ) -> Result:
-        """As `Client.generate`. A task that is cancelled here does not cancel the request."""
-        request_id = await self.enqueue(prompt, **fields)
-        return await self.result(request_id, timeout=timeout, check=check)
-
-    async def sample(
-        self,
-        n: int,
-        prompt: Prompt | None = None,
-        *,
-        timeout: float | None = None,
-        check: bool = True,
-        **fields: Any,
-    ) -> Samples:
-        """As `Client.sample`."""
-        request_ids = await self.enqueue_samples(n, prompt, **fields)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        results = []
-        for request_id in request_ids:
-            left = None if deadline is None else deadline - time.monotonic()
-            results.append(await self.result(request_id, timeout=left, check=check))
-        return Samples(request_ids, results)
-
-    async def cancel(self, request_id: str) -> CancelStatus:
-        """As `Client.cancel`."""
-        with explained(self.url):
-            queue = await self._connected()
-            return await heeding_cancels(queue.cancel(check_request_id(request_id)))
-
-    async def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """As `Client.reprioritise`."""
-        calls = reprioritise(self._keys, check_request_id(request_id), priority)
-        return await self._converse(calls)
-
-    async def state(self, request_id: str) -> RequestState | None:
-        """As `Client.state`."""
-        with explained(self.url):
-            queue = await self._connected()
-            return await heeding_cancels(queue.state(check_request_id(request_id)))
-
-    async def stats(self) -> QueueStats:
-        """As `Client.stats`."""
-        return await self._converse(read_stats(self._keys))
-
-    async def overview(self) -> Overview:
-        """As `Client.overview`."""
-        return await self._converse(read_overview(self._keys))
-
-    async def worker(self, worker_id: str) -> WorkerView:
-        """As `Client.worker`."""
-        return await self._converse(read_worker(self._keys, worker_id))
-
-    async def timeline(self, request_id: str) -> Timeline:
-        """As `Client.timeline`."""
-        return await self._converse(read_timeline(self._keys, check_request_id(request_id)))
-
-    async def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """As `Client.statistics`."""
-        return await self._converse(read_statistics(self._keys, since_ms))
-
-    async def keep_statistics(self) -> None:
-        """As `Client.keep_statistics`."""
-        await self._converse(keep_statistics(self._keys))
-
-    async def pause(self) -> None:
-        """As `Client.pause`."""
-        await self._converse(set_paused(self._keys, True))
-
-    async def resume(self) -> None:
-        """As `Client.resume`."""
-        await self._converse(set_paused(self._keys, False))
-
-    async def drain(self, worker_id: str | None = None) -> list[str]:
-        """As `Client.drain`."""
-        return await self._converse(drain_workers(self._keys, worker_id))
-
-    async def dead_ids(self, limit: int = 100) -> list[str]:
-        """As `Client.dead_ids`."""
-        with explained(self.url):
-            queue = await self._connected()
-            return await heeding_cancels(queue.run(lookups.dead_ids(self._keys, limit)))
-
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
-        """As `Client.dead_letters`."""
-        return await self._converse(read_dead_letters(self._keys, limit))
-
-    async def dead_letter(self, request_id: str) -> DeadLetter:
-        """As `Client.dead_letter`."""
-        return await self._converse(read_dead_letter(self._keys, check_request_id(request_id)))
-
-    async def requeue(self, request_id: str) -> str:
-        """As `Client.requeue`."""
-        with explained(self.url):
-            queue = await self._connected()
-            return await heeding_cancels(queue.requeue(request_id))
-
-    async def purge(self, request_ids: Sequence[str]) -> int:
-        """As `Client.purge`."""
-        with explained(self.url):
-            queue = await self._connected()
-            return await heeding_cancels(queue.purge(request_ids))
-
-    async def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
-        """As `Client.create_api_key`."""
-        return await self._converse(api_keys.create(self._keys, key, weight))
-
-    async def api_keys(self) -> list[ApiKey]:
-        """As `Client.api_keys`."""
-        return await self._converse(api_keys.list_all(self._keys))
-
-    async def revoke_api_key(self, name: str) -> ApiKey:
-        """As `Client.revoke_api_key`."""
-        return await self._converse(api_keys.revoke(self._keys, name))
-
     async def close(self) -> None:
         """As `Client.close`."""
         if self._queue is not None:
@@ -332,31 +186,23 @@ class AsyncClient:
                 except RedisUnavailableError as error:
                     raise without_server(error) from error
                 self._use(self._owned)
-        assert self._queue is not None
-        return self._queue
+        return self.queue
 
     def _use(self, client: redis.asyncio.Redis) -> None:
         self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
 
-    async def _enqueue(self, new: list[NewRequest]) -> list[str]:
-        if not new:
-            return []
+    async def _take(self, step: Any) -> Any:
+        """Take one step of an operation."""
+        if isinstance(step, ReadToEnd):
+            events: list[TokenEvent] = []
+            await self.follow(step.request_id, events.append, timeout=step.timeout)
+            return events
         queue = await self._connected()
-        with explained(self.url), enqueueing(self._tracing, self._keys.queue, new) as traced:
-            return await heeding_cancels(queue.enqueue(traced))
-
-    async def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
-        answer: Any = None
-        queue = await self._connected()
-        with explained(self.url):
-            while True:
-                try:
-                    call = calls.send(answer)
-                except StopIteration as stop:
-                    value: T = stop.value
-                    return value
-                answer = await heeding_cancels(queue.run(call))
+        if isinstance(step, Enqueue):
+            with enqueueing(self._tracing, self._keys.queue, step.new) as traced:
+                return await heeding_cancels(queue.enqueue(traced))
+        return await heeding_cancels(queue.run(step))
 
     def _steps(self, request_id: str, from_index: int, timeout: float | None) -> Steps:
         return follow(

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import redis
 
-from promptq.producer.admin import api_keys
-from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.admin.dead_letters import DeadLetter, read_dead_letter, read_dead_letters
-from promptq.producer.admin.overview import (
-    Overview,
-    WorkerView,
-    keep_statistics,
-    read_overview,
-    read_statistics,
-    read_worker,
-)
-from promptq.producer.admin.queue_control import drain_workers, reprioritise, set_paused
-from promptq.producer.admin.queue_stats import QueueStats, read_stats
-from promptq.producer.admin.timeline import Timeline, read_timeline
+from promptq.producer.clients import operations
 from promptq.producer.clients.connecting import (
     address_of,
     check_replies_are_bytes,
@@ -30,14 +17,7 @@ from promptq.producer.clients.connecting import (
     server_url,
     without_server,
 )
-from promptq.producer.clients.request_builder import (
-    Messages,
-    Prompt,
-    call_fields,
-    compose,
-    compose_samples,
-)
-from promptq.producer.clients.results import Samples, fold
+from promptq.producer.clients.operations import Enqueue, ReadToEnd, as_method
 from promptq.producer.clients.stream import (
     SILENCE_SECONDS,
     Action,
@@ -52,18 +32,27 @@ from promptq.producer.clients.stream import (
 )
 from promptq.producer.clients.tracing import enqueueing
 from promptq.shared.errors import RedisUnavailableError
-from promptq.shared.protocol.events import Result, TokenEvent
-from promptq.shared.protocol.keys import check_request_id
-from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
-from promptq.shared.protocol.request import NewRequest, RequestState
-from promptq.shared.protocol.worker_stats import Sample
-from promptq.shared.queue import lookups
-from promptq.shared.queue.call import Call
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.keys import Keys, check_request_id
+from promptq.shared.queue.call import Operation, carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.tracing import Tracing
 from promptq.shared.server.connection import open_redis
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _method(
+    operation: Callable[Concatenate[Keys, P], Operation[T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """The method of a client that carries out an operation."""
+
+    def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with explained(client.url):
+            return carry_out(operation(client.queue.keys, *args, **kwargs), client._take)
+
+    return as_method(method, operation)
 
 
 class Client:
@@ -79,8 +68,12 @@ class Client:
     request gets a span, of which its worker's spans are children.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError; so does
-    every method when the server goes away.
+    every method when the server goes away. Most methods are described in
+    `promptq.producer.clients.operations`.
     """
+
+    queue: RequestQueue
+    """The queue itself, for what the client has no method for."""
 
     def __init__(
         self,
@@ -101,55 +94,37 @@ class Client:
                 self._redis = self._owned = open_redis(self.url)
             except RedisUnavailableError as error:
                 raise without_server(error) from error
-        self._queue = RequestQueue(self._redis, queue)
+        self.queue = RequestQueue(self._redis, queue)
         self._silence = silence_seconds
         self._tracing = tracing
 
-    def enqueue(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        request_id: str | None = None,
-        delay_ms: int = 0,
-        **fields: Any,
-    ) -> str:
-        """Put one request in and give its id, a UUIDv7 unless `request_id` is given.
-
-        `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
-        are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-        `priority`, ...). With `delay_ms` it waits at least so long.
-
-        Raises InvalidRequestError, RequestExistsError, QueueFullError. When the reply gets lost,
-        it is sent again and known by the server. If the server stays away, nobody can say whether
-        it got through; an `idempotency_key` makes repeating safe.
-        """
-        return self.enqueue_many([call_fields(prompt, messages, request_id, delay_ms, fields)])[0]
-
-    def enqueue_many(self, requests: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Put requests in, all or none, and give their ids.
-
-        Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
-        """
-        return self._enqueue(compose(requests))
-
-    def enqueue_samples(
-        self,
-        n: int,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        request_id: str | None = None,
-        delay_ms: int = 0,
-        **fields: Any,
-    ) -> list[str]:
-        """Put `n` requests of one prompt in, all or none.
-
-        Their ids are `ID:0` ... `ID:n-1`; where `seed` is given, theirs are `seed + i`.
-        """
-        return self._enqueue(
-            compose_samples(n, call_fields(prompt, messages, request_id, delay_ms, fields))
-        )
+    enqueue = _method(operations.enqueue)
+    enqueue_many = _method(operations.enqueue_many)
+    enqueue_composed = _method(operations.enqueue_composed)
+    enqueue_samples = _method(operations.enqueue_samples)
+    result = _method(operations.result)
+    generate = _method(operations.generate)
+    sample = _method(operations.sample)
+    cancel = _method(operations.cancel)
+    reprioritise = _method(operations.reprioritise)
+    state = _method(operations.state)
+    stats = _method(operations.stats)
+    overview = _method(operations.overview)
+    worker = _method(operations.worker)
+    timeline = _method(operations.timeline)
+    statistics = _method(operations.statistics)
+    keep_statistics = _method(operations.keep_statistics)
+    pause = _method(operations.pause)
+    resume = _method(operations.resume)
+    drain = _method(operations.drain)
+    dead_ids = _method(operations.dead_ids)
+    dead_letters = _method(operations.dead_letters)
+    dead_letter = _method(operations.dead_letter)
+    requeue = _method(operations.requeue)
+    purge = _method(operations.purge)
+    create_api_key = _method(operations.create_api_key)
+    api_keys = _method(operations.api_keys)
+    revoke_api_key = _method(operations.revoke_api_key)
 
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
@@ -163,146 +138,20 @@ class Client:
         Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
         StreamChangedError if the server lost what was read and has other tokens in its place.
         """
-        return self._follow(request_id, from_index, timeout)
-
-    def result(
-        self, request_id: str, *, timeout: float | None = None, check: bool = True
-    ) -> Result:
-        """Wait for the request to end and give the whole.
-
-        Raises RequestFailedError if it ended with an error, unless `check` is false; a request
-        that was cancelled or expired gives what it had. Raises TimeoutError after `timeout`
-        seconds (it goes on; call `cancel` to end it), RequestNotFoundError and StreamChangedError
-        as `stream` does.
-        """
-        return fold(request_id, list(self._follow(request_id, 0, timeout)), check)
-
-    def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        timeout: float | None = None,
-        check: bool = True,
-        **fields: Any,
-    ) -> Result:
-        """`enqueue` and `result` in one."""
-        return self.result(self.enqueue(prompt, **fields), timeout=timeout, check=check)
-
-    def sample(
-        self,
-        n: int,
-        prompt: Prompt | None = None,
-        *,
-        timeout: float | None = None,
-        check: bool = True,
-        **fields: Any,
-    ) -> Samples:
-        """`enqueue_samples` and the results of all; `timeout` is that of the whole."""
-        request_ids = self.enqueue_samples(n, prompt, **fields)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        results = []
-        for request_id in request_ids:
-            left = None if deadline is None else deadline - time.monotonic()
-            results.append(self.result(request_id, timeout=left, check=check))
-        return Samples(request_ids, results)
-
-    def cancel(self, request_id: str) -> CancelStatus:
-        """End a request: at once if it waits, at its worker's next step if it runs."""
-        with explained(self.url):
-            return self._queue.cancel(check_request_id(request_id))
-
-    def reprioritise(self, request_id: str, priority: int) -> PriorityStatus:
-        """Move a waiting request to where it would be, had it come with this priority.
-
-        Says whether it did; what a worker holds stays as it is. Raises InvalidRequestError.
-        """
-        calls = reprioritise(self._queue.keys, check_request_id(request_id), priority)
-        return self._converse(calls)
-
-    def state(self, request_id: str) -> RequestState | None:
-        """Where a request is in its life; None if it is unknown."""
-        with explained(self.url):
-            return self._queue.state(check_request_id(request_id))
-
-    def stats(self) -> QueueStats:
-        """What the queue holds and how its workers fare."""
-        return self._converse(read_stats(self._queue.keys))
-
-    def overview(self) -> Overview:
-        """What the queue holds, how its workers fare, and what it was like lately."""
-        return self._converse(read_overview(self._queue.keys))
-
-    def worker(self, worker_id: str) -> WorkerView:
-        """A worker and its batch as it is now. Raises RequestNotFoundError for one that is gone."""
-        return self._converse(read_worker(self._queue.keys, worker_id))
-
-    def timeline(self, request_id: str) -> Timeline:
-        """What happened to a request, and when. Raises RequestNotFoundError."""
-        return self._converse(read_timeline(self._queue.keys, check_request_id(request_id)))
-
-    def statistics(self, since_ms: int = 0) -> list[Sample]:
-        """Samples of what the queue was like, one for each 5 s of the last hour, from
-        `since_ms` (Unix milliseconds of the server) on, the oldest first.
-        """
-        return self._converse(read_statistics(self._queue.keys, since_ms))
-
-    def keep_statistics(self) -> None:
-        """Call it every few seconds to have samples of the time when no worker is alive, too."""
-        self._converse(keep_statistics(self._queue.keys))
-
-    def pause(self) -> None:
-        """Hand out no more requests: they are taken in and wait. What runs goes on."""
-        self._converse(set_paused(self._queue.keys, True))
-
-    def resume(self) -> None:
-        """Hand out requests again after `pause`."""
-        self._converse(set_paused(self._queue.keys, False))
-
-    def drain(self, worker_id: str | None = None) -> list[str]:
-        """Tell workers to claim no more, finish what runs and exit, all or one. Gives their ids."""
-        return self._converse(drain_workers(self._queue.keys, worker_id))
-
-    def dead_ids(self, limit: int = 100) -> list[str]:
-        """Ids of dead letters, the latest first."""
-        with explained(self.url):
-            return self._queue.run(lookups.dead_ids(self._queue.keys, limit))
-
-    def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
-        """Requests that were given up because they crash their workers, the latest first."""
-        return self._converse(read_dead_letters(self._queue.keys, limit))
-
-    def dead_letter(self, request_id: str) -> DeadLetter:
-        """One dead letter. Raises RequestNotFoundError."""
-        return self._converse(read_dead_letter(self._queue.keys, check_request_id(request_id)))
-
-    def requeue(self, request_id: str) -> str:
-        """Run a dead letter again; gives the new request's id. Raises RequestNotFoundError."""
-        with explained(self.url):
-            return self._queue.requeue(request_id)
-
-    def purge(self, request_ids: Sequence[str]) -> int:
-        """Delete dead letters; gives how many there were."""
-        with explained(self.url):
-            return self._queue.purge(request_ids)
-
-    def create_api_key(self, key: ApiKey, weight: float | None = None) -> tuple[str, ApiKey]:
-        """Make a key of the gateway: its secret, shown this once, and what is kept of it.
-
-        With `weight`, that of its tenant is set too. Raises ConfigurationError.
-        """
-        return self._converse(api_keys.create(self._queue.keys, key, weight))
-
-    def api_keys(self) -> list[ApiKey]:
-        """The gateway's keys by name."""
-        return self._converse(api_keys.list_all(self._queue.keys))
-
-    def revoke_api_key(self, name: str) -> ApiKey:
-        """Let nobody in with a key from now on. Raises RequestNotFoundError."""
-        return self._converse(api_keys.revoke(self._queue.keys, name))
+        keys = self.queue.keys
+        return self._carry_out(
+            follow(
+                keys,
+                check_request_id(request_id),
+                from_index,
+                silence=self._silence,
+                timeout=timeout,
+            )
+        )
 
     def close(self) -> None:
         """End every wait and close the connections, unless the redis-py client was given."""
-        self._queue.close()
+        self.queue.close()
         if self._owned is not None:
             self._owned.close()
 
@@ -312,32 +161,15 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enqueue(self, new: list[NewRequest]) -> list[str]:
-        if not new:
-            return []
-        queue = self._queue.keys.queue
-        with explained(self.url), enqueueing(self._tracing, queue, new) as traced:
-            return self._queue.enqueue(traced)
-
-    def _converse(self, calls: Generator[Call[Any], Any, T]) -> T:
-        answer: Any = None
-        with explained(self.url):
-            while True:
-                try:
-                    call = calls.send(answer)
-                except StopIteration as stop:
-                    value: T = stop.value
-                    return value
-                answer = self._queue.run(call)
-
-    def _follow(
-        self, request_id: str, from_index: int, timeout: float | None
-    ) -> Iterator[TokenEvent]:
-        keys = self._queue.keys
-        steps = follow(
-            keys, check_request_id(request_id), from_index, silence=self._silence, timeout=timeout
-        )
-        return self._carry_out(steps)
+    def _take(self, step: Any) -> Any:
+        """Take one step of an operation."""
+        match step:
+            case Enqueue(new):
+                with enqueueing(self._tracing, self.queue.keys.queue, new) as traced:
+                    return self.queue.enqueue(traced)
+            case ReadToEnd(request_id, timeout):
+                return list(self.stream(request_id, timeout=timeout))
+        return self.queue.run(step)
 
     def _carry_out(self, steps: Steps) -> Iterator[TokenEvent]:
         with explained(self.url), closing(self._redis.pubsub()) as subscription:
@@ -354,7 +186,7 @@ class Client:
         try:
             match action:
                 case Ask(call):
-                    return self._queue.run(call)
+                    return self.queue.run(call)
                 case Wait(seconds):
                     return heard(subscription.get_message(timeout=seconds))
                 case Sleep(seconds):

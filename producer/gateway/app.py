@@ -35,7 +35,6 @@ from promptq.producer.gateway.routes import (
     streams,
 )
 from promptq.producer.settings import GatewaySettings
-from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
 
@@ -51,7 +50,6 @@ _ROUTERS = (
     pages.router,
     actions.router,
 )
-_MAX_CALLING = 32
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
 """Of the largest size, at once: until they are whole they take room beside the folder for files."""
@@ -66,30 +64,25 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         connection = make_async_redis(url)
         client = AsyncClient(connection, settings.queue, tracing=tracing)
-        calling = asyncio.Semaphore(_MAX_CALLING)
-        cancels = BackgroundCancels(client, calling)
-        queue = AsyncRequestQueue(connection, settings.queue)
-        watch = QueueWatch(connection, queue.keys, url)
+        cancels = BackgroundCancels(client)
         app.state.preparing = Preparing()
         app.state.gateway = Gateway(
             settings,
             client,
-            connection,
-            queue,
-            watch,
+            connection.connection_pool.connection_kwargs.get("username") or "default",
+            QueueWatch(client.queue, url),
             cancels,
             BodyBudget(
                 max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),
                 max(settings.http_body_bytes, 2 * settings.http_max_body_bytes),
             ),
             BodyBudget(_UPLOADS_OF_TENANT * MAX_FILE_BYTES, _UPLOADS * MAX_FILE_BYTES),
-            calling,
             FileQuotas(
                 FileStore(settings.files_dir),
                 settings.files_bytes_per_tenant,
                 settings.files_per_tenant,
             ),
-            KeyUses(queue),
+            KeyUses(client.queue),
             Refusals(),
         )
         try:

@@ -35,7 +35,7 @@ from promptq.producer.webhooks.webhooks import (
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 from promptq.shared.protocol.keys import Keys, check_request_id, is_request_id
 from promptq.shared.queue import lookups
-from promptq.shared.queue.call import ids_of, is_wrong_type, text_of
+from promptq.shared.queue.call import Call, ids_of, is_wrong_type, text_of
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
 
@@ -190,35 +190,29 @@ class Deliveries:
         tenants = self._tenants_of(ids)
         new: dict[str, Waiting] = {}
         coming: Counter[str] = Counter()
-        writing = self._redis.pipeline(transaction=True)
+        writing = list[Call[Any]]()
         for raw, request_id, tenant in zip(ids, ids_of(ids), tenants, strict=True):
             if not is_request_id(request_id):
                 self._log.warning("webhook struck off", entry=shown(raw), reason="it is no id")
             elif self._of_tenant[tenant] + coming[tenant] >= self._settings.webhook_max_waiting:
-                self._bury(writing, request_id, tenant, 0, "too many webhooks of its tenant wait")
+                reason = "too many webhooks of its tenant wait"
+                writing.append(self._bury(request_id, tenant, 0, reason))
             else:
                 coming[tenant] += request_id not in self._waiting
                 new[request_id] = Waiting(tenant=tenant, due=self._clock())
                 # So long its message can be made; a dead letter, without an end, stays as it is.
-                writing.pexpire(self._keys.request(request_id), _RECORD_MS, gt=True)
-        if new:
-            values = {request_id: item.model_dump_json() for request_id, item in new.items()}
-            writing.hset(self._keys.webhooks_waiting, mapping=values)
-        writing.zrem(key, *ids)
-        writing.execute()
+                record = self._keys.request(request_id)
+                writing.append(Call("", ["PEXPIRE", record, _RECORD_MS, "GT"], int))
+        writing += [self._keep(request_id, item) for request_id, item in new.items()]
+        writing.append(Call("", ["ZREM", key, *ids], int))
+        self._queue.run(writing, atomic=True)
         for request_id, item in new.items():
             self._plan(request_id, item)
         return len(ids)
 
     def _tenants_of(self, ids: list[bytes]) -> list[str]:
-        reading = self._redis.pipeline(transaction=False)
-        for raw in ids:
-            reading.hget(self._keys.request("").encode() + raw, "tenant")
-        names = reading.execute(raise_on_error=False)
-        return [
-            tenant_of(text_of(name)) if isinstance(name, bytes) and name.isascii() else ""
-            for name in names
-        ]
+        keys = [self._keys.request("").encode() + raw for raw in ids]
+        return self._queue.run([Call("", ["HGET", key, "tenant"], _tenant, str) for key in keys])
 
     def _begin(self) -> None:
         now = self._clock()
@@ -297,19 +291,19 @@ class Deliveries:
             heapq.heappush(self._later, (item.due, request_id))
         if outcome.kind in ("away", "full"):
             return
-        writing = self._redis.pipeline(transaction=True)
+        writing = list[Call[Any]]()
         again = None
         if outcome.kind in ("failed", "undeliverable") and item is not None:
             if outcome.kind == "failed":
                 again = self._next_attempt(request_id, item, outcome.reason)
             if again is None:
                 attempts = item.attempts + 1
-                self._bury(writing, request_id, item.tenant, attempts, outcome.reason)
+                writing.append(self._bury(request_id, item.tenant, attempts, outcome.reason))
         if again is not None:
-            writing.hset(self._keys.webhooks_waiting, request_id, again.model_dump_json())
+            writing.append(self._keep(request_id, again))
         elif outcome.kind == "over" or item is not None:
-            writing.hdel(self._keys.webhooks_waiting, request_id)
-        writing.execute()
+            writing.append(Call("", ["HDEL", self._keys.webhooks_waiting, request_id], int))
+        self._queue.run(writing, atomic=True)
         if again is not None:
             self._plan(request_id, again)
         elif item is not None:
@@ -327,12 +321,17 @@ class Deliveries:
         due = self._clock() + BACKOFF_SECONDS[item.attempts]
         return Waiting(tenant=item.tenant, attempts=attempts, due=due)
 
-    def _bury(self, writing: Any, request_id: str, tenant: str, attempts: int, reason: str) -> None:
+    def _keep(self, request_id: str, item: Waiting) -> Call[int]:
+        args = ["HSET", self._keys.webhooks_waiting, request_id, item.model_dump_json()]
+        return Call("", [*args], int)
+
+    def _bury(self, request_id: str, tenant: str, attempts: int, reason: str) -> Call[Any]:
         self._log_of(request_id, tenant).warning("webhook is dead", reason=reason)
-        fields: dict[str, str | int] = {
-            "request_id": request_id,
-            "tenant": tenant,
-            "attempts": attempts,
-            "reason": reason[:_REASON_CHARACTERS],
-        }
-        writing.xadd(self._keys.webhooks_dead, fields, maxlen=_DEAD_KEPT, approximate=True)
+        args: list[str | bytes | int] = ["XADD", self._keys.webhooks_dead]
+        args += ["MAXLEN", "~", _DEAD_KEPT, "*", "request_id", request_id, "tenant", tenant]
+        args += ["attempts", attempts, "reason", reason[:_REASON_CHARACTERS]]
+        return Call("", args, bytes)
+
+
+def _tenant(reply: bytes | None) -> str:
+    return tenant_of(text_of(reply)) if reply is not None and reply.isascii() else ""

@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import redis
@@ -22,7 +23,7 @@ from promptq.producer.jobs.strange_lists import Lists, shown
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
-from promptq.shared.queue.call import ids_of
+from promptq.shared.queue.call import Call, ids_of
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
 
@@ -103,11 +104,9 @@ class Dispatcher:
         return chosen
 
     def _tenants_of(self, ids: list[str]) -> list[tuple[str, str]]:
-        reading = self._redis.pipeline(transaction=False)
-        for batch_id in ids:
-            reading.hget(self._keys.batch(batch_id), "tenant")
-        found = reading.execute(raise_on_error=False)
-        return [(it, _text_in(value)) for it, value in zip(ids, found, strict=True)]
+        keys = [self._keys.batch(batch_id) for batch_id in ids]
+        reading = [Call("", ["HGET", key, "tenant"], _text_in, str) for key in keys]
+        return list(zip(ids, self._queue.run(reading), strict=True))
 
     def _unfinished_batches(self) -> set[str]:
         key = self._keys.unfinished_batches
@@ -125,10 +124,9 @@ class Dispatcher:
     def _run_of(self, ids: set[str]) -> set[str]:
         """Those that a process runs."""
         listed = sorted(ids)
-        reading = self._redis.pipeline(transaction=False)
-        for batch_id in listed:
-            reading.exists(self._keys.batch_runner(batch_id))
-        return {it for it, is_run in zip(listed, reading.execute(), strict=True) if is_run}
+        keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
+        is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
+        return set(compress(listed, is_run))
 
     def _just_taken(self, ids: set[str]) -> set[str]:
         """Those whose runs may yet get a lease. One that has none after the time of a lease counts

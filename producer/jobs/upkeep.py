@@ -15,6 +15,7 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.call import carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_redis
@@ -46,8 +47,7 @@ def reap(queue: str) -> str:
             ended += reaped.ended
             dead += reaped.dead
             has_more = reaped.has_more
-        for call in keep_statistics(requests.keys):
-            requests.run(call)
+        carry_out(keep_statistics(requests.keys), requests.run)
     if returned or ended or dead:
         get_logger(queue=queue).info("reaped", returned=returned, ended=ended, dead=dead)
     return f"{returned} returned, {ended} ended, {dead} dead"

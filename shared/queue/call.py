@@ -1,8 +1,12 @@
-"""One round trip to the queue's server, and how its reply is read; does no I/O itself."""
+"""What is asked of the queue's server, and how its replies are read; does no I/O itself.
+
+A `Call` is one command or script. An `Operation` is a conversation: calls, one round trip after the
+other, up to what they come to. The queues send calls; the clients carry out operations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -12,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from redis.exceptions import ResponseError
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _LUA = resources.files("promptq.shared") / "lua"
 _PATHS = {
@@ -50,12 +55,59 @@ def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
-    """One round trip: a script by name, or with `script` empty a plain command."""
+class Call(Generic[T_co]):
+    """A script by name, or with `script` empty a plain command."""
 
     script: str
     args: Sequence[str | bytes | int | memoryview]
-    parse: Callable[[Any], T]
+    parse: Callable[[Any], T_co]
+    of_wrong_type: Callable[[], T_co] | None = None
+    """What a key gives that a stranger made of another type; without it, that is an error."""
+
+    def read(self, reply: Any) -> T_co:
+        """What the call gives. Raises a reply that is an error."""
+        if self.of_wrong_type is not None and is_wrong_type(reply):
+            return self.of_wrong_type()
+        if isinstance(reply, Exception):
+            raise reply
+        return self.parse(reply)
+
+
+Operation = Generator[Any, Any, T]
+"""Yields a call, and is sent what it gives; or a list of calls, to be sent in one round trip, and
+is sent the list of what they give. What fails is raised where it was yielded."""
+
+
+def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
+    """What an operation comes to, where `answer` gives what each step of it gives."""
+    try:
+        step = next(operation)
+        while True:
+            try:
+                given = answer(step)
+            except BaseException as error:
+                step = operation.throw(error)
+            else:
+                step = operation.send(given)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+
+
+async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
+    """As `carry_out`, with answers that are awaited."""
+    try:
+        step = next(operation)
+        while True:
+            try:
+                given = await answer(step)
+            except BaseException as error:
+                step = operation.throw(error)
+            else:
+                step = operation.send(given)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
 
 
 def text_of(value: str | bytes | int) -> str:

@@ -12,11 +12,12 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, overload
 
 import redis
 import redis.asyncio
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
 
 from promptq.shared.errors import QueueClosedError, RequestExistsError, RequestNotFoundError
 from promptq.shared.protocol.claims import Claim, Claims, Held, ModelIdentity, Room
@@ -25,7 +26,14 @@ from promptq.shared.protocol.replies import CancelStatus, Reaped, Swept
 from promptq.shared.protocol.request import NewRequest, RequestState
 from promptq.shared.protocol.rows import Published, Row
 from promptq.shared.queue import lookups, scripts
-from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
+from promptq.shared.queue.call import (
+    SCRIPT_NAMES,
+    Call,
+    Operation,
+    carry_out,
+    carry_out_async,
+    script_text,
+)
 from promptq.shared.queue.claim_history import ClaimHistory, ClaimTurn
 
 T = TypeVar("T")
@@ -34,6 +42,8 @@ POLL_SECONDS = 1.0
 """A wake-up that was missed costs at most this long."""
 
 _SCRIPT_TRIES = 4
+_TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
+"""Replies to several at once after which a call is sent again, alone: redis-py heeds them then."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
@@ -58,6 +68,7 @@ class _Queue:
 
     def __init__(
         self,
+        client: Any,  # redis-py's command methods are untyped
         queue: str = "default",
         *,
         worker_id: str = "",
@@ -76,6 +87,41 @@ class _Queue:
         self._seed = seed
         self._closed = False
         self._claim_history = ClaimHistory()
+        self._redis = client
+        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
+
+    def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
+        """What `run` does; yields what redis-py is to be asked, and is sent what it replies."""
+        self._check_open()
+        if isinstance(calls, Call):
+            return calls.read((yield from self._reply(calls)))
+        pipeline = self._redis.pipeline(transaction=atomic)
+        for call in calls:
+            if call.script:
+                sha = self._scripts[call.script].sha
+                pipeline.execute_command("EVALSHA", sha, 1, self.keys.pending, *call.args)
+            else:
+                pipeline.execute_command(*call.args)
+        replies = yield partial(pipeline.execute, raise_on_error=False)
+        for at, reply in enumerate(replies):
+            if isinstance(reply, _TO_SEND_AGAIN) and not atomic:
+                replies[at] = yield from self._reply(calls[at])
+        return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
+
+    def _reply(self, call: Call[Any]) -> Operation[Any]:
+        """The server's reply to one call, or the error that stands in its place."""
+        reply: Any = None
+        for _ in range(_SCRIPT_TRIES):
+            try:
+                if not call.script:
+                    return (yield partial(self._redis.execute_command, *call.args))
+                script = self._scripts[call.script]
+                return (yield partial(script, keys=[self.keys.pending], args=call.args))
+            except NoScriptError as error:  # the server has started again since redis-py loaded it
+                reply = error
+            except ResponseError as error:
+                return error
+        return reply
 
     def _enqueue(self, new: Sequence[NewRequest]) -> Call[list[str]]:
         for item in new:
@@ -103,7 +149,10 @@ class _Queue:
             raise QueueClosedError(f"the queue {self.keys.queue!r} was closed")
 
 
-def _requeued(reply: str, dead_id: str, new_id: str) -> str:
+def requeue(dead_id: str) -> Operation[str]:
+    """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
+    new_id = new_request_id()
+    reply = yield scripts.requeue(dead_id, new_id)
     if reply == "unknown":
         raise RequestNotFoundError(f"{dead_id!r} is not a dead letter")
     if reply == "exists":
@@ -111,27 +160,34 @@ def _requeued(reply: str, dead_id: str, new_id: str) -> str:
     return new_id
 
 
+def _clear(keys: Keys) -> Operation[int]:
+    removed = 0
+    for find in (lookups.waiting_ids, lookups.delayed_ids):
+        while ids := (yield find(keys, _CLEAR_PAGE)):
+            statuses = yield scripts.cancel(ids, "waiting")
+            removed += statuses.count(CancelStatus.CANCELLED)
+    return removed
+
+
 class RequestQueue(_Queue):
     """The synchronous queue. Thread-safe; `close` ends every wait."""
 
     def __init__(self, client: redis.Redis, queue: str = "default", **options: Any) -> None:
-        super().__init__(queue, **options)
-        self._redis: Any = client  # its command methods are untyped
-        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
+        super().__init__(client, queue, **options)
 
-    def run(self, call: Call[T]) -> T:
-        """Send one call."""
-        self._check_open()
-        if not call.script:
-            return call.parse(self._redis.execute_command(*call.args))
-        script, failures = self._scripts[call.script], 0
-        while True:
-            try:
-                return call.parse(script(keys=[self.keys.pending], args=call.args))
-            except NoScriptError:  # the server has started again since redis-py loaded it
-                failures += 1
-                if failures == _SCRIPT_TRIES:
-                    raise
+    @overload
+    def run(self, calls: Call[T]) -> T: ...
+    @overload
+    def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
+
+    def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
+        """Send a call, or several in one round trip; gives what each gives.
+
+        Of several, those behind one that fails are carried out too; the first error is raised. A
+        script that the server does not know yet runs behind the others. `atomic` is for plain
+        commands alone: none of another client's comes in between.
+        """
+        return carry_out(self._exchange(calls, atomic), lambda ask: ask())
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         """Put requests in, all or none, and give their ids.
@@ -206,12 +262,7 @@ class RequestQueue(_Queue):
 
     def clear(self) -> int:
         """Remove all that wait, delayed ones too; gives how many. Running requests stay."""
-        removed = 0
-        for find in (lookups.waiting_ids, lookups.delayed_ids):
-            while ids := self.run(find(self.keys, _CLEAR_PAGE)):
-                statuses = self.run(scripts.cancel(ids, "waiting"))
-                removed += statuses.count(CancelStatus.CANCELLED)
-        return removed
+        return carry_out(_clear(self.keys), self.run)
 
     def contains(self, request_id: str) -> bool:
         """Whether the request waits in the queue."""
@@ -239,8 +290,7 @@ class RequestQueue(_Queue):
 
     def requeue(self, dead_id: str) -> str:
         """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
-        new_id = new_request_id()
-        return _requeued(self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+        return carry_out(requeue(dead_id), self.run)
 
     def purge(self, dead_ids: Sequence[str]) -> int:
         """Delete dead letters; gives how many there were."""
@@ -260,26 +310,18 @@ class AsyncRequestQueue(_Queue):
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:
-        super().__init__(queue, **options)
-        self._redis: Any = client
+        super().__init__(client, queue, **options)
         half = max(1, client.connection_pool.max_connections // 2)
         self._turns = asyncio.Semaphore(min(_MAX_CALLS_AT_ONCE, half))
-        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
-    async def run(self, call: Call[T]) -> T:
-        """Send one call, when it is its turn."""
+    @overload
+    async def run(self, calls: Call[T]) -> T: ...
+    @overload
+    async def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
+
+    async def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
         async with self._turns:
-            self._check_open()
-            if not call.script:
-                return call.parse(await self._redis.execute_command(*call.args))
-            script, failures = self._scripts[call.script], 0
-            while True:
-                try:
-                    return call.parse(await script(keys=[self.keys.pending], args=call.args))
-                except NoScriptError:  # as above
-                    failures += 1
-                    if failures == _SCRIPT_TRIES:
-                        raise
+            return await carry_out_async(self._exchange(calls, atomic), lambda ask: ask())
 
     async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         return await self.run(self._enqueue(new))
@@ -338,12 +380,7 @@ class AsyncRequestQueue(_Queue):
         return statuses[0] is CancelStatus.CANCELLED
 
     async def clear(self) -> int:
-        removed = 0
-        for find in (lookups.waiting_ids, lookups.delayed_ids):
-            while ids := await self.run(find(self.keys, _CLEAR_PAGE)):
-                statuses = await self.run(scripts.cancel(ids, "waiting"))
-                removed += statuses.count(CancelStatus.CANCELLED)
-        return removed
+        return await carry_out_async(_clear(self.keys), self.run)
 
     async def contains(self, request_id: str) -> bool:
         return await self.run(lookups.contains(self.keys, request_id))
@@ -364,8 +401,7 @@ class AsyncRequestQueue(_Queue):
         return await self.run(scripts.sweep(cursor))
 
     async def requeue(self, dead_id: str) -> str:
-        new_id = new_request_id()
-        return _requeued(await self.run(scripts.requeue(dead_id, new_id)), dead_id, new_id)
+        return await carry_out_async(requeue(dead_id), self.run)
 
     async def purge(self, dead_ids: Sequence[str]) -> int:
         return (await self.run(scripts.purge(dead_ids))).count("purged") if dead_ids else 0

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from promptq.producer.batches.local_batch import run_batch as run_batch
     from promptq.producer.clients.async_client import AsyncClient
     from promptq.producer.clients.sync_client import Client
+    from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 
     __version__: str
 
 # Without `run_batch`, which needs an extra that whoever looks through the names may not have.
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "AsyncRequestQueue", "Client", "RequestQueue", "__version__"]
 
 _HOMES = {
     "AsyncClient": "promptq.producer.clients.async_client",
+    "AsyncRequestQueue": "promptq.shared.queue.request_queue",
     "Client": "promptq.producer.clients.sync_client",
+    "RequestQueue": "promptq.shared.queue.request_queue",
     "run_batch": "promptq.producer.batches.local_batch",
 }
 

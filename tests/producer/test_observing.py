@@ -15,12 +15,16 @@ from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.claims import Held, Room
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
-from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState
-from promptq.shared.queue import statistics
+from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState, WorkerStats
+from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Contribution
 from tests.helpers import running_worker, served_model_free
+from tests.roles import as_role
+from tests.round_trips import counted_round_trips
 from tests.servers import Server
+
+KEYS = Keys()
 
 
 @pytest.fixture
@@ -183,6 +187,41 @@ async def test_an_overview_counts_what_waits_by_priority(
     assert overview.priorities == {-5: 2, 0: 3, 7: 2}
     assert (overview.waiting, overview.running, overview.latest) == (7, 0, None)
     assert list(overview.priorities) == [-5, 0, 7]
+
+
+@pytest.mark.parametrize("num_workers", [0, 40])
+async def test_looking_takes_as_many_round_trips_however_many_workers_there_are(
+    redis_url: str, client: AsyncClient, num_workers: int
+) -> None:
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as connection:
+        workers = AsyncRequestQueue(connection)
+        names = {f"w{n}" for n in range(num_workers)}
+        await workers.run(
+            [scripts.heartbeat(WorkerStats(worker_id=name), ttl_ms=60_000) for name in names]
+        )
+    await client.overview()  # from now on the server knows the scripts
+    with counted_round_trips() as sent:
+        stats = await client.stats()
+    assert {worker.worker_id for worker in stats.workers} == names
+    assert len(sent) <= 3
+    with counted_round_trips() as sent:
+        await client.overview()
+    assert len(sent) <= 4
+
+
+async def test_dead_letters_are_read_by_the_hundred(redis_url: str, client: AsyncClient) -> None:
+    """Those that were purged since their ids were read are left out."""
+    names = [f"d{n:03}" for n in range(205)]
+    async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as connection:
+        await connection.zadd(KEYS.dead, {name: n for n, name in enumerate(names)})
+        for name in names[1:]:
+            fields: Any = {"state": "dead", "payload": "{}", "finished_at": 7}
+            await connection.hset(KEYS.request(name), mapping=fields)
+    with counted_round_trips() as sent:
+        letters = await client.dead_letters(1000)
+    assert [it.request_id for it in letters] == names[:0:-1]
+    assert letters[0].buried_at == 7
+    assert len(sent) <= 1 + 3
 
 
 async def test_of_a_long_queue_the_front_is_counted_and_the_rest_estimated(

@@ -35,7 +35,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request, TokenAccount
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
-from promptq.shared.queue.request_queue import RequestQueue
+from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import PROMPTQ, HandWorker
 from tests.roles import QueueClient, as_role
@@ -591,7 +591,7 @@ async def test_batches_that_all_looked_before_any_was_added(redis_url: str) -> N
             return answer
 
     async with Together.from_url(as_role("gateway", redis_url)) as connection:
-        batches = Batches(connection, KEYS)
+        batches = Batches(AsyncRequestQueue(connection))
         asked = [new_batch("/v1/completions", "file-1", ApiKey(name="web")) for _ in range(12)]
         answers = await asyncio.gather(
             *(batches.add(it, 3) for it in asked), return_exceptions=True

@@ -25,6 +25,7 @@ from promptq.producer.jobs.dispatching import Dispatcher
 from promptq.producer.jobs.rq_queues import batch_queue
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.turns import Turns
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import running_worker
 from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
 from tests.producer.jobs.processes import until_ready
@@ -203,13 +204,13 @@ async def batch_of(url: str, folder: Path, tenant: str, num_lines: int, **key: A
         )
     batch = new_batch("/v1/completions", stored.id, caller)
     async with redis.asyncio.Redis.from_url(url) as connection:
-        await Batches(connection, KEYS).add(batch)
+        await Batches(AsyncRequestQueue(connection)).add(batch)
     return batch
 
 
 async def statuses(url: str, *batches: BatchRecord) -> list[str]:
     async with redis.asyncio.Redis.from_url(url) as connection:
-        records = Batches(connection, KEYS)
+        records = Batches(AsyncRequestQueue(connection))
         return [(await records.get(it.id)).status for it in batches]
 
 
@@ -354,7 +355,7 @@ async def test_a_batch_is_not_kept_or_let_go_of_that_somebody_else_took(redis_ur
         for ttl_ms in (LEASE_MS, 0):
             async with AsyncSlow.from_url(as_role("jobs", redis_url)) as client:
                 server.delete(key)
-                lease = RunnerLease(client, KEYS, "b")
+                lease = RunnerLease(AsyncRequestQueue(client), "b")
                 assert await lease.hold()
                 mine = server.get(key)
                 taken_over_between_two_commands(client, server, key)

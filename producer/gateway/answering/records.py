@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.context import Gateway
 from promptq.shared.errors import RequestNotFoundError
+from promptq.shared.queue.call import Call
 
 
 async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[str]) -> list[bytes]:
     """Raises RequestNotFoundError for what is unknown, or is not the caller's."""
-    pipeline: Any = gateway.redis.pipeline(transaction=False)
-    for request_id in request_ids:
-        pipeline.hmget(gateway.keys.request(request_id), "payload", "tenant")
+    names = [gateway.keys.request(request_id) for request_id in request_ids]
     with explained(gateway.client.url):
-        async with gateway.calling:
-            records = await pipeline.execute()
+        records = await gateway.queue.run(
+            [Call("", ["HMGET", name, "payload", "tenant"], list) for name in names]
+        )
     payloads = []
     for request_id, (payload, tenant) in zip(request_ids, records, strict=True):
         is_theirs = caller.is_admin or (tenant or b"").decode() == (caller.tenant or "")

@@ -138,8 +138,7 @@ async def enqueue(
     Raises ApiError 429, and what the client raises.
     """
     rates = await _take_rest(gateway, caller, prepared)
-    async with gateway.calling:
-        return await gateway.client.enqueue_composed(prepared.new), rates
+    return await gateway.client.enqueue_composed(prepared.new), rates
 
 
 async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Mapping[str, str]:

@@ -17,9 +17,8 @@ _LAST_SECONDS = 2.0
 class BackgroundCancels:
     """Each call is a task of its own; what the server does not take is tried again for a minute."""
 
-    def __init__(self, client: AsyncClient, calling: asyncio.Semaphore) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._calling = calling
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger()
 
@@ -41,8 +40,7 @@ class BackgroundCancels:
         deadline = asyncio.get_running_loop().time() + _TRY_SECONDS
         while request_ids:
             try:
-                async with self._calling:
-                    await self._client.cancel(request_ids[-1])
+                await self._client.cancel(request_ids[-1])
                 request_ids.pop()
             except RedisSideError as error:
                 if asyncio.get_running_loop().time() > deadline:

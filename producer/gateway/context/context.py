@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated, cast
 
-import redis.asyncio
 from fastapi import Depends, Request
 
 from promptq.producer.batch_store.file_quotas import FileQuotas
@@ -23,25 +21,26 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway process: its settings, its client of the queue, and a plain connection pool."""
+    """One gateway process: its settings, its client of the queue, and what it keeps in memory."""
 
     settings: GatewaySettings
     client: AsyncClient
-    redis: redis.asyncio.Redis
-    """For plain commands, such as those about files."""
-    queue: AsyncRequestQueue
-    """For calls that the client has no method for, such as those about API keys and rates."""
+    redis_user: str
+    """As whom the server knows it."""
     watch: QueueWatch
     cancels: BackgroundCancels
     bodies: BodyBudget
     """Of what is held in memory."""
     uploads: BodyBudget
     """Of what is on its way to the disk."""
-    calling: asyncio.Semaphore
-    """Held around a call: each has a connection to itself, and so many are enough."""
     file_quotas: FileQuotas
     key_uses: KeyUses
     refusals: Refusals
+
+    @property
+    def queue(self) -> AsyncRequestQueue:
+        """For calls that the client has no method for, such as those about API keys and rates."""
+        return self.client.queue
 
     @property
     def keys(self) -> Keys:

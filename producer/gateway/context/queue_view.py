@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
-
-import redis.asyncio
 
 from promptq.producer.clients.connecting import explained
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 _FRESH_SECONDS = 1.0
+_TOLD = ("model", "tool_call_style")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,8 @@ class QueueView:
 class QueueWatch:
     """Looks when asked. Raises RedisSideError where the server does not answer."""
 
-    def __init__(self, connection: redis.asyncio.Redis, keys: Keys, url: str) -> None:
-        self._redis: Any = connection
-        self._keys = keys
+    def __init__(self, queue: AsyncRequestQueue, url: str) -> None:
+        self._queue = queue
         self._url = url
         self._seen: QueueView | None = None
         self._seen_at = 0.0
@@ -47,16 +46,16 @@ class QueueWatch:
             return self._seen
 
     async def _read(self) -> QueueView:
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in (self._keys.model, self._keys.config):  # earlier releases told in `config`
-            pipeline.hmget(key, "model", "tool_call_style")
-        pipeline.time()
-        latest_first: Any = {"desc": True, "byscore": True, "offset": 0, "num": 1}
-        pipeline.zrange(self._keys.workers, "+inf", "-inf", withscores=True, **latest_first)
-        told, told_before, (seconds, _), latest = await pipeline.execute()
+        keys = self._queue.keys
+        told, told_before = await self._queue.run(
+            [Call("", ["HMGET", key, *_TOLD], list) for key in (keys.model, keys.config)]
+        )
+        now_ms = await self._queue.run(lookups.server_time_ms())
+        workers = await self._queue.run(lookups.live_worker_ids(keys, now_ms))
+        # Earlier releases told in `config`.
         model, style = told if told[0] is not None else told_before
         return QueueView(
             model=(model or b"").decode(),
             tool_call_style=ToolCallStyle.from_json(style) if style else None,
-            has_worker=bool(latest) and latest[0][1] >= seconds * 1000,
+            has_worker=bool(workers),
         )

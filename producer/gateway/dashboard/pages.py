@@ -26,6 +26,7 @@ from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from promptq.shared.protocol.keys import check_request_id
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
+from promptq.shared.queue import lookups
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
 
@@ -108,8 +109,7 @@ async def live_request(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
 ) -> StreamingResponse:
     """A request's life as it changes, and its events from the first on."""
-    async with gateway.calling:
-        timeline = await gateway.client.timeline(check_request_id(request_id))
+    timeline = await gateway.client.timeline(check_request_id(request_id))
     return event_response(request, gateway, _request(gateway, request_id, timeline))
 
 
@@ -146,15 +146,9 @@ async def requests(
 ) -> FoundRequests:
     """A page of requests, and what was searched for it."""
     with explained(gateway.client.url):
-        async with gateway.calling:
-            return await request_search.search(
-                gateway.redis,
-                gateway.keys,
-                state=state,
-                tenant=tenant,
-                prefix=prefix,
-                cursor=cursor,
-            )
+        return await request_search.search(
+            gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
+        )
 
 
 @router.get("/dashboard/api/dead")
@@ -162,8 +156,7 @@ async def dead_letters(
     admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[dict[str, object]]:
     """Dead letters, the latest first; of long payloads the beginning."""
-    async with gateway.calling:
-        letters = await gateway.client.dead_letters(limit)
+    letters = await gateway.client.dead_letters(limit)
     return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
 
 
@@ -190,9 +183,7 @@ async def _topic(gateway: Gateway, topic: str) -> BaseModel | None:
     if kind == "requests":
         state, _, tenant = rest.partition(" ")
         with explained(gateway.client.url):
-            return await request_search.search(
-                gateway.redis, gateway.keys, state=state, tenant=tenant
-            )
+            return await request_search.search(gateway.queue, state=state, tenant=tenant)
     try:
         return await gateway.client.worker(rest)
     except RequestNotFoundError:
@@ -202,9 +193,9 @@ async def _topic(gateway: Gateway, topic: str) -> BaseModel | None:
 async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
     """With the server's time, by which pages reckon how long ago something was."""
     with explained(gateway.client.url):
-        seconds, microseconds = await gateway.redis.time()
+        now_ms = await gateway.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()
-    return f'{{"now":{seconds * 1000 + microseconds // 1000},"value":{text}}}'
+    return f'{{"now":{now_ms},"value":{text}}}'
 
 
 def _live(request: Request, gateway: Gateway, topic: str) -> StreamingResponse:
@@ -246,8 +237,7 @@ async def _request(
         await mailbox.put(await _request_message(gateway, shown))
         while True:
             was_over = is_over.is_set()
-            async with gateway.calling:
-                current = await gateway.client.timeline(request_id)
+            current = await gateway.client.timeline(request_id)
             if current != shown:
                 shown = current
                 await mailbox.put(await _request_message(gateway, shown))

@@ -10,13 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import redis.asyncio
 from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.keys import NAME, Keys
+from promptq.shared.protocol.keys import NAME
 from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.call import Call
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 PAGE = 50
 SCAN_COUNT = 500
@@ -60,8 +61,7 @@ class FoundRequests(BaseModel):
 
 
 async def search(
-    client: redis.asyncio.Redis,
-    keys: Keys,
+    queue: AsyncRequestQueue,
     *,
     state: str = "",
     tenant: str = "",
@@ -73,7 +73,7 @@ async def search(
         raise InvalidRequestError(f"state: {state!r} is none of {', '.join(STATES)}", field="state")
     if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
         raise InvalidRequestError(f"cursor: {cursor!r} is not one", field="cursor")
-    wanted = _Wanted(client, keys, state, tenant, prefix)
+    wanted = _Wanted(queue, state, tenant, prefix)
     if state in SETS and not prefix:
         return await wanted.of_sets(int(cursor or 0))
     try:
@@ -87,28 +87,24 @@ async def search(
 
 
 class _Wanted:
-    def __init__(
-        self, client: redis.asyncio.Redis, keys: Keys, state: str, tenant: str, prefix: str
-    ) -> None:
-        self._redis: Any = client  # its command methods are untyped
-        self._keys, self._state, self._tenant, self._prefix = keys, state, tenant, prefix
+    def __init__(self, queue: AsyncRequestQueue, state: str, tenant: str, prefix: str) -> None:
+        self._queue, self._keys = queue, queue.keys
+        self._state, self._tenant, self._prefix = state, tenant, prefix
 
     async def of_sets(self, start: int) -> FoundRequests:
         """A page of one sorted set, or of each tenant's waiting ids one after the other."""
         names = await self._set_names()
-        pipeline = self._redis.pipeline(transaction=False)
-        for name in names:
-            pipeline.zcard(name)
-        sizes: list[int] = await pipeline.execute()
+        sizes = await self._queue.run([Call("", ["ZCARD", name], int) for name in names])
         total, at, left = sum(sizes), start, PAGE
-        pipeline = self._redis.pipeline(transaction=False)
+        pages: list[Call[list[bytes]]] = []
+        latest_first: list[str | bytes | int] = ["REV"] if self._state == "dead" else []
         for name, size in zip(names, sizes, strict=True):
             if at < size and left > 0:
-                latest_first = ["REV"] if self._state == "dead" else []
-                pipeline.execute_command("ZRANGE", name, at, at + left - 1, *latest_first)
+                asked: list[str | bytes | int] = ["ZRANGE", name, at, at + left - 1]
+                pages.append(Call("", asked + latest_first, list))
                 left -= min(left, size - at)
             at = max(0, at - size)
-        ids = [it for page in await pipeline.execute() for it in page]
+        ids = [it for page in await self._queue.run(pages) for it in page]
         rows = await self._rows(ids)
         upto = start + len(ids)
         # Only those that wait have a queue for each tenant; of the others a page is filtered.
@@ -130,16 +126,14 @@ class _Wanted:
         looked_at, pattern = 0, self._pattern()
         start = len(self._keys.request(""))
         for _ in range(MAX_SCANS):
-            position, found = await self._redis.scan(
-                position, match=pattern, count=SCAN_COUNT, _type="hash"
-            )
+            position, found = await self._queue.run(_scan(position, pattern))
             looked_at += SCAN_COUNT
             fresh = set(found) - seen  # SCAN may tell of a key twice
             seen |= fresh
             rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:
                 break
-        size = await self._redis.dbsize()
+        size = await self._queue.run(Call("", ["DBSIZE"], int))
         rows.sort(key=lambda it: it.enqueued_at or 0, reverse=True)
         part = "all" if is_first else "the rest of"
         if position:
@@ -160,7 +154,7 @@ class _Wanted:
             return [by_state.get(self._state, self._keys.dead)]
         if self._tenant:
             return [self._keys.pending_of(self._tenant)]
-        tenants = await self._redis.smembers(self._keys.tenants_waiting)
+        tenants = await self._queue.run(Call("", ["SMEMBERS", self._keys.tenants_waiting], list))
         names = sorted(it.decode() for it in tenants if _is_name(it))
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
@@ -175,19 +169,30 @@ class _Wanted:
         return [it for it in self._of_tenant(rows) if self._state in ("", it.state)]
 
     async def _rows(self, ids: Sequence[bytes]) -> list[FoundRequest]:
-        pipeline = self._redis.pipeline(transaction=False)
         names = [it.decode("utf-8", "replace") for it in ids]
+        calls: list[Call[Any]] = []
         for name in names:
-            pipeline.hmget(self._keys.request(name), *_FIELDS)
-            pipeline.hexists(self._keys.request(name), "payload")
-            pipeline.zscore(self._keys.delayed, name)
-        replies = await pipeline.execute(raise_on_error=False)
-        rows = []
-        parts = zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
-        for name, values, has_payload, due in parts:
-            if has_payload == 1 and isinstance(values, list):
-                rows.append(_row(name, values, is_delayed=isinstance(due, float)))
-        return rows
+            key = self._keys.request(name)
+            calls.append(Call("", ["HMGET", key, "payload", *_FIELDS], list, list))
+            calls.append(Call("", ["ZSCORE", self._keys.delayed, name], _is_there, bool))
+        given = await self._queue.run(calls)
+        return [
+            _row(name, values[1:], is_delayed=is_delayed)
+            for name, values, is_delayed in zip(names, given[::2], given[1::2], strict=True)
+            if values and values[0] is not None
+        ]
+
+
+def _scan(position: int, pattern: str) -> Call[tuple[int, list[bytes]]]:
+    return Call(
+        "",
+        ["SCAN", position, "MATCH", pattern, "COUNT", SCAN_COUNT, "TYPE", "hash"],
+        lambda reply: (int(reply[0]), reply[1]),
+    )
+
+
+def _is_there(reply: Any) -> bool:
+    return reply is not None
 
 
 def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:

@@ -184,9 +184,8 @@ def add_handlers(app: FastAPI) -> None:
             with explained(gateway.client.url):
                 raise error
         except RedisAuthError as told:
-            options = gateway.redis.connection_pool.connection_kwargs
-            user = options.get("username") or "default"
-            return as_api_error(RedisAuthError(f"the user {user!r}: {told}")).response()
+            whose = f"the user {gateway.redis_user!r}"
+            return as_api_error(RedisAuthError(f"{whose}: {told}")).response()
         except RedisSideError as told:
             return as_api_error(told).response()
         except RedisError:

@@ -74,7 +74,7 @@ class NewBatch(BaseModel):
 
 
 def _batches(gateway: Gateway) -> Batches:
-    return Batches(gateway.redis, gateway.keys)
+    return Batches(gateway.queue)
 
 
 @router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413, 429))

@@ -22,8 +22,7 @@ async def healthz() -> dict[str, str]:
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
     """The queue can be reached and read, and some worker takes requests and gets on; else 503."""
-    async with gateway.calling:
-        await gateway.queue.run(api_keys.count(gateway.keys))  # as each call needs them
+    await gateway.queue.run(api_keys.count(gateway.keys))  # as each call needs them
     workers = (await gateway.client.stats()).workers
     if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")

@@ -58,8 +58,7 @@ async def cancel_stream(
     """Cancel a completion, such as one whose client said that it would come back."""
     completion = await _find(gateway, caller, completion_id, request)
     for request_id in completion.request_ids:
-        async with gateway.calling:
-            await gateway.client.cancel(request_id)
+        await gateway.client.cancel(request_id)
     return {"id": completion.id, "object": "stream", "cancelled": True}
 
 

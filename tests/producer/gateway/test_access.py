@@ -234,11 +234,23 @@ async def test_many_callers_at_once_are_all_answered(redis_url: str) -> None:
     assert {answer.status_code for answer in answers} == {200}
 
 
+async def test_a_gateway_gets_on_with_the_connections_that_its_url_allows(redis_url: str) -> None:
+    """All its calls take their turn at one queue, which leaves some for subscriptions."""
+    secret = make_key(redis_url, name="web", is_admin=True)
+    paths = ["/who", "/v1/batches", "/metrics", "/dashboard/api/requests", "/dashboard/api/dead"]
+    async with calling(f"{redis_url}?max_connections=4") as http:
+        answers = await asyncio.gather(
+            *(http.get(path, headers=bearer(secret)) for path in paths * 20)
+        )
+    assert [answer.text for answer in answers if answer.status_code != 200] == []
+    assert 'promptq:queue_up{queue="default"} 0.0' not in answers[2].text
+
+
 async def test_keys_are_kept_hashed(redis_url: str) -> None:
     async with AsyncClient(redis_url) as client:
         secret, made = await client.create_api_key(ApiKey(name="web"))
         assert secret.endswith(made.hint)
-        queue = client._queue
+        queue = client.queue
         assert queue is not None
         kept = await queue._redis.hgetall(Keys().api_keys)
         assert len(kept) == 1
@@ -287,7 +299,7 @@ def test_the_commands(run: Run, redis_url: str) -> None:
     assert '"tenant": "shop"' in as_json
     assert revoked.startswith(f"revoked web (…{secret.strip()[-4:]})\n")
     with Client(redis_url) as client:
-        weight = client._queue._redis.hget(Keys().config, "weight:shop")
+        weight = client.queue._redis.hget(Keys().config, "weight:shop")
     assert float(weight) == 2.5
     wrong = run("keys", "create", "no spaces")
     assert (wrong.returncode, wrong.stdout) == (1, "")

@@ -22,6 +22,7 @@ from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.integration.faults import Network
 from tests.ports import free_port
@@ -317,8 +318,8 @@ def test_a_batch_that_is_over(openai_client: OpenAI, redis_url: str) -> None:
 
     async def put_in() -> None:
         async with redis.asyncio.Redis.from_url(as_role("jobs", redis_url)) as connection:
-            await Batches(connection, KEYS).add(record)
-            await Batches(connection, KEYS).end(record.id, "completed")
+            await Batches(AsyncRequestQueue(connection)).add(record)
+            await Batches(AsyncRequestQueue(connection)).end(record.id, "completed")
 
     asyncio.run(put_in())
     with pytest.raises(openai.ConflictError) as raised:

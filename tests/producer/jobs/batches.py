@@ -13,6 +13,7 @@ import redis.asyncio
 
 from promptq.producer.batch_store.batch_records import Batches
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import text_of
 
 KEYS = Keys("default")
@@ -83,7 +84,7 @@ def give_up(connection: redis.Redis, batch_id: str) -> None:
 async def finished_batch(url: str, batch_id: str) -> Any:
     async with redis.asyncio.Redis.from_url(url) as connection:
         while True:
-            record = await Batches(connection, KEYS).get(batch_id)
+            record = await Batches(AsyncRequestQueue(connection)).get(batch_id)
             if record.is_final:
                 return record
             await asyncio.sleep(0.05)

@@ -14,9 +14,10 @@ from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import running_worker
 from tests.integration.faults import OwnServer
-from tests.producer.jobs.batches import KEYS, line, write_lines
+from tests.producer.jobs.batches import line, write_lines
 from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Run, Start
 from tests.roles import as_role, forget_refusals
@@ -48,11 +49,12 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
             redis.asyncio.Redis.from_url(url("gateway")) as producing,
             running_worker(url("worker")),
         ):
-            await Batches(producing, KEYS).add(batch)
-            while not (await Batches(producing, KEYS).get(batch.id)).is_final:
+            batches = Batches(AsyncRequestQueue(producing))
+            await batches.add(batch)
+            while not (await batches.get(batch.id)).is_final:
                 await asyncio.sleep(0.05)
-            assert (await Batches(producing, KEYS).get(batch.id)).status == "completed"
-            assert [it.id for it in (await Batches(producing, KEYS).page(("",), 9, None))[0]]
+            assert (await batches.get(batch.id)).status == "completed"
+            assert [it.id for it in (await batches.page(("",), 9, None))[0]]
         while not (receiving.calls and everything.exists("rq:finished:promptq-default-upkeep")):
             await asyncio.sleep(0.05)
         process.terminate()

@@ -24,6 +24,7 @@ from promptq.producer.batch_store.batch_records import (
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import running_worker
 from tests.producer.jobs.batches import (
     KEYS,
@@ -66,7 +67,7 @@ class Batch:
 
     async def tell(self, call: Callable[[Batches], Any]) -> Any:
         async with redis.asyncio.Redis.from_url(self._url) as connection:
-            return await call(Batches(connection, KEYS))
+            return await call(Batches(AsyncRequestQueue(connection)))
 
     def written(self, file_id: str | None, tenant: str = "") -> dict[str, Any]:
         return read_lines(self._files.path(self._files.get(file_id or "", tenant)))

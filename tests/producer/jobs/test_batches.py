@@ -25,6 +25,7 @@ from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batches import batch_job
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import running_worker
 from tests.producer.gateway.living import live_gateway
@@ -133,7 +134,7 @@ async def test_batches_from_upload_to_answers(
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
         late = new_batch("/v1/completions", await upload(client, good), ApiKey(name="k"))
         late.expires_at = late.created_at + 1
-        await Batches(connection, KEYS).add(late)
+        await Batches(AsyncRequestQueue(connection)).add(late)
     expired = await ended(client, late.id)
     assert expired.status == "expired"
     assert expired.request_counts is not None
@@ -205,7 +206,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         url, port = server.url, server.port
         batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
         async with redis.asyncio.Redis.from_url(url) as connection:
-            await Batches(connection, KEYS).add(batch)
+            await Batches(AsyncRequestQueue(connection)).add(batch)
         first = start("jobs", url=url, **settings)
         with redis.Redis.from_url(as_role("", url)) as connection:
             await until(lambda: connection.zcard(KEYS.pending) == 5)
@@ -269,7 +270,7 @@ def add_batch(url: str, files: Path, tmp_path: Path, lines: list[Any]) -> str:
 
     async def add() -> None:
         async with redis.asyncio.Redis.from_url(url) as connection:
-            await Batches(connection, KEYS).add(batch)
+            await Batches(AsyncRequestQueue(connection)).add(batch)
 
     with ThreadPoolExecutor() as pool:
         pool.submit(asyncio.run, add()).result()

@@ -13,6 +13,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import running_worker
 from tests.integration.faults import OwnServer
 from tests.producer.jobs.batches import (
@@ -98,7 +99,7 @@ async def test_another_process_takes_over(
     first = start("jobs", **settings)
     await until_ready(first)
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        await Batches(connection, KEYS).add(batch)
+        await Batches(AsyncRequestQueue(connection)).add(batch)
     await until(lambda: server.zcard(KEYS.pending) == 5)
     for _ in range(3):
         own_worker.finish(own_worker.take())

@@ -18,6 +18,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.jobs.rq_queues import open_jobs_redis
 from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.helpers import running_worker
 from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
@@ -69,7 +70,7 @@ async def test_the_queue_is_elsewhere(
         batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
         producing = as_role("gateway", url)
         async with redis.asyncio.Redis.from_url(producing) as connection:
-            await Batches(connection, KEYS).add(batch)
+            await Batches(AsyncRequestQueue(connection)).add(batch)
         with Client(producing) as client:
             client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))
         async with running_worker(url):

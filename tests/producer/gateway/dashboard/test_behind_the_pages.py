@@ -19,6 +19,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import running_worker, text_of
 from tests.producer.gateway.living import serving
 from tests.producer.playing import Start
@@ -128,20 +129,21 @@ async def test_search_pages_through_all_tenants_in_turn(
     )
     await client.enqueue("x", request_id="later", delay_ms=60_000)
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        queue = AsyncRequestQueue(connection)
         found, cursor = [], ""
         while True:
-            page = await search(connection, KEYS, state="waiting", cursor=cursor)
+            page = await search(queue, state="waiting", cursor=cursor)
             found += page.requests
             if page.cursor is None:
                 break
             cursor = page.cursor
         assert sorted(it.request_id for it in found) == names
         assert {it.tenant for it in found} == {"", "a", "b"}
-        delayed = await search(connection, KEYS, state="delayed")
+        delayed = await search(queue, state="delayed")
         assert [it.request_id for it in delayed.requests] == ["later"]
         assert delayed.searched == "1 to 1 of 1 that are delayed"
         with pytest.raises(InvalidRequestError, match="state: 'asleep'"):
-            await search(connection, KEYS, state="asleep")
+            await search(queue, state="asleep")
 
 
 async def test_search_tells_what_waits_from_what_is_delayed(
@@ -151,11 +153,12 @@ async def test_search_tells_what_waits_from_what_is_delayed(
     await client.enqueue("x", request_id="job-now")
     await client.enqueue("x", request_id="job-later", delay_ms=3_600_000)
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
+        queue = AsyncRequestQueue(connection)
         for prefix in ("", "job-"):
             for state, name in (("waiting", "job-now"), ("delayed", "job-later")):
-                [found] = (await search(connection, KEYS, state=state, prefix=prefix)).requests
+                [found] = (await search(queue, state=state, prefix=prefix)).requests
                 assert (found.request_id, found.state) == (name, state)
-            both = (await search(connection, KEYS, prefix=prefix)).requests
+            both = (await search(queue, prefix=prefix)).requests
             assert {it.request_id: it.state for it in both} == {
                 "job-now": "waiting",
                 "job-later": "delayed",
@@ -166,11 +169,12 @@ async def test_search_goes_through_some_ten_thousand_keys_a_page(redis_url: str)
     async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
         await admin.mset({f"other:{n}": "" for n in range(12_000)})
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        page = await search(connection, KEYS, state="failed")
+        queue = AsyncRequestQueue(connection)
+        page = await search(queue, state="failed")
         words = "about 10,000 of 12,000 keys of the server, in no order"
         assert (page.requests, page.searched) == ([], words)
         assert page.cursor is not None
-        rest = await search(connection, KEYS, state="failed", cursor=page.cursor)
+        rest = await search(queue, state="failed", cursor=page.cursor)
         assert (rest.searched.split(" of ")[0], rest.cursor) == ("the rest", None)
 
 
@@ -198,10 +202,11 @@ async def test_search_among_keys_finds_what_is_over_and_no_other_queues(
     async with AsyncClient(redis_url, "other") as other:
         await other.cancel(await other.enqueue("x", request_id="job[1]"))
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        over = await search(connection, KEYS, state="cancelled", tenant="t")
+        queue = AsyncRequestQueue(connection)
+        over = await search(queue, state="cancelled", tenant="t")
         assert sorted(it.request_id for it in over.requests) == sorted(names[:55])
         assert over.cursor is None
-        begun = await search(connection, KEYS, prefix="job[5")
+        begun = await search(queue, prefix="job[5")
         assert sorted(it.request_id for it in begun.requests) == sorted(
             it for it in names if it.startswith("job[5")
         )
@@ -219,7 +224,7 @@ async def test_without_the_right_to_scan_an_id_is_found_all_the_same(
         async with redis.asyncio.Redis.from_url(
             as_role("", redis_url), username="narrow", password=""
         ) as narrow:
-            found = await search(narrow, KEYS, prefix="a")
+            found = await search(AsyncRequestQueue(narrow), prefix="a")
         await admin.execute_command("ACL", "DELUSER", "narrow")
     assert [it.request_id for it in found.requests] == ["a"]
     assert "may not SCAN" in found.searched
@@ -231,14 +236,15 @@ async def test_a_search_that_is_cut_says_so_and_goes_on(
     names = [f"r{n}" for n in range(1200)]
     await client.enqueue_many({"prompt": "x", "request_id": it} for it in names)
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
-        page = await search(connection, KEYS)
+        queue = AsyncRequestQueue(connection)
+        page = await search(queue)
         assert re.fullmatch(r"about 500 of 1,2\d\d keys of the server, in no order", page.searched)
         found = page.requests
         while page.cursor is not None:
-            page = await search(connection, KEYS, cursor=page.cursor)
+            page = await search(queue, cursor=page.cursor)
             assert ("about 500 more of" if page.cursor else "the rest of") in page.searched
             found += page.requests
         assert sorted({it.request_id for it in found}) == sorted(names)
         for wrong in ("x", "-1", str(2**64)):
             with pytest.raises(InvalidRequestError, match="cursor: "):
-                await search(connection, KEYS, cursor=wrong)
+                await search(queue, cursor=wrong)

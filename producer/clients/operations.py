@@ -1,0 +1,207 @@
+"""What the clients do, written once: each operation here is a method of `Client` and `AsyncClient`.
+
+It does no I/O itself: it says which steps to take, and a client takes them. Its docstring and its
+parameters behind `keys` are those of the method.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from promptq.producer.admin.api_keys import api_keys as api_keys
+from promptq.producer.admin.api_keys import create_api_key as create_api_key
+from promptq.producer.admin.api_keys import revoke_api_key as revoke_api_key
+from promptq.producer.admin.dead_letters import dead_letter as dead_letter
+from promptq.producer.admin.dead_letters import dead_letters as dead_letters
+from promptq.producer.admin.overview import keep_statistics as keep_statistics
+from promptq.producer.admin.overview import overview as overview
+from promptq.producer.admin.overview import statistics as statistics
+from promptq.producer.admin.overview import worker as worker
+from promptq.producer.admin.queue_control import drain as drain
+from promptq.producer.admin.queue_control import pause as pause
+from promptq.producer.admin.queue_control import reprioritise as reprioritise
+from promptq.producer.admin.queue_control import resume as resume
+from promptq.producer.admin.queue_stats import stats as stats
+from promptq.producer.admin.timeline import timeline as timeline
+from promptq.producer.clients.request_builder import (
+    Messages,
+    Prompt,
+    call_fields,
+    compose,
+    compose_samples,
+)
+from promptq.producer.clients.results import Samples, fold
+from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.keys import Keys, check_request_id
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import NewRequest, RequestState
+from promptq.shared.queue import lookups, request_queue, scripts
+from promptq.shared.queue.call import Operation
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueue:
+    """A step beside calls: put requests in, with spans where the client traces; gives their ids."""
+
+    new: list[NewRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadToEnd:
+    """A step beside calls: read a stream; gives all its events, raises what `stream` does."""
+
+    request_id: str
+    timeout: float | None
+
+
+def as_method(method: Method, operation: Callable[..., Operation[Any]]) -> Method:
+    """Let a method that carries out an operation show the operation's name, text and parameters."""
+    signature = inspect.signature(operation)
+    keys, *others = signature.parameters.values()
+    shown: Any = method
+    shown.__name__, shown.__doc__ = operation.__name__, operation.__doc__
+    shown.__qualname__ = f"{method.__qualname__.partition('.')[0]}.{operation.__name__}"
+    shown.__signature__ = signature.replace(
+        parameters=[inspect.Parameter("self", keys.POSITIONAL_OR_KEYWORD), *others],
+        return_annotation=str(signature.return_annotation).removeprefix("Operation[")[:-1],
+    )
+    return method
+
+
+def enqueue(
+    keys: Keys,
+    /,
+    prompt: Prompt | None = None,
+    *,
+    messages: Messages | None = None,
+    request_id: str | None = None,
+    delay_ms: int = 0,
+    **fields: Any,
+) -> Operation[str]:
+    """Put one request in and give its id, a UUIDv7 unless `request_id` is given.
+
+    `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
+    are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
+    `priority`, ...). With `delay_ms` it waits at least so long.
+
+    Raises InvalidRequestError, RequestExistsError, QueueFullError. When the reply gets lost,
+    it is sent again and known by the server. If the server stays away, nobody can say whether
+    it got through; an `idempotency_key` makes repeating safe.
+    """
+    request = call_fields(prompt, messages, request_id, delay_ms, fields)
+    (own_id,) = yield from enqueue_many(keys, [request])
+    return own_id
+
+
+def enqueue_many(keys: Keys, /, requests: Iterable[Mapping[str, Any]]) -> Operation[list[str]]:
+    """Put requests in, all or none, and give their ids.
+
+    Each is a mapping of what `enqueue` takes: `{"prompt": "Once", "max_tokens": 8}`.
+    """
+    return (yield from enqueue_composed(keys, compose(requests)))
+
+
+def enqueue_composed(keys: Keys, /, new: list[NewRequest]) -> Operation[list[str]]:
+    """As `enqueue_many`, of what `promptq.producer.clients.request_builder.compose` gives."""
+    return (yield Enqueue(new)) if new else []
+
+
+def enqueue_samples(
+    keys: Keys,
+    /,
+    n: int,
+    prompt: Prompt | None = None,
+    *,
+    messages: Messages | None = None,
+    request_id: str | None = None,
+    delay_ms: int = 0,
+    **fields: Any,
+) -> Operation[list[str]]:
+    """Put `n` requests of one prompt in, all or none.
+
+    Their ids are `ID:0` ... `ID:n-1`; where `seed` is given, theirs are `seed + i`.
+    """
+    request = call_fields(prompt, messages, request_id, delay_ms, fields)
+    return (yield from enqueue_composed(keys, compose_samples(n, request)))
+
+
+def result(
+    keys: Keys, /, request_id: str, *, timeout: float | None = None, check: bool = True
+) -> Operation[Result]:
+    """Wait for the request to end and give the whole.
+
+    Raises RequestFailedError if it ended with an error, unless `check` is false; a request
+    that was cancelled or expired gives what it had. Raises TimeoutError after `timeout`
+    seconds (it goes on; call `cancel` to end it), RequestNotFoundError and StreamChangedError
+    as `stream` does.
+    """
+    events = yield ReadToEnd(check_request_id(request_id), timeout)
+    return fold(request_id, events, check)
+
+
+def generate(
+    keys: Keys,
+    /,
+    prompt: Prompt | None = None,
+    *,
+    timeout: float | None = None,
+    check: bool = True,
+    **fields: Any,
+) -> Operation[Result]:
+    """`enqueue` and `result` in one. Who stops waiting does not cancel the request."""
+    request_id = yield from enqueue(keys, prompt, **fields)
+    return (yield from result(keys, request_id, timeout=timeout, check=check))
+
+
+def sample(
+    keys: Keys,
+    /,
+    n: int,
+    prompt: Prompt | None = None,
+    *,
+    timeout: float | None = None,
+    check: bool = True,
+    **fields: Any,
+) -> Operation[Samples]:
+    """`enqueue_samples` and the results of all; `timeout` is that of the whole."""
+    request_ids = yield from enqueue_samples(keys, n, prompt, **fields)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    results = []
+    for request_id in request_ids:
+        left = None if deadline is None else deadline - time.monotonic()
+        results.append((yield from result(keys, request_id, timeout=left, check=check)))
+    return Samples(request_ids, results)
+
+
+def cancel(keys: Keys, /, request_id: str) -> Operation[CancelStatus]:
+    """End a request: at once if it waits, at its worker's next step if it runs."""
+    statuses: list[CancelStatus] = yield scripts.cancel([check_request_id(request_id)])
+    return statuses[0]
+
+
+def state(keys: Keys, /, request_id: str) -> Operation[RequestState | None]:
+    """Where a request is in its life; None if it is unknown."""
+    found: RequestState | None = yield lookups.state(keys, check_request_id(request_id))
+    return found
+
+
+def dead_ids(keys: Keys, /, limit: int = 100) -> Operation[list[str]]:
+    """Ids of dead letters, the latest first."""
+    found: list[str] = yield lookups.dead_ids(keys, limit)
+    return found
+
+
+def requeue(keys: Keys, /, request_id: str) -> Operation[str]:
+    """Run a dead letter again; gives the new request's id. Raises RequestNotFoundError."""
+    return (yield from request_queue.requeue(request_id))
+
+
+def purge(keys: Keys, /, request_ids: Sequence[str]) -> Operation[int]:
+    """Delete dead letters; gives how many there were."""
+    return (yield scripts.purge(request_ids)).count("purged") if request_ids else 0
