@@ -28,6 +28,7 @@ from promptq.shared.errors import ConfigurationError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import Run
+from tests.roles import as_role
 
 _LITTLE_LEFT = r"has \d+ left of its 100 tokens a minute, and this needs \d\d; try again in \d+ s"
 HERE = ("127.0.0.1", 5000)
@@ -234,16 +235,28 @@ async def test_many_callers_at_once_are_all_answered(redis_url: str) -> None:
     assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_a_gateway_gets_on_with_the_connections_that_its_url_allows(redis_url: str) -> None:
+async def test_a_gateway_gets_on_with_the_connections_that_its_url_allows(
+    redis_url: str, start_gateway: Callable[..., LiveGateway]
+) -> None:
     """All its calls take their turn at one queue, which leaves some for subscriptions."""
+    async with AsyncClient(redis_url) as client:
+        followed = {"id": await client.enqueue("x")}
+    gateway = start_gateway(redis_url=f"{redis_url}?max_connections=4")
     secret = make_key(redis_url, name="web", is_admin=True)
-    paths = ["/who", "/v1/batches", "/metrics", "/dashboard/api/requests", "/dashboard/api/dead"]
-    async with calling(f"{redis_url}?max_connections=4") as http:
-        answers = await asyncio.gather(
-            *(http.get(path, headers=bearer(secret)) for path in paths * 20)
-        )
+    paths = ["/metrics", "/v1/batches", "/dashboard/api/requests", "/dashboard/api/dead"]
+    options: Any = {"headers": bearer(secret), "timeout": 60, "limits": httpx2.Limits()}
+    async with (
+        redis.asyncio.Redis.from_url(as_role("", redis_url)) as connection,
+        httpx2.AsyncClient(base_url=gateway.url, **options) as http,
+        http.stream("GET", "/dashboard/api/live/request", params=followed) as live,
+    ):
+        assert live.status_code == 200
+        while not await connection.pubsub_channels():
+            await asyncio.sleep(0.01)
+        answers = await asyncio.gather(*(http.get(path) for path in paths * 25))
     assert [answer.text for answer in answers if answer.status_code != 200] == []
-    assert 'promptq:queue_up{queue="default"} 0.0' not in answers[2].text
+    metrics = "".join(answer.text for answer in answers[:: len(paths)])
+    assert metrics.count('queue_up{queue="default"} 1.0') == 25
 
 
 async def test_keys_are_kept_hashed(redis_url: str) -> None:
