@@ -124,6 +124,12 @@ class WorkerStats(_Observation):
     num_waiting: int = 0
     """In the engine, without a slot yet."""
     num_prefetched: int = 0
+    mean_prefetched: float = 0.0
+    """How many lay prepared on average ..."""
+    mean_prefetch_wait_ms: float = 0.0
+    """... for how long each ..."""
+    num_prefetch_empty: int = 0
+    """... and how often none did when one was asked for."""
     num_processed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -109,6 +109,13 @@ STEP_TOKENS = Spec("histogram", "iteration_tokens", "Tokens of an engine step.",
 # Our own, of workers.
 LEASES = Spec("gauge", "leases", "Requests that the worker holds a lease of.")
 PREFETCHED = Spec("gauge", "num_requests_prefetched", "Requests that lie prepared.")
+PREFETCH_WAIT = Spec("counter", "prefetch_wait_seconds",
+                     "Time for which requests lay prepared, until they were handed out.")
+PREFETCH_HAND_OUTS = Spec("counter", "prefetch_hand_outs", "Prepared requests handed out.")
+PREFETCH_FILL = Spec("counter", "prefetch_fill_seconds",
+                     "Prepared requests summed over time: its rate is how many there were.")
+PREFETCH_EMPTY = Spec("counter", "prefetch_empty",
+                      "How often a request was asked for and none lay prepared.")
 ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
 RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed again.")
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")

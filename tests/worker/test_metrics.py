@@ -187,6 +187,20 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
             await client.result(request_id)
         await until_idle(worker)
         after = await scrape(worker)
+        told = worker.stats()
+    handed_out = value(after, metrics.PREFETCH_HAND_OUTS)
+    assert handed_out == value(after, metrics.CLAIMS) >= 6
+    assert value(during, metrics.PREFETCH_WAIT) < value(after, metrics.PREFETCH_WAIT)
+    assert value(during, metrics.PREFETCH_FILL) < value(after, metrics.PREFETCH_FILL)
+    # Who lies prepared makes it fuller for as long as it does.
+    assert value(after, metrics.PREFETCH_FILL) == pytest.approx(
+        value(after, metrics.PREFETCH_WAIT), rel=0.1
+    )
+    assert told.mean_prefetch_wait_ms == pytest.approx(
+        value(after, metrics.PREFETCH_WAIT) / handed_out * 1000
+    )
+    assert told.num_prefetch_empty >= value(after, metrics.PREFETCH_EMPTY) > 0
+    assert told.mean_prefetched > 0
     assert value(before, metrics.PREEMPTIONS) == value(before, metrics.WAITING) == 0
     assert value(during, metrics.PREEMPTIONS) == 1 <= value(after, metrics.PREEMPTIONS)
     assert value(during, metrics.RUNNING) == 1

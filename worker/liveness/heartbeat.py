@@ -69,6 +69,9 @@ class Heartbeat:
         now = {
             **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
             "num_prefetched": len(self._leases.ready),
+            "mean_prefetched": self._leases.ready.metrics.mean_available,
+            "mean_prefetch_wait_ms": self._leases.ready.metrics.mean_wait_seconds * 1000,
+            "num_prefetch_empty": self._leases.ready.metrics.num_empty,
             "kv_used_tokens": engine.num_used_blocks * limits.block_size,
             "kv_blocks": engine.num_blocks,
             "kv_used_blocks": engine.num_used_blocks,

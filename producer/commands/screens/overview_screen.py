@@ -17,7 +17,10 @@ _HOUR_MS = 3_600_000
 _RECENT_MS = 60_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LATE_SECONDS = 3
-_DROPPED_FIRST = ("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s")
+_DROPPED_FIRST = (
+    *("ran empty", "lay ready", "prepared"),
+    *("preempted", "step", "KV blocks", "state", "heartbeat", "tokens/s"),
+)
 
 
 def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
@@ -124,6 +127,9 @@ def _workers(overview: Overview, width: int) -> RenderableType:
         "tokens/s": [f"{it.recent_tokens_per_second:,.0f}" for it in overview.workers],
         "step": [milliseconds(it.step_ms) for it in overview.workers],
         "preempted": [f"{it.num_preemptions:,}" for it in overview.workers],
+        "prepared": [f"{it.mean_prefetched:.1f}" for it in overview.workers],
+        "lay ready": [milliseconds(it.mean_prefetch_wait_ms) for it in overview.workers],
+        "ran empty": [f"{it.num_prefetch_empty:,}" for it in overview.workers],
     }
     kept = fitting(columns, width, _DROPPED_FIRST)
     table = plain_table(*kept, left=("worker", "state"))

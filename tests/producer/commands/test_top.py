@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
 import re
@@ -35,6 +36,7 @@ def busy_queue(redis_url: str) -> Iterator[Client]:
             worker_id="[b]w1[/b]", model="[/no]", max_num_seqs=8, num_running=5,
             kv_blocks=100, kv_used_blocks=40,
             recent_tokens_per_second=321.0, step_ms=12.0, num_preemptions=7,
+            mean_prefetched=1.25, mean_prefetch_wait_ms=33.0, num_prefetch_empty=4321,
         )  # fmt: skip
         RequestQueue(connection).run(heartbeat(worker, 60_000))
         sample = {"waiting": 30, "tokens_per_second": 300, "ttft_p50_ms": 44, "queue_p50_ms": 9}
@@ -55,6 +57,8 @@ def test_in_a_pipe_it_prints_one_frame(run: Run, busy_queue: Client) -> None:
     assert re.search(
         r"\[b\]w1\[/b\] +running +(now|\d s ago) +5 of 8 +40 of 100 +321 +12 ms +7", shown
     )
+    assert re.search(r"preempted +prepared +lay ready +ran empty", shown)
+    assert re.search(r" 7 +1\.2 +33 ms +4,321", shown)
     assert re.search(r"waiting +\S+ +up to 30", shown)
     assert "\x1b" not in shown
 
@@ -81,6 +85,7 @@ def test_a_narrow_terminal_shows_less_and_breaks_no_word(
         assert whole in shown
     assert ("step" in shown) == (columns == 80)
     assert "preempted" not in shown
+    assert "ran empty" not in shown
     assert re.search(r"running +5 of 8" if columns == 40 else r"3 +1 +5 of 8", shown)
     assert re.search(r"queue time +.* +up to 9 ms", shown)
     assert re.search(r"waiting +\S+ +up to 30 *\n", shown), "the most there was, however wide it is"
@@ -102,10 +107,11 @@ class Terminal:
         )
         os.close(theirs)
         self.shown = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def read_until(self, pattern: str) -> None:
         while not re.search(pattern, self.shown):
-            self.shown += os.read(self._fd, 65536).decode()
+            self.shown += self._decoder.decode(os.read(self._fd, 65536))
 
     def press(self, key: bytes) -> None:
         os.write(self._fd, key)
