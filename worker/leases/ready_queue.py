@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
+_MAX_HAND_OUTS = 100_000
+"""Of the last are known, as nobody looks at them where the depth is fixed."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class ReadyQueue:
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some are not here any more
         self._numbers = itertools.count()
-        self._hand_outs: deque[float] = deque()
+        self._hand_outs: deque[float] = deque(maxlen=_MAX_HAND_OUTS)
         self._changed_at = now
 
     def __len__(self) -> int:

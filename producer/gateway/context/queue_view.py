@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from promptq.producer.clients.connecting import explained
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
@@ -47,10 +48,10 @@ class QueueWatch:
 
     async def _read(self) -> QueueView:
         keys = self._queue.keys
-        told, told_before = await self._queue.run(
-            [Call("", ["HMGET", key, *_TOLD], list) for key in (keys.model, keys.config)]
-        )
-        now_ms = await self._queue.run(lookups.server_time_ms())
+        calls: list[Call[Any]] = [
+            Call("", ["HMGET", key, *_TOLD], list) for key in (keys.model, keys.config)
+        ]
+        told, told_before, now_ms = await self._queue.run([*calls, lookups.server_time_ms()])
         workers = await self._queue.run(lookups.live_worker_ids(keys, now_ms))
         # Earlier releases told in `config`.
         model, style = told if told[0] is not None else told_before
