@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
 from promptq.worker.engine.attention.kv_cache import KVCache
@@ -239,9 +239,7 @@ def _packed(
     packer = Packer(BLOCK_SIZE, device)
     sequences = []
     for index, probe in enumerate(probes):
-        request = EngineRequest(
-            index, probe.token_ids, SamplingParams.model_validate({}), seed=0, max_tokens=1
-        )
+        request = EngineRequest(index, probe.token_ids, NEUTRAL, seed=0, max_tokens=1)
         sequence = Sequence.of(request)
         sequence.slot = index
         sequence.block_table = list(range(index, cache.num_blocks, len(probes)))[::-1]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.attention.backend import AttentionBackend, backend_for
@@ -242,8 +242,7 @@ class ModelRunner:
         num_tokens = min(self._cache.num_blocks * self._cache.block_size, self.max_model_len)
         num_tokens = min(num_tokens, WARM_UP_TOKENS)
         token_ids = [7919 * place % self._vocab_size for place in range(num_tokens)]
-        params = SamplingParams.model_validate({})
-        sequence = Sequence.of(EngineRequest(-1, token_ids, params, seed=0, max_tokens=1))
+        sequence = Sequence.of(EngineRequest(-1, token_ids, NEUTRAL, seed=0, max_tokens=1))
         sequence.slot = 0
         sequence.block_table = list(range(num_blocks_for(num_tokens, self._cache.block_size)))
         last_rows = []
