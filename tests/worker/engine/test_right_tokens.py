@@ -13,6 +13,7 @@ import torch
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, generate, make_model, save_model
 
@@ -44,7 +45,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
             expected = [
                 generate(model, prompt, 5 + 3 * (index % 5)) for index, prompt in enumerate(prompts)
             ]
-            layout = ModelRunner.load(str(directory), device="cpu").kv_layout
+            layout = ModelRunner.load(str(directory), LoadOptions(device="cpu")).kv_layout
             made[name] = Family(directory, prompts, expected, layout.bytes_per_token)
         return made[name]
 
@@ -73,11 +74,13 @@ def make_engine(
 ) -> LLMEngine:
     runner = ModelRunner.load(
         str(family.directory),
-        device="cpu",
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
-        native=native,
+        LoadOptions(
+            device="cpu",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
+            native=native,
+        ),
     )
     return LLMEngine(
         runner,
