@@ -329,9 +329,10 @@ def test_filters_keep_just_what_they_should() -> None:
     ]
     scaled = logits - logits.amax(dim=1, keepdim=True)
     threshold = thresholds(scaled, *asked)
+    weights = filters.weights_above(scaled, threshold, torch.empty_like(scaled))
     for row in range(200):
         kept = reference(logits[row], sequence([1], **asked[row]))
-        assert torch.equal(scaled[row] >= threshold[row], kept > -math.inf)
+        assert torch.equal(weights[row] > 0.0, kept > -math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
