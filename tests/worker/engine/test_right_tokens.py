@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from promptq.shared.errors import UnsupportedModelError
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
+from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.backend_choice import backends_on
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, generate, make_model, save_model
 
 SEED = 7
+CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -71,6 +75,7 @@ def make_engine(
     prefill_chunk: int = 64,
     speculative_tokens: int = 0,
     native: bool = True,
+    attention: str = "auto",
 ) -> LLMEngine:
     runner = ModelRunner.load(
         str(family.directory),
@@ -80,6 +85,7 @@ def make_engine(
             block_size=BLOCK_SIZE,
             kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
             native=native,
+            attention=attention,
         ),
     )
     return LLMEngine(
@@ -151,6 +157,23 @@ def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Fa
     assert outputs == family.expected
     assert engine.stats.num_preemptions > 0
     assert engine.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("backend", backends_on(CPU, "auto"), ids=lambda backend: backend.name)
+def test_every_attention_backend(
+    backend: AttentionBackend, name: str, family_of: Callable[[str], Family]
+) -> None:
+    """It gives these tokens, or refuses the model by what it does not know."""
+    family, refused = family_of(name), ""
+    try:
+        engine = make_engine(family, attention=backend.name, prefill_chunk=3)
+    except UnsupportedModelError as error:
+        refused = str(error)
+    if refused:
+        assert any(feature in refused for feature in backend.refuses)
+    else:
+        assert run(engine, greedy_requests(family))[0] == family.expected
 
 
 def test_blocks_of_the_departed_leave_nothing(family_of: Callable[[str], Family]) -> None:
