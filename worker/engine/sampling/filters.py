@@ -33,16 +33,17 @@ class Filters:
         self.table = torch.tensor(rows, dtype=torch.float64, device=device)
         """[R, len(FILTERS)], all of it."""
 
+        values = [{*each} for each in zip(*rows, strict=True)]
+
         def column(place: int, dtype: torch.dtype) -> torch.Tensor | None:
-            neutral = getattr(NEUTRAL, FILTERS[place])
-            if all(row[place] == neutral for row in rows):
+            if values[place] == {getattr(NEUTRAL, FILTERS[place])}:
                 return None
             return self.table[:, place : place + 1].to(dtype)
 
         self.min_p = column(0, torch.float32)
         self.top_k = column(1, torch.int64)
         self.top_p = column(2, torch.float64)
-        self.max_top_k = max(row[1] for row in rows)
+        self.max_top_k = max(values[1])
 
 
 def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
