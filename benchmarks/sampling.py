@@ -24,7 +24,7 @@ from benchmarks.models import MODELS, random_model
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.sampling import sampler
 
@@ -114,9 +114,11 @@ def main() -> None:
     options = parser.parse_args()
     runner = ModelRunner.of(
         make_model(),
-        kv_cache_memory=MODELS["473m"].kv_cache_bytes,
-        max_num_seqs=BATCH,
-        native=not options.no_native,
+        LoadOptions(
+            kv_cache_memory=MODELS["473m"].kv_cache_bytes,
+            max_num_seqs=BATCH,
+            native=not options.no_native,
+        ),
     )
     engine = LLMEngine(runner, max_num_seqs=BATCH, max_num_batched_tokens=2048)
     rng = random.Random(SEED)

@@ -86,24 +86,25 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     progress("libraries")
     from transformers.utils import logging as transformers_logging
 
+    from promptq.worker.engine.model.loading import LoadOptions
     from promptq.worker.engine.model.model_runner import ModelRunner
 
     take_over_logs("transformers", "huggingface_hub")
     cast("Any", transformers_logging).disable_progress_bar()  # there is one for the whole start
     name = settings.model or str(MODEL_DIR)
-    runner = ModelRunner.load(
-        name,
+    options = LoadOptions(
         device=settings.device,
         dtype=settings.dtype,
+        trust_remote_code=settings.trust_remote_code,
         kv_cache_memory=memory,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
-        trust_remote_code=settings.trust_remote_code,
+        attention=settings.attention,
         native=settings.native,
         compile=settings.compile,
         cuda_graphs=settings.cuda_graphs,
-        progress=progress,
     )
+    runner = ModelRunner.load(name, options, progress)
     if runner.is_slow_in_bf16:
         get_logger().warning(
             "this processor has no fast products in bfloat16, and there is no native code for this"

@@ -38,6 +38,9 @@ class SamplingParams:
     response_format: Any = None
     speculative_tokens: int | None = None
 
+    has_penalties = False
+    """Nothing that is measured here asks for one."""
+
     @classmethod
     def model_validate(cls, fields: dict[str, Any]) -> SamplingParams:
         return cls(**fields)
@@ -68,3 +71,4 @@ def stand_in() -> None:
         module = sys.modules[name] = ModuleType(name)
         for each in classes:
             setattr(module, each.__name__, each)
+    sys.modules["promptq.shared.protocol.request"].__dict__["NEUTRAL"] = SamplingParams()

@@ -120,7 +120,7 @@ class Case:
     def attend(self, backend: AttentionBackend, scoring: Scoring) -> torch.Tensor:
         """[T, num_heads, value_size]; memory that the backend takes is poisoned beforehand."""
         with poisoned_memory():
-            return backend(
+            return backend.attend(
                 self.query,
                 self.new_keys,
                 self.new_values,

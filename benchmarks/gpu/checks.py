@@ -10,9 +10,9 @@ from benchmarks.gpu.cases import Case, Shape, off_by
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
-from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model
 
@@ -61,7 +61,7 @@ def check_kernels(device: torch.device, *, tiny: bool) -> str:
             case = Case(step, shape, dtype=dtype, device=device, seed=seed)
             sinks = None if softcap is None else case.sinks
             scoring = Scoring(shape.key_size**-0.5, pattern, softcap, sinks)
-            output = case.attend(triton_paged_attention, scoring)
+            output = case.attend(TritonPaged(), scoring)
             off = off_by(output, case.expected(scoring))
             what = f"{dtype} {shape} {step} {pattern} softcap {softcap} seed {seed}"
             if not off < TOLERANCE[dtype]:
@@ -86,7 +86,8 @@ def check_models(device: torch.device, *, tiny: bool) -> str:
         expected = [generate(model, prompt, 16) for prompt in prompts]
         model.requires_grad_(False).to(device)
         runner = ModelRunner.of(
-            LoadedModel(family, model, frozenset()), max_num_seqs=4, max_model_len=96, block_size=4
+            LoadedModel(family, model, frozenset()),
+            LoadOptions(max_num_seqs=4, max_model_len=96, block_size=4),
         )
         engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24)
         outputs = run(engine, prompts, 16)

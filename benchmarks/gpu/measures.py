@@ -12,7 +12,7 @@ from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
 from benchmarks.gpu.timing import Ceilings, seconds
 from promptq.worker.engine.attention.backend import Scoring
-from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _all(
 
 
 def _triton(case: Case, scoring: Scoring) -> torch.Tensor:
-    return triton_paged_attention(
+    return TritonPaged().attend(
         case.query, case.new_keys, case.new_values, case.cache, case.layout, scoring
     )
 

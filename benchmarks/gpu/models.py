@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
-from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.compiled import CompiledModel
@@ -89,7 +89,7 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel, size: Size, device: torch.device) -> None:
         self.loaded, self.size, self.device = loaded, size, device
-        self.checked: CheckedModel = check_model(loaded, triton_paged_attention, 4096)
+        self.checked: CheckedModel = check_model(loaded, [TritonPaged()], 4096)
         tokens = max(size.batch * (size.context + BLOCK_SIZE), size.prompts * (size.prompt + 16))
         blocks = num_blocks_for(tokens, BLOCK_SIZE) + max(size.batch, size.prompts)
         self.cache = KVCache(
@@ -98,9 +98,7 @@ class Bench:
         for layer in self.cache.layers:
             layer.key.normal_()
             layer.value.normal_()
-        self.model: PackedModel = self.checked.on(
-            loaded.model, self.cache, triton_paged_attention, 4096
-        )
+        self.model: PackedModel = self.checked.on(loaded.model, self.cache, 4096)
         self._packer = Packer(BLOCK_SIZE, device)
 
     @contextmanager

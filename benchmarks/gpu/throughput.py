@@ -12,7 +12,7 @@ from benchmarks.gpu.checks import run
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Size
 from benchmarks.gpu.timing import wait
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 
 MAX_BATCHED_TOKENS = 8192
@@ -50,12 +50,14 @@ def engine_rate(
     per_token = text.num_hidden_layers * size.kv_heads * size.head_size * 2 * 2
     runner = ModelRunner.of(
         loaded,
-        kv_cache_memory=tokens * per_token,
-        max_num_seqs=size.requests,
-        max_model_len=size.request_prompt + size.request_output,
-        block_size=BLOCK_SIZE,
-        native=False,
-        compile=compiled,
+        LoadOptions(
+            kv_cache_memory=tokens * per_token,
+            max_num_seqs=size.requests,
+            max_model_len=size.request_prompt + size.request_output,
+            block_size=BLOCK_SIZE,
+            native=False,
+            compile=compiled,
+        ),
     )
     loading = time.perf_counter() - started
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import islice
+from operator import attrgetter
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -222,6 +223,18 @@ class SamplingParams(BaseModel):
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have come change the logits of those to come."""
+        return _penalties(self) != _NO_PENALTIES
+
+
+NEUTRAL = SamplingParams()
+"""Each field as it is where none is set. A number that is the same as here changes nothing."""
+
+_penalties = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
+_NO_PENALTIES = _penalties(NEUTRAL)
 
 
 class TraceContext(BaseModel):

@@ -55,6 +55,11 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: as the model was saved"
     )
+    attention: str = Field(
+        "auto",
+        description="attention backend, by name; auto: native code where it serves the model, or"
+        " else the fastest backend there",
+    )
     native: bool = Field(
         True, description="on a CPU, compute models of the Llama kind in native code"
     )

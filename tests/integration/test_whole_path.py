@@ -18,6 +18,7 @@ from promptq.shared.protocol.claims import ModelIdentity
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.served_model import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
@@ -40,13 +41,17 @@ def make_prompts(rng: random.Random) -> list[list[int]]:
 
 
 def served(directory: Path, *, num_blocks: int) -> Served:
-    bytes_per_token = ModelRunner.load(str(directory), device="cpu").kv_layout.bytes_per_token
+    bytes_per_token = ModelRunner.load(
+        str(directory), LoadOptions(device="cpu")
+    ).kv_layout.bytes_per_token
     runner = ModelRunner.load(
         str(directory),
-        device="cpu",
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_cache_memory=num_blocks * BLOCK_SIZE * bytes_per_token,
+        LoadOptions(
+            device="cpu",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            kv_cache_memory=num_blocks * BLOCK_SIZE * bytes_per_token,
+        ),
     )
     engine = LLMEngine(runner, max_num_seqs=6, max_num_batched_tokens=24, prefill_chunk=7)
     identity = ModelIdentity(directory.name, directory.name)

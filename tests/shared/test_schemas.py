@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
+import re
 import sys
+from pathlib import Path
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import (
@@ -65,6 +69,59 @@ def test_a_wrong_payload_is_refused_by_the_name_of_its_field(payload: str, field
     assert len(str(caught.value)) < 300
     assert "\n" not in str(caught.value)
     assert "pattern" not in str(caught.value)
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Of each payload field: type and range, and the default, as docs/protocol.md has them."""
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    section = page.split("\n## Payload\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {
+        name: (kind.strip(), default.strip())
+        for names, kind, default, _ in rows
+        for name in re.findall("`(.*?)`", names)
+    }
+
+
+def test_the_page_of_the_protocol_has_every_field_with_its_default_and_range() -> None:
+    page = documented()
+    assert page.keys() == Request.model_fields.keys()
+    for name, field in Request.model_fields.items():
+        kind, default = page[name]
+        is_input = name in ("prompt", "messages")
+        value = field.default
+        words = f"{value:g}" if isinstance(value, float) else json.dumps(value)
+        assert default == ("" if is_input else words), name
+        whole = rf"(?<![-\d]){re.escape(in_words(field))}(?![-\d^])"
+        assert re.search(whole, kind), name
+
+
+def in_words(field: FieldInfo) -> str:
+    """The range of a field as the page says it; empty where the schema has none."""
+    bounds: dict[str, int | float] = {
+        name: getattr(each, name)
+        for each in field.metadata
+        for name in ("ge", "gt", "le", "lt", "max_length")
+        if hasattr(each, name)
+    }
+    match {name: short(value) for name, value in bounds.items()}:
+        case {"max_length": _}:
+            return f"≤ {bounds['max_length']:,}"
+        case {"gt": above, "le": most}:
+            return f"above {above}, up to {most}"
+        case {"ge": least, "le": most}:
+            return f"{least} to {most}"
+        case {"ge": least, "lt": most}:
+            return f"{least} to {most}-1"
+        case {"ge": least}:
+            return f"≥ {least}"
+        case _:
+            return ""
+
+
+def short(number: float) -> str:
+    power = round(math.log2(number)) if number > 2**40 else 0
+    return f"2^{power}" if power else f"{number:g}"
 
 
 def test_a_misspelt_field_is_told_which_one_may_be_meant() -> None:

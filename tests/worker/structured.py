@@ -13,6 +13,7 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.intake.preparation import Preparation
 from promptq.worker.leases.prepared_request import PreparedRequest
@@ -93,7 +94,7 @@ def served_with_random_weights(directory: Path, **engine: Any) -> Served:
 
 def served(directory: str = str(MODEL_DIR), kv_cache_memory: int = 2**26, **engine: Any) -> Served:
     runner = ModelRunner.load(
-        directory, device="cpu", dtype="float32", kv_cache_memory=kv_cache_memory
+        directory, LoadOptions(device="cpu", dtype="float32", kv_cache_memory=kv_cache_memory)
     )
     tokenizer = HuggingFaceTokenizer.load(str(MODEL_DIR))
     ends = frozenset({0, 2})

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from promptq.shared.protocol.request import Request
 from tests.helpers import text_of
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import HandWorker
@@ -225,13 +226,14 @@ def test_every_field_of_a_payload_goes_through(
     known: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "seed": 7, "stop": ["a", "b"], "logit_bias": {"65": 3}, "metadata": {"a": "b"},
-        "response_format": {"type": "json_object"},
+        "response_format": {"type": "json_object"}, "tool_choice": "none",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     }  # fmt: skip
     extra: dict[str, Any] = {
         "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1, "bad_words": ["c"],
         "stop_token_ids": [3], "ignore_eos": True, "speculative_tokens": 0, "priority": -3,
         "deadline_ms": 60000, "cache_salt": "s", "tenant": "them", "max_tokens": 9,
-        "chat_template_kwargs": {"x": 1},
+        "chat_template_kwargs": {"x": 1}, "webhook_url": "http://127.0.0.1:9/",
     }  # fmt: skip
     payload = sent_by(
         gateway, own_worker, **known, logprobs=True, top_logprobs=2, user="me", max_tokens=None,
@@ -239,6 +241,8 @@ def test_every_field_of_a_payload_goes_through(
     )  # fmt: skip
     expected = {**known, **extra, "messages": MESSAGES, "logprobs": 2}
     assert payload == expected
+    other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context"}
+    assert expected.keys() | other_ways == Request.model_fields.keys()
 
 
 def test_fields_that_mean_nothing_here_are_taken(

@@ -7,6 +7,8 @@ import re
 import httpx2
 import pytest
 
+from promptq.shared.protocol.request import Request
+
 
 def test_the_page_needs_nothing_from_outside(http: httpx2.Client) -> None:
     """It names every endpoint, with the fields of its body."""
@@ -24,7 +26,9 @@ def test_the_description_lists_the_fields_of_a_body(http: httpx2.Client, path: s
     """Those of the endpoint beside those of a payload; what is required is marked."""
     document = http.get("/openapi.json").json()
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"n", "stream", "top_k", "priority", "detach"} < set(body["properties"])
+    elsewhere = {"prompt", "messages", "tools", "tool_choice", "chat_template_kwargs"}
+    everywhere = Request.model_fields.keys() - elsewhere - {"trace_context"}  # which is a header
+    assert everywhere | {"n", "stream", "detach"} < set(body["properties"])
     assert body["required"] == (["messages"] if "chat" in path else ["prompt"])
     assert "$ref" not in str(body)
 

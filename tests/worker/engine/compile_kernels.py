@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.cases import Case, Shape
 from promptq.worker.engine.attention.backend import Pattern, Scoring
-from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 
 
 class NoDriver:
@@ -51,7 +51,7 @@ def main() -> None:
         for pattern, softcap in ((Pattern("full"), None), (Pattern("sliding", 128), 30.0)):
             case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
             sinks = None if softcap is None else case.sinks
-            case.attend(triton_paged_attention, Scoring(0.1, pattern, softcap, sinks))
+            case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from promptq.worker.engine.core.model_free import (
 )
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.test_engine import make_request, run_to_end
 from tests.worker.engine.tiny_models import save_model
@@ -198,7 +199,9 @@ def test_a_model_gives_the_same_tokens_and_logprobs(tmp_path: Path) -> None:
     ]
 
     def outputs_of(*, async_scheduling: bool, ends: dict[int, int]) -> dict[int, list[object]]:
-        runner = ModelRunner.load(str(directory), device="cpu", dtype="float32", max_model_len=64)
+        runner = ModelRunner.load(
+            str(directory), LoadOptions(device="cpu", dtype="float32", max_model_len=64)
+        )
         ahead = []
         launch = runner.launch
 

@@ -8,14 +8,26 @@ import pytest
 import torch
 
 from promptq.worker.engine.attention import torch_paged
-from promptq.worker.engine.attention.backend import FULL, LayerCache, Pattern, Scoring, StepLayout
-from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.attention.backend import (
+    FULL,
+    AttentionBackend,
+    LayerCache,
+    LayerSpec,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
+from promptq.worker.engine.model.backend_choice import backends_on
 
 SEED = 11
 BLOCK_SIZE = 4
 PATTERNS = [FULL, Pattern("sliding", 6), Pattern("sliding", 1), Pattern("chunked", 8)]
 SHAPES = [(4, 4, 8, 8), (6, 2, 8, 8), (4, 1, 16, 12), (3, 3, 8, 24)]
 """num_heads, num_kv_heads, key_size, value_size"""
+
+on_every_backend = pytest.mark.parametrize(
+    "backend", backends_on(torch.device("cpu"), "auto"), ids=lambda backend: backend.name
+)
 
 # (context after the step, rows in the step), decodes in descending order, then chunks
 STEPS = {
@@ -82,9 +94,9 @@ class Case:
         )
         self.sinks = random(num_heads)
 
-    def attend(self, scoring: Scoring) -> torch.Tensor:
+    def attend(self, backend: AttentionBackend, scoring: Scoring) -> torch.Tensor:
         news = [rows for _, rows in self.step]
-        return torch_paged_attention(
+        return backend.attend(
             torch.cat(self.queries),
             torch.cat([key[-rows:] for key, rows in zip(self.keys, news, strict=True)]),
             torch.cat([value[-rows:] for value, rows in zip(self.values, news, strict=True)]),
@@ -115,32 +127,50 @@ class Case:
         return torch.cat(outputs)
 
 
+def asked_of(scoring: Scoring) -> frozenset[str]:
+    """What a layer that scores so asks for."""
+    asked = {"softcap": scoring.softcap, "sinks": scoring.sinks}
+    names = frozenset(name for name, value in asked.items() if value is not None)
+    return LayerSpec(
+        1, 1, 1, 1, torch.float32, torch.float32, scoring.pattern, None, names
+    ).features
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-def test_equals_plain_attention(step: str, pattern: Pattern) -> None:
+@on_every_backend
+def test_equals_plain_attention(backend: AttentionBackend, step: str, pattern: Pattern) -> None:
     print(f"seed {SEED}")
     for shape in SHAPES:
         for softcap, with_sinks in ((None, False), (2.0, False), (None, True), (1.0, True)):
             case = Case(STEPS[step], shape, torch.float32)
             scoring = Scoring(0.3, pattern, softcap, case.sinks if with_sinks else None)
-            torch.testing.assert_close(case.attend(scoring), case.expected(scoring))
+            if asked_of(scoring) & backend.refuses:
+                continue
+            torch.testing.assert_close(case.attend(backend, scoring), case.expected(scoring))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(dtype: torch.dtype) -> None:
+@on_every_backend
+def test_low_precision(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    if dtype not in backend.dtypes:
+        pytest.skip("refused")
     for softcap in (None, 2.0):
         case = Case(STEPS["all at once"], (6, 2, 8, 8), dtype)
         scoring = Scoring(0.3, Pattern("sliding", 6), softcap)
-        output = case.attend(scoring)
+        if asked_of(scoring) & backend.refuses:
+            continue
+        output = case.attend(backend, scoring)
         assert output.dtype == dtype
         torch.testing.assert_close(output.float(), case.expected(scoring), atol=0.03, rtol=0.03)
 
 
-def test_writes_only_its_own_places() -> None:
+@on_every_backend
+def test_writes_only_its_own_places(backend: AttentionBackend) -> None:
     """What the step does not own stays as it was."""
     case = Case(STEPS["all at once"], (4, 2, 8, 8), torch.float32)
     before = case.cache.key.isnan()
-    case.attend(Scoring(0.3))
+    case.attend(backend, Scoring(0.3))
     written = before & ~case.cache.key.isnan()
     assert int(written.sum()) == sum(rows for _, rows in case.step) * 2 * 8
     assert bool(case.cache.key[case.unused].isnan().all())
@@ -148,13 +178,14 @@ def test_writes_only_its_own_places() -> None:
 
 def test_groups_and_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes are cut into groups, and queries into tiles, so that memory stays bounded."""
+    backend = torch_paged.TorchPaged()
     case = Case(STEPS["all at once"], (6, 2, 8, 8), torch.float32)
     decodes = Case(STEPS["decodes"], (6, 2, 8, 8), torch.float32)
     monkeypatch.setattr(torch_paged, "MAX_GATHERED_TOKENS", 20)
     monkeypatch.setattr(torch_paged, "MAX_SCORES", 600)
     for scoring in (Scoring(0.3), Scoring(0.3, softcap=2.0)):
-        torch.testing.assert_close(case.attend(scoring), case.expected(scoring))
-        torch.testing.assert_close(decodes.attend(scoring), decodes.expected(scoring))
+        torch.testing.assert_close(case.attend(backend, scoring), case.expected(scoring))
+        torch.testing.assert_close(decodes.attend(backend, scoring), decodes.expected(scoring))
 
 
 def test_one_long_context_does_not_pad_the_short_ones() -> None:

@@ -17,12 +17,12 @@ from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
-from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.compiled import CompiledModel
 from promptq.worker.engine.model.load_check import check_model
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.served_model import build
 from tests.worker.engine.tiny_models import generate, make_model
@@ -72,7 +72,7 @@ def loaded_of(model: Any) -> LoadedModel:
 
 def compiled_runner(model: Any) -> ModelRunner:
     options: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 96, "block_size": 4}
-    return ModelRunner.of(loaded_of(model), native=False, compile=True, **options)
+    return ModelRunner.of(loaded_of(model), LoadOptions(native=False, compile=True, **options))
 
 
 def engine_of(runner: ModelRunner) -> LLMEngine:
@@ -114,10 +114,10 @@ def step_of(num_rows: int, packer: Packer) -> PackedStep:
 def test_graphs_are_few(family: str, kinds: int) -> None:
     """Two for each kind of layer, all of them made at load, whatever steps follow."""
     loaded = loaded_of(make_model(family, 7))
-    checked = check_model(loaded, torch_paged_attention, 96)
+    checked = check_model(loaded, [TorchPaged()], 96)
     device = torch.device("cpu")
     cache = KVCache(checked.specs, num_blocks=24, block_size=4, device=device)
-    model: Any = checked.on(loaded.model, cache, torch_paged_attention, 96)
+    model: Any = checked.on(loaded.model, cache, 96)
     steps = [step_of(num_rows, Packer(4, device)) for num_rows in (96, 1, 2, 31, 32, 8, 64, 48)]
     rows = torch.tensor([0])
     expected = [model.logits(step, rows) for step in steps]

@@ -27,7 +27,7 @@ from promptq.worker.engine.attention.kv_cache import (
     fitting_blocks,
 )
 from promptq.worker.engine.device.memory import free_bytes
-from promptq.worker.engine.model.loading import LoadedModel, load_model
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.model_runner import ModelRunner, resolve_device
 from tests.worker.engine.tiny_models import save_model
 
@@ -66,7 +66,9 @@ def test_loads(model_dir: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype(model_dir: Path, dtype: Any) -> None:
     assert load(model_dir, dtype=dtype).model.dtype == getattr(torch, dtype)
-    runner = ModelRunner.load(str(model_dir), device="cpu", dtype=dtype, kv_cache_memory=10**6)
+    runner = ModelRunner.load(
+        str(model_dir), LoadOptions(device="cpu", dtype=dtype, kv_cache_memory=10**6)
+    )
     size = 4 if dtype == "float32" else 2
     assert runner.kv_layout.bytes_per_token == 2 * 2 * (8 + 8) * size
 
@@ -200,14 +202,14 @@ def test_options_that_cannot_work(model_dir: Path) -> None:
     with pytest.raises(ConfigurationError, match="--device: 'cuda:99'"):
         resolve_device("cuda:99")
     with pytest.raises(ConfigurationError, match="needs at least 8192 bytes"):
-        ModelRunner.load(str(model_dir), device="cpu", kv_cache_memory=8191)
+        ModelRunner.load(str(model_dir), LoadOptions(device="cpu", kv_cache_memory=8191))
     with pytest.raises(ConfigurationError, match="--max-model-len: 500"):
-        ModelRunner.load(str(model_dir), device="cpu", max_model_len=500)
+        ModelRunner.load(str(model_dir), LoadOptions(device="cpu", max_model_len=500))
     assert issubclass(UnsupportedModelError, ModelError)
 
 
 def test_the_cache_is_as_large_as_asked_for(model_dir: Path) -> None:
-    runner = ModelRunner.load(str(model_dir), device="cpu", kv_cache_memory=100_000)
+    runner = ModelRunner.load(str(model_dir), LoadOptions(device="cpu", kv_cache_memory=100_000))
     layout = runner.kv_layout
     assert layout.num_blocks == 100_000 // (layout.bytes_per_token * layout.block_size)
     cache = runner._cache
@@ -216,7 +218,9 @@ def test_the_cache_is_as_large_as_asked_for(model_dir: Path) -> None:
 
 
 def test_the_cache_is_as_large_as_it_can_be_used(model_dir: Path) -> None:
-    runner = ModelRunner.load(str(model_dir), device="cpu", max_num_seqs=3, max_model_len=100)
+    runner = ModelRunner.load(
+        str(model_dir), LoadOptions(device="cpu", max_num_seqs=3, max_model_len=100)
+    )
     assert runner.kv_layout.num_blocks == -(-3 * 100 // 16)
     assert runner.max_model_len == 100
     assert runner.vocab_size == 97

@@ -13,7 +13,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.runtime.logs import configure_logs
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine.native import build
 from promptq.worker.engine.native.build import NativeCodeError, load_native
@@ -34,7 +34,8 @@ SHAPES = [
 
 def load(directory: Path, **options: Any) -> ModelRunner:
     return ModelRunner.load(
-        str(directory), device="cpu", block_size=4, kv_cache_memory=8_000_000, **options
+        str(directory),
+        LoadOptions(device="cpu", block_size=4, kv_cache_memory=8_000_000, **options),
     )
 
 
@@ -138,7 +139,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
-    runner = ModelRunner.of(loaded, block_size=4, kv_cache_memory=2_000_000)
+    runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
     assert runner.why_not_native not in ("", "it was not asked for")
 
 
@@ -151,7 +152,7 @@ def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", scaled)
     loaded = LoadedModel("llama", make_model("llama", SEED), frozenset())
-    runner = ModelRunner.of(loaded, block_size=4, kv_cache_memory=2_000_000)
+    runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
     assert "of their spread" in runner.why_not_native
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from benchmarks.gpu.cases import Case, Shape, off_by
-from promptq.worker.engine.attention.backend import FULL, LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.attention.backend import (
+    FULL,
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
 from promptq.worker.engine.native.build import load_native
 from promptq.worker.engine.native.decoder import VISIBLE
 
@@ -34,18 +41,23 @@ SHARED = {1: (0, 320), 2: (1, 320), 3: (0, 108), 5: (4, 384), 6: (5, 300), 8: (0
 """Prefixes of decodes, long and short, of two kinds, one within another; and that of a chunk."""
 
 
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cache: LayerCache,
-    layout: StepLayout,
-    scoring: Scoring,
-) -> torch.Tensor:
-    cache.key[layout.write_blocks, :, layout.write_offsets] = keys
-    cache.value[layout.write_blocks, :, layout.write_offsets] = values
-    starts, contexts = layout.query_starts, layout.context_lens
-    return over(cache, scoring, query, starts, contexts, layout.block_tables)
+class Native(AttentionBackend):
+    name = "native"
+    devices = frozenset({"cpu"})
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: LayerCache,
+        layout: StepLayout,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        cache.key[layout.write_blocks, :, layout.write_offsets] = keys
+        cache.value[layout.write_blocks, :, layout.write_offsets] = values
+        starts, contexts = layout.query_starts, layout.context_lens
+        return over(cache, scoring, query, starts, contexts, layout.block_tables)
 
 
 def over(
@@ -80,7 +92,7 @@ def test_equals_plain_attention(step: str, pattern: Pattern, dtype: torch.dtype,
     for shape in SHAPES:
         case = Case(STEPS[step], shape, dtype=dtype, device=CPU, seed=seed)
         scoring = Scoring(0.3, pattern)
-        output = case.attend(attend, scoring)
+        output = case.attend(Native(), scoring)
         assert output.dtype == dtype
         assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], shape
 
@@ -92,7 +104,7 @@ def test_sequences_may_share_blocks(pattern: Pattern, dtype: torch.dtype, seed: 
     for shape in SHAPES:
         case = Case(SHARING, shape, dtype=dtype, device=CPU, seed=seed, shared=SHARED)
         scoring = Scoring(0.3, pattern)
-        output = case.attend(attend, scoring)
+        output = case.attend(Native(), scoring)
         assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], shape
 
 
@@ -104,7 +116,7 @@ def test_rows_do_not_depend_on_each_other(pattern: Pattern, dtype: torch.dtype, 
     for shape, (step, shared) in product(SHAPES, [(STEPS["all at once"], {}), (SHARING, SHARED)]):
         case = Case(step, shape, dtype=dtype, device=CPU, seed=seed, shared=shared)
         scoring, layout = Scoring(0.3, pattern), case.layout
-        together = case.attend(attend, scoring)
+        together = case.attend(Native(), scoring)
         row = 0
         for index, (context, rows) in enumerate(case.step):
             for position in range(context - rows, context):

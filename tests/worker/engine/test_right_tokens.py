@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from promptq.shared.errors import UnsupportedModelError
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
+from promptq.worker.engine.attention.backend import AttentionBackend
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.model.backend_choice import backends_on
+from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, generate, make_model, save_model
 
 SEED = 7
+CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -44,7 +49,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
             expected = [
                 generate(model, prompt, 5 + 3 * (index % 5)) for index, prompt in enumerate(prompts)
             ]
-            layout = ModelRunner.load(str(directory), device="cpu").kv_layout
+            layout = ModelRunner.load(str(directory), LoadOptions(device="cpu")).kv_layout
             made[name] = Family(directory, prompts, expected, layout.bytes_per_token)
         return made[name]
 
@@ -70,14 +75,18 @@ def make_engine(
     prefill_chunk: int = 64,
     speculative_tokens: int = 0,
     native: bool = True,
+    attention: str = "auto",
 ) -> LLMEngine:
     runner = ModelRunner.load(
         str(family.directory),
-        device="cpu",
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
-        native=native,
+        LoadOptions(
+            device="cpu",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            kv_cache_memory=num_blocks * BLOCK_SIZE * family.bytes_per_token,
+            native=native,
+            attention=attention,
+        ),
     )
     return LLMEngine(
         runner,
@@ -148,6 +157,23 @@ def test_chunks_preemption_and_prefixes(name: str, family_of: Callable[[str], Fa
     assert outputs == family.expected
     assert engine.stats.num_preemptions > 0
     assert engine.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("backend", backends_on(CPU, "auto"), ids=lambda backend: backend.name)
+def test_every_attention_backend(
+    backend: AttentionBackend, name: str, family_of: Callable[[str], Family]
+) -> None:
+    """It gives these tokens, or refuses the model by what it does not know."""
+    family, refused = family_of(name), ""
+    try:
+        engine = make_engine(family, attention=backend.name, prefill_chunk=3)
+    except UnsupportedModelError as error:
+        refused = str(error)
+    if refused:
+        assert any(feature in refused for feature in backend.refuses)
+    else:
+        assert run(engine, greedy_requests(family))[0] == family.expected
 
 
 def test_blocks_of_the_departed_leave_nothing(family_of: Callable[[str], Family]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from promptq.shared.protocol.events import TokenLogprob
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Sequence
@@ -29,6 +30,7 @@ from promptq.worker.engine.sampling import draw as drawing
 from promptq.worker.engine.sampling import filters
 from promptq.worker.engine.sampling.constraints import Constraints
 from promptq.worker.engine.sampling.draw import draw
+from promptq.worker.engine.sampling.filters import FILTERS, Filters
 from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 from promptq.worker.engine.sampling.sampler import Sampler
@@ -94,40 +96,76 @@ def random_logits(
     return torch.randn(rows, vocab_size, generator=generator) * spread
 
 
+DRAWN: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "temperature": lambda random, _: random.choice([float(random.uniform(0.2, 2.0)), 0.0]),
+    "top_p": lambda random, _: float(random.uniform(0.05, 0.99)),
+    "top_k": lambda random, vocab_size: int(
+        random.choice([random.integers(-1, 5), random.integers(vocab_size + 50)])
+    ),
+    "min_p": lambda random, _: float(random.uniform(0.0, 0.2)),
+    "repetition_penalty": lambda random, _: float(random.uniform(0.5, 2.0)),
+    "presence_penalty": lambda random, _: float(random.uniform(-2, 2)),
+    "frequency_penalty": lambda random, _: float(random.uniform(-2, 2)),
+    "logit_bias": lambda random, vocab_size: {
+        str(token): float(random.uniform(-5, 5)) for token in some_tokens(random, vocab_size, 6)
+    },
+    "min_tokens": lambda random, _: 20,
+}
+"""A value of each field that changes what the sampler chooses."""
+
+NOT_DRAWN = {
+    "max_tokens", "stop", "stop_token_ids", "ignore_eos",  # of the end alone
+    "seed", "bad_words", "response_format",  # are something else by the time a token is chosen
+    "logprobs", "speculative_tokens",  # change no token
+}  # fmt: skip
+
+
+def some_tokens(random: np.random.Generator, vocab_size: int, most: int) -> list[int]:
+    return random.integers(0, vocab_size, random.integers(1, most)).tolist()
+
+
 def random_sequences(rows: int, vocab_size: int, seed: int = SEED) -> list[Sequence]:
     """Every mixture of parameters."""
     random = np.random.default_rng(seed)
-
-    def maybe(value: Any, otherwise: Any) -> Any:
-        return value if random.random() < 0.5 else otherwise
-
-    def tokens(most: int) -> list[int]:
-        return random.integers(0, vocab_size, random.integers(1, most)).tolist()
-
     sequences = []
     for _ in range(rows):
-        bias = {str(token): float(random.uniform(-5, 5)) for token in tokens(6)}
+        asked = [name for name in DRAWN if random.random() < 0.5]
         sequences.append(
             sequence(
-                tokens(40),
-                tokens(30) if random.random() < 0.7 else [],
+                some_tokens(random, vocab_size, 40),
+                some_tokens(random, vocab_size, 30) if random.random() < 0.7 else [],
                 seed=int(random.integers(0, 2**63)),
-                temperature=maybe(float(random.uniform(0.2, 2.0)), maybe(1.0, 0.0)),
-                top_p=maybe(float(random.uniform(0.05, 0.99)), 1.0),
-                top_k=maybe(int(random.integers(1, vocab_size + 50)), maybe(0, -1)),
-                min_p=maybe(float(random.uniform(0.0, 0.2)), 0.0),
-                repetition_penalty=maybe(float(random.uniform(0.5, 2.0)), 1.0),
-                presence_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
-                frequency_penalty=maybe(float(random.uniform(-2, 2)), 0.0),
-                logit_bias=maybe(bias, None),
-                min_tokens=maybe(20, 0),
                 end_token_ids=(3, 4),
-                bad_token_sequences=maybe(((5,), (6, 7), (8, 9, 10)), ()),
+                bad_token_sequences=((5,), (6, 7), (8, 9, 10)) if random.random() < 0.5 else (),
+                **{name: DRAWN[name](random, vocab_size) for name in asked},
             )
         )
         if random.random() < 0.5:
             sequences[-1].token_ids += [8, 9]
     return sequences
+
+
+def with_params(row: Sequence, **changed: Any) -> Sequence:
+    """The same row, but for these parameters."""
+    params = row.request.params.model_copy(update=changed)
+    other = Sequence.of(replace(row.request, sequence_id=next(_ids), params=params))
+    other.token_ids = [*row.token_ids]
+    return other
+
+
+def test_random_rows_have_every_parameter() -> None:
+    assert DRAWN.keys() | NOT_DRAWN == SamplingParams.model_fields.keys()
+    assert not DRAWN.keys() & NOT_DRAWN
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_every_parameter_counts(name: str, native: bool) -> None:
+    """Were it not looked at, the rows would get the tokens that they get without it."""
+    vocab_size = 40
+    logits = random_logits(300, vocab_size)
+    sequences = random_sequences(300, vocab_size)
+    neutral = [with_params(row, **{name: getattr(NEUTRAL, name)}) for row in sequences]
+    assert token_ids(logits, sequences, native) != token_ids(logits, neutral, native)
 
 
 def reference(logits: torch.Tensor, row: Sequence) -> torch.Tensor:
@@ -196,15 +234,19 @@ def test_native_code_gives_what_torch_gives(
     rows = 200
     logits = random_logits(rows, vocab_size, spread=spread).to(dtype)
     random = np.random.default_rng(SEED)
+    extreme: dict[str, list[Any]] = {
+        "temperature": [0.0, 1e-50, 0.3, 1.0, 2.0],
+        "top_p": [1e-9, 0.3, 0.9, 0.9999, 1 - 1e-16, 1.0],
+        "top_k": [-1, 0, 1, 20, 130, 3000, vocab_size // 2, vocab_size, 2**70],
+        "min_p": [0.0, 1e-30, 0.02, 1.0],
+        "logprobs": [0, 1, 20],
+    }
+    assert extreme.keys() >= {*FILTERS}
     sequences = [
         sequence(
             [1],
             seed=row,
-            temperature=float(random.choice([0.0, 1e-50, 0.3, 1.0, 2.0])),
-            top_p=float(random.choice([1e-9, 0.3, 0.9, 0.9999, 1 - 1e-16, 1.0])),
-            top_k=int(random.choice([0, 1, 20, 130, 3000, vocab_size // 2, vocab_size])),
-            min_p=float(random.choice([0.0, 1e-30, 0.02, 1.0])),
-            logprobs=int(random.choice([0, 1, 20])),
+            **{name: values[random.integers(len(values))] for name, values in extreme.items()},
         )
         for row in range(rows)
     ]
@@ -267,15 +309,12 @@ def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("so short")
 
 
-def thresholds(
-    scaled: torch.Tensor,
-    min_p: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-) -> torch.Tensor:
-    columns = [None if each is None else each.unsqueeze(1) for each in (min_p, top_k, top_p)]
-    most = 0 if top_k is None else int(top_k.max())
-    result = filters.thresholds(scaled, *columns, most, torch.empty_like(scaled))
+def thresholds(scaled: torch.Tensor, *asked: dict[str, Any]) -> torch.Tensor:
+    """What each row asks for; one for all, or one for each."""
+    params = [SamplingParams(**each) for each in asked] * (len(scaled) // len(asked))
+    result = filters.thresholds(
+        scaled, Filters(params, scaled.shape[1], CPU), torch.empty_like(scaled)
+    )
     assert result is not None
     return result
 
@@ -284,20 +323,16 @@ def test_filters_keep_just_what_they_should() -> None:
     vocab_size = 500
     logits = random_logits(200, vocab_size)
     random = np.random.default_rng(SEED)
-    min_p = random.choice([0.0, 0.01, 0.1], 200)
-    top_k = random.choice([0, 1, 5, 50, 400], 200)
-    top_p = random.choice([0.1, 0.6, 0.95, 1.0], 200)
+    asked = [
+        {name: DRAWN[name](random, vocab_size) for name in FILTERS if random.random() < 0.7}
+        for _ in range(200)
+    ]
     scaled = logits - logits.amax(dim=1, keepdim=True)
-    threshold = thresholds(
-        scaled,
-        torch.tensor(min_p, dtype=torch.float32),
-        torch.tensor(top_k),
-        torch.tensor(top_p),
-    )
+    threshold = thresholds(scaled, *asked)
+    weights = filters.weights_above(scaled, threshold, torch.empty_like(scaled))
     for row in range(200):
-        params = {"min_p": min_p[row], "top_k": top_k[row], "top_p": top_p[row]}
-        kept = reference(logits[row], sequence([1], **{k: v.item() for k, v in params.items()}))
-        assert torch.equal(scaled[row] >= threshold[row], kept > -math.inf)
+        kept = reference(logits[row], sequence([1], **asked[row]))
+        assert torch.equal(weights[row] > 0.0, kept > -math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -500,8 +535,7 @@ def test_top_p_of_flat_distributions(top_p: float, vocab_size: int) -> None:
     """Where thousands of tokens are needed, more candidates are looked at."""
     logits = random_logits(4, vocab_size, spread=0.1)
     scaled = logits - logits.amax(dim=1, keepdim=True)
-    column = torch.tensor([top_p, 1.0, top_p, top_p], dtype=torch.float64)
-    threshold = thresholds(scaled, top_p=column)
+    threshold = thresholds(scaled, *({"top_p": each} for each in (top_p, 1.0, top_p, top_p)))
     assert threshold[1] == -math.inf
     for row in (0, 2, 3):
         probabilities = scaled[row].double().softmax(dim=0).sort(descending=True).values
@@ -512,17 +546,16 @@ def test_top_p_of_flat_distributions(top_p: float, vocab_size: int) -> None:
 
 def test_equal_logits_share_their_fate() -> None:
     scaled = torch.tensor([[0.0, -1.0, -1.0, -1.0, -9.0]])
-    for top_k, kept in ((1, 1), (2, 4), (4, 4), (5, 5)):
-        threshold = thresholds(scaled, top_k=torch.tensor([top_k]))
+    for top_k, kept in ((1, 1), (2, 4), (4, 4)):
+        threshold = thresholds(scaled, {"top_k": top_k})
         assert int((scaled >= threshold).sum()) == kept
 
 
 def test_top_p_counts_what_top_k_left() -> None:
     """Of 0.4, 0.3, 0.2, 0.1 the two likeliest are 4/7 and 3/7, so that 0.5 needs one alone."""
     scaled = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log() - math.log(0.4)
-    top_p = torch.tensor([0.5], dtype=torch.float64)
-    alone = thresholds(scaled, top_p=top_p)
-    after_top_k = thresholds(scaled, top_k=torch.tensor([2]), top_p=top_p)
+    alone = thresholds(scaled, {"top_p": 0.5})
+    after_top_k = thresholds(scaled, {"top_k": 2, "top_p": 0.5})
     assert int((scaled >= alone).sum()) == 2
     assert int((scaled >= after_top_k).sum()) == 1
 

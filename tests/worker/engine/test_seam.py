@@ -13,13 +13,20 @@ from transformers.models.llama import modeling_llama
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention.backend import FULL, LayerCache, Pattern, Scoring, StepLayout
-from promptq.worker.engine.attention.torch_paged import torch_paged_attention
+from promptq.worker.engine.attention.backend import (
+    FULL,
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
+from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device import precision
 from promptq.worker.engine.model import load_check
 from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import FAMILIES, GPT_SHAPED, LLAMA_SHAPED, make_model
 
@@ -33,8 +40,8 @@ def loaded_model(family: str, **overrides: Any) -> LoadedModel:
     return LoadedModel(family, make_model(family, **overrides), frozenset())
 
 
-def check(loaded: LoadedModel, backend: Any = torch_paged_attention) -> CheckedModel:
-    return check_model(loaded, backend, model_length(loaded, None))
+def check(loaded: LoadedModel, *backends: AttentionBackend) -> CheckedModel:
+    return check_model(loaded, backends or [TorchPaged()], model_length(loaded, None))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -111,7 +118,7 @@ def test_a_mask_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_layer_that_stops_calling_is_noticed() -> None:
     loaded = loaded_model("llama")
-    runner = ModelRunner.of(loaded, kv_cache_memory=10**6, native=False)
+    runner = ModelRunner.of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
     runner.launch(batch_of_one())
     model: Any = loaded.model
     model.config.num_hidden_layers = 1
@@ -119,10 +126,14 @@ def test_a_layer_that_stops_calling_is_noticed() -> None:
         runner.launch(batch_of_one())
 
 
-def with_scoring(change: Callable[[Scoring], Scoring]) -> Any:
+class Mistaken(TorchPaged):
     """The backend, with a mistake."""
 
-    def backend(
+    def __init__(self, change: Callable[[Scoring], Scoring]) -> None:
+        self._change = change
+
+    def attend(
+        self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -130,9 +141,68 @@ def with_scoring(change: Callable[[Scoring], Scoring]) -> Any:
         layout: StepLayout,
         scoring: Scoring,
     ) -> torch.Tensor:
-        return torch_paged_attention(query, key, value, cache, layout, change(scoring))
+        return super().attend(query, key, value, cache, layout, self._change(scoring))
 
-    return backend
+
+class Plain(TorchPaged):
+    """One that knows little."""
+
+    name = "plain"
+    dtypes = frozenset({torch.float32})
+    refuses = frozenset({"sliding", "chunked", "softcap", "sinks"})
+
+
+@pytest.mark.parametrize(
+    ("family", "unknown"),
+    [
+        ("mistral", "sliding"),
+        ("llama4_text", "chunked"),
+        ("gemma2", "sliding, softcap"),
+        ("gpt_oss", "sinks"),
+    ],
+)
+def test_a_backend_is_passed_over_for_what_it_does_not_know(family: str, unknown: str) -> None:
+    loaded = loaded_model(family)
+    assert check(loaded, Plain(), TorchPaged()).backend.name == "torch"
+    with pytest.raises(UnsupportedModelError, match=rf"{family}: .*plain: .*know .*{unknown}"):
+        check(loaded, Plain())
+
+
+def test_a_backend_is_passed_over_for_a_type_it_does_not_compute_in() -> None:
+    assert check(loaded_model("llama"), Plain(), TorchPaged()).backend.name == "plain"
+    halves = loaded_model("llama")
+    module: torch.nn.Module = halves.model
+    module.bfloat16()
+    assert check(halves, Plain(), TorchPaged()).backend.name == "torch"
+    with pytest.raises(UnsupportedModelError, match="it does not compute in torch"):
+        check(halves, Plain())
+
+
+class Coarse(TorchPaged):
+    """One that knows no fp32."""
+
+    dtypes = frozenset({torch.bfloat16})
+
+    def attend(self, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        assert query.dtype == torch.bfloat16
+        return super().attend(query, *others)
+
+
+def test_a_backend_without_fp32_is_checked_in_its_own_type() -> None:
+    loaded = loaded_model("llama")
+    module: torch.nn.Module = loaded.model
+    module.bfloat16()
+    assert isinstance(check(loaded, Coarse()).backend, Coarse)
+
+
+def test_a_backend_is_asked_for_by_name() -> None:
+    options = LoadOptions(kv_cache_memory=10**6, attention="torch")
+    runner = ModelRunner.of(loaded_model("llama"), options)
+    assert runner.why_not_native == "--attention torch was asked for"
+    with pytest.raises(ConfigurationError, match=r"--attention: 'best' is none of auto, .*torch"):
+        ModelRunner.of(loaded_model("llama"), replace(options, attention="best"))
+    with pytest.raises(ConfigurationError, match=r"--attention: 'triton' runs on cuda, .* is cpu"):
+        ModelRunner.of(loaded_model("llama"), replace(options, attention="triton"))
 
 
 def wider(scoring: Scoring) -> Scoring:
@@ -159,7 +229,7 @@ def test_mistakes_are_seen(
     loaded = loaded_model(family, **overrides)
     check(loaded)
     with pytest.raises(UnsupportedModelError, match=f"{family}: requests in a packed step"):
-        check(loaded, with_scoring(mistake))
+        check(loaded, Mistaken(mistake))
 
 
 def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +279,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert {getattr(module, "floor_scale", 16) for module in loaded.model.modules()} == {16}
     loaded = loaded_model("mistral")
     with pytest.raises(UnsupportedModelError):
-        check(loaded, with_scoring(wider))
+        check(loaded, Mistaken(wider))
     assert loaded.model.config.sliding_window == 7
 
 
@@ -252,7 +322,7 @@ def test_rounding_hides_no_mistake() -> None:
     loaded.model.to(torch.bfloat16)
     check(loaded)
     with pytest.raises(UnsupportedModelError, match="mixtral: requests in a packed step"):
-        check(loaded, with_scoring(wider))
+        check(loaded, Mistaken(wider))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "mixtral", "gemma3_text", "gpt_oss"])
@@ -264,7 +334,7 @@ def test_models_too_large_to_be_checked_in_fp32(
     loaded.model.to(torch.bfloat16)
     check(loaded)
     with pytest.raises(UnsupportedModelError, match="requests in a packed step"):
-        check(loaded, with_scoring(lambda scoring: replace(scoring, scale=-scoring.scale)))
+        check(loaded, Mistaken(lambda scoring: replace(scoring, scale=-scoring.scale)))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -290,8 +360,8 @@ def test_length_beyond_the_models_positions() -> None:
 def test_a_model_serves_one_cache_at_a_time() -> None:
     """A second runner takes the model over; the first one fails rather than use the wrong cache."""
     loaded = loaded_model("llama")
-    first = ModelRunner.of(loaded, kv_cache_memory=10**6, native=False)
-    ModelRunner.of(loaded, kv_cache_memory=10**6, native=False)
+    first = ModelRunner.of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
+    ModelRunner.of(loaded, LoadOptions(kv_cache_memory=10**6, native=False))
     step = first._packer.pack(batch_of_one())
     with pytest.raises(UnsupportedModelError, match="was not seen by the check at load"):
         first._model.logits(step, torch.tensor([0]))

@@ -23,7 +23,7 @@ from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.triton_kernels.decode import splits_for
-from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.triton_kernels.prefill import tiles_of
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, GraphedModel, graph_sizes
@@ -53,7 +53,7 @@ def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: i
     for softcap, with_sinks in ((None, False), (1.5, True)):
         case = Case(STEPS[step], shape, dtype=dtype, device=DEVICE, seed=seed)
         scoring = Scoring(0.3, pattern, softcap, case.sinks if with_sinks else None)
-        output = case.attend(triton_paged_attention, scoring)
+        output = case.attend(TritonPaged(), scoring)
         assert output.dtype == dtype
         assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], (shape, scoring)
         assert case.untouched()
@@ -91,8 +91,8 @@ def test_padding_rows(seed: int) -> None:
     layout.write_blocks[3:] = -1
     before = padded.cache.key.clone(), padded.cache.value.clone()
     for scoring in (Scoring(0.3), Scoring(0.3, Pattern("chunked", 8)), Scoring(0.3, FULL, 2.0)):
-        output = padded.attend(triton_paged_attention, scoring)
-        expected = case.attend(triton_paged_attention, scoring)
+        output = padded.attend(TritonPaged(), scoring)
+        expected = case.attend(TritonPaged(), scoring)
         assert expected.isfinite().all()
         assert not output[3:].any()
     written = layout.write_blocks[:3], layout.write_offsets[:3]
@@ -106,17 +106,18 @@ def test_padding_rows(seed: int) -> None:
 def test_strides_do_not_matter(seed: int) -> None:
     """Queries, keys and values come as views into larger tensors."""
     case = Case(STEPS["all at once"], SHAPES[1], dtype=torch.float32, device=DEVICE, seed=seed)
-    expected = case.attend(triton_paged_attention, Scoring(0.3))
+    expected = case.attend(TritonPaged(), Scoring(0.3))
 
-    def awkward(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
-    ) -> torch.Tensor:
-        key = key.transpose(0, 1).contiguous().transpose(0, 1)
-        value = value.transpose(1, 2).contiguous().transpose(1, 2)
-        wide = torch.cat([query, torch.full_like(query, float("nan"))], dim=-1)
-        return triton_paged_attention(wide[..., : query.shape[-1]], key, value, *others, **named)
+    class Awkward(TritonPaged):
+        def attend(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+        ) -> torch.Tensor:
+            key = key.transpose(0, 1).contiguous().transpose(0, 1)
+            value = value.transpose(1, 2).contiguous().transpose(1, 2)
+            wide = torch.cat([query, torch.full_like(query, float("nan"))], dim=-1)
+            return super().attend(wide[..., : query.shape[-1]], key, value, *others)
 
-    torch.testing.assert_close(case.attend(awkward, Scoring(0.3)), expected)
+    torch.testing.assert_close(case.attend(Awkward(), Scoring(0.3)), expected)
 
 
 def test_work_is_cut_to_fill_the_device() -> None:
@@ -141,12 +142,12 @@ class TinyModel:
         model = make_model(family, seed)
         model.requires_grad_(False).to(DEVICE)
         loaded = LoadedModel(family, model, frozenset())
-        checked = check_model(loaded, triton_paged_attention, 128)
+        checked = check_model(loaded, [TritonPaged()], 128)
         self.cache = KVCache(checked.specs, num_blocks=64, block_size=4, device=DEVICE)
         for layer in self.cache.layers:
             layer.key.fill_(float("nan"))
             layer.value.fill_(float("nan"))
-        self.model: PackedModel = checked.on(model, self.cache, triton_paged_attention, 128)
+        self.model: PackedModel = checked.on(model, self.cache, 128)
         self.packer = Packer(4, DEVICE)
         generator = torch.Generator().manual_seed(seed)
         blocks = torch.randperm(64, generator=generator).tolist()
@@ -252,7 +253,7 @@ def test_families_pass_the_check_at_load(family: str) -> None:
     """Packed steps on these kernels give what the library's own attention gives."""
     model = make_model(family)
     model.requires_grad_(False).to(DEVICE)
-    check_model(LoadedModel(family, model, frozenset()), triton_paged_attention, 128)
+    check_model(LoadedModel(family, model, frozenset()), [TritonPaged()], 128)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")

@@ -59,13 +59,8 @@ class EngineRequest:
     @property
     def looks_back(self) -> bool:
         """Whether what may come next depends on which tokens have come, besides the logits."""
-        params = self.params
         return bool(
-            params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-            or self.bad_token_sequences
-            or self.grammar is not None
+            self.params.has_penalties or self.bad_token_sequences or self.grammar is not None
         )
 
     @property

@@ -1,26 +1,13 @@
-"""Attention over the paged KV cache: the nouns, and the one signature that every backend has."""
+"""Attention over the paged KV cache: the nouns, and what every backend says of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
-
-from promptq.worker.engine.attention.torch_paged import torch_paged_attention
-
-__all__ = [
-    "FULL",
-    "AttentionBackend",
-    "LayerCache",
-    "LayerSpec",
-    "Pattern",
-    "Scoring",
-    "StepLayout",
-    "backend_for",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +49,13 @@ class LayerSpec:
     pattern: Pattern = FULL
     shares_kv_of: int | None = None
     """An earlier layer that hands over the very same K and V."""
+    scoring: frozenset[str] = frozenset()
+    """What else it asks of its scores: `softcap`, `sinks`."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What it asks for beyond plain causal attention; backends refuse by these names."""
+        return self.scoring if self.pattern.kind == "full" else self.scoring | {self.pattern.kind}
 
     @property
     def bytes_per_token(self) -> int:
@@ -115,8 +109,39 @@ class StepLayout:
     """What a backend works out once per step and uses in every layer."""
 
 
-class AttentionBackend(Protocol):
-    def __call__(
+DECODE_CONTEXTS = "decode contexts"
+"""In a layout's plans: [num_decodes], int32, on the device. Whoever replays a step for other
+lengths puts a tensor of its own there."""
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention. Making one imports what it needs; naming its class does not."""
+
+    name: ClassVar[str]
+    """What `--attention` calls it."""
+    devices: ClassVar[Set[str]]
+    """Types of devices, as torch names them."""
+    dtypes: ClassVar[Set[torch.dtype]] = {torch.float32, torch.bfloat16, torch.float16}
+    needs: ClassVar[str] = ""
+    """A package that not every installation has."""
+    takes_padding: ClassVar[bool] = False
+    """Whether decodes may be padded to the size of a CUDA graph: rows whose write block is -1 and
+    whose context, by DECODE_CONTEXTS, is 0, which read and write nothing."""
+    refuses: ClassVar[Set[str]] = frozenset()
+    """Of LayerSpec.features, what it does not know."""
+
+    def why_not(self, specs: Sequence[LayerSpec]) -> str:
+        """Why it does not serve a model of these layers; empty if it does."""
+        for spec in specs:
+            for dtype in (spec.key_dtype, spec.value_dtype):
+                if dtype not in self.dtypes:
+                    return f"it does not compute in {dtype}"
+            if unknown := spec.features & self.refuses:
+                return f"it does not know {', '.join(sorted(unknown))}"
+        return ""
+
+    @abstractmethod
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -131,13 +156,3 @@ class AttentionBackend(Protocol):
         [T, num_kv_heads, value_size] give [T, num_heads, value_size]. What the cache holds
         outside of the sequences, NaN included, changes nothing.
         """
-        ...
-
-
-def backend_for(device: torch.device) -> AttentionBackend:
-    """The fastest backend that runs on the device."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        from promptq.worker.engine.attention.triton_kernels.paged import triton_paged_attention
-
-        return triton_paged_attention
-    return torch_paged_attention

@@ -7,13 +7,17 @@ at a sequence's own first visible token, so that no foreign or stale memory is e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring, StepLayout
+from promptq.worker.engine.attention.backend import (
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+    Scoring,
+    StepLayout,
+)
 
 MAX_GATHERED_TOKENS = 1 << 16
 """Padded context tokens of one group of decodes; bounds the memory that a gather takes."""
@@ -21,37 +25,41 @@ MAX_SCORES = 1 << 24
 """Scores that the explicit softmax holds at once."""
 
 
-def torch_paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: LayerCache,
-    layout: StepLayout,
-    scoring: Scoring,
-) -> torch.Tensor:
-    """See AttentionBackend."""
-    cache.key[layout.write_blocks, :, layout.write_offsets] = key
-    cache.value[layout.write_blocks, :, layout.write_offsets] = value
+class TorchPaged(AttentionBackend):
+    name = "torch"
+    devices = frozenset({"cpu", "cuda"})
 
-    num_kv_heads, value_size = value.shape[1:]
-    output = value.new_empty(query.shape[0], query.shape[1], value_size)
-    decodes, chunks = _plans(layout, scoring.pattern, num_kv_heads, key)
-    for decode in decodes:
-        rows = slice(decode.first, decode.last)
-        keys = _gather(cache.key, decode.cache_rows)
-        values = _gather(cache.value, decode.cache_rows)
-        attended = _attend(query[rows].unsqueeze(2), keys, values, decode.bias, scoring)
-        output[rows] = attended.squeeze(2)
-    for chunk in chunks:
-        rows = slice(chunk.first, chunk.last)
-        if chunk.cache_rows is None:
-            keys, values = key[rows].transpose(0, 1)[None], value[rows].transpose(0, 1)[None]
-        else:
-            keys = _gather(cache.key, chunk.cache_rows)
-            values = _gather(cache.value, chunk.cache_rows)
-        attended = _attend(query[rows].transpose(0, 1)[None], keys, values, chunk.bias, scoring)
-        output[rows] = attended[0].transpose(0, 1)
-    return output
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        layout: StepLayout,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        cache.key[layout.write_blocks, :, layout.write_offsets] = key
+        cache.value[layout.write_blocks, :, layout.write_offsets] = value
+
+        num_kv_heads, value_size = value.shape[1:]
+        output = value.new_empty(query.shape[0], query.shape[1], value_size)
+        decodes, chunks = _plans(layout, scoring.pattern, num_kv_heads, key)
+        for decode in decodes:
+            rows = slice(decode.first, decode.last)
+            keys = _gather(cache.key, decode.cache_rows)
+            values = _gather(cache.value, decode.cache_rows)
+            attended = _attend(query[rows].unsqueeze(2), keys, values, decode.bias, scoring)
+            output[rows] = attended.squeeze(2)
+        for chunk in chunks:
+            rows = slice(chunk.first, chunk.last)
+            if chunk.cache_rows is None:
+                keys, values = key[rows].transpose(0, 1)[None], value[rows].transpose(0, 1)[None]
+            else:
+                keys = _gather(cache.key, chunk.cache_rows)
+                values = _gather(cache.value, chunk.cache_rows)
+            attended = _attend(query[rows].transpose(0, 1)[None], keys, values, chunk.bias, scoring)
+            output[rows] = attended[0].transpose(0, 1)
+        return output
 
 
 @dataclass(frozen=True, slots=True)

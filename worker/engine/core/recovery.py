@@ -11,7 +11,7 @@ from dataclasses import replace
 from traceback import clear_frames
 from typing import Any
 
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.runner import Runner, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -115,9 +115,7 @@ def _probe(failed: Sequence) -> Batch:
 
     That block holds its last known token, which is not computed yet, so nobody else shares it.
     """
-    sequence = Sequence.of(
-        EngineRequest(_PROBE_ID, [0], SamplingParams.model_validate({}), seed=0, max_tokens=1)
-    )
+    sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot
     sequence.block_table = failed.block_table[-1:]
     return Batch([ScheduledSequence(sequence, start=0, num_tokens=1, samples=True)])

@@ -2,7 +2,7 @@
 
 A graph works on fixed addresses and for a fixed number of rows. So a step's inputs are copied into
 buffers that stay, and padded up to the next size that a graph was captured for. Padding rows are
-written nowhere and see nothing (see triton_kernels/paged.py); what comes of them is dropped.
+written nowhere and see nothing (see AttentionBackend.takes_padding); what comes of them is dropped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from promptq.worker.engine.attention.backend import StepLayout
+from promptq.worker.engine.attention.backend import DECODE_CONTEXTS, StepLayout
 from promptq.worker.engine.attention.packed_step import PackedStep
-from promptq.worker.engine.attention.triton_kernels.paged import DECODE_CONTEXTS
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.device.async_copies import to_device
 
@@ -105,10 +104,11 @@ class DecodeBuffers:
 
 
 class GraphedModel:
-    """A model on the Triton backend whose decode steps run padded to `sizes`, on CUDA as graphs.
+    """A model whose decode steps run padded to `sizes`, on CUDA as graphs.
 
-    Steps with chunks of prompts, and batches too large, run as they are. A model that cannot be
-    captured (one whose forward waits for the device, for example) runs all of them so.
+    Its backend must take padding. Steps with chunks of prompts, and batches too large, run as they
+    are. A model that cannot be captured (one whose forward waits for the device, for example) runs
+    all of them so.
     """
 
     def __init__(

@@ -27,7 +27,10 @@ different, so that a mask tells which of them made it."""
 THRESHOLDS = {"floor_scale": 4}
 """Positions from which on modules treat queries differently (Llama 4), shrunk likewise."""
 
-HONOURED = {"scaling", "softcap", "s_aux", "sliding_window"}
+SCORING = {"softcap": "softcap", "sinks": "s_aux"}
+"""What backends may refuse, and the library's names for it."""
+
+HONOURED = {"scaling", "sliding_window", *SCORING.values()}
 WITHOUT_EFFECT = {"is_causal", "position_ids", "position_embeddings", "cache_position"}
 """Arguments that the mask, or the tensors themselves, already speak for."""
 
@@ -126,6 +129,11 @@ def record_layers(
                 value_dtype=call.value.dtype,
                 pattern=pattern,
                 shares_kv_of=shared,
+                scoring=frozenset(
+                    feature
+                    for feature, name in SCORING.items()
+                    if call.arguments.get(name) is not None
+                ),
             )
         )
     return modules, specs

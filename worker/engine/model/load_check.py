@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from promptq.shared.errors import ConfigurationError, UnsupportedModelError
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
 from promptq.worker.engine.attention.kv_cache import KVCache
@@ -52,6 +54,7 @@ class CheckedModel:
 
     modules: list[nn.Module]
     specs: list[LayerSpec]
+    backend: AttentionBackend
     counts_rows: bool = False
     """See PackedModel."""
     why_not_native: str = "it was not asked for"
@@ -61,7 +64,6 @@ class CheckedModel:
         self,
         model: PreTrainedModel,
         cache: KVCache,
-        backend: AttentionBackend,
         max_length: int,
         max_position: int | None = None,
     ) -> PackedModel | NativeDecoder:
@@ -70,7 +72,7 @@ class CheckedModel:
         if not self.why_not_native:
             return NativeDecoder(model, cache.layers, patterns, max_position or max_length)
         return PackedModel(
-            model, self.modules, cache.layers, patterns, backend, counts_rows=self.counts_rows
+            model, self.modules, cache.layers, patterns, self.backend, counts_rows=self.counts_rows
         )
 
 
@@ -112,13 +114,14 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 def check_model(
     loaded: LoadedModel,
-    backend: AttentionBackend,
+    backends: Items[AttentionBackend],
     max_length: int | None,
     *,
     why_not_native: str = "it was not asked for",
 ) -> CheckedModel:
     """Find out each layer's attention and hold packed steps against the library's own.
 
+    Of the backends the first is taken that knows all that the layers ask for.
     Positions up to `max_length` are tried; where there is no `why_not_native`, the native decoder
     too, which serves the model if it passes. Raises UnsupportedModelError, naming the family and
     the reason, if the model would not be served correctly.
@@ -132,20 +135,22 @@ def check_model(
         with torch.inference_mode(), shrunk_windows(model) as true_patterns:
             probes = _probes(loaded, max_length)
             _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
-            with in_float32(model) as is_exact:
+            backend = _first_that_serves(family, backends, specs)
+            takes_float32 = torch.float32 in backend.dtypes
+            with in_float32(model) if takes_float32 else nullcontext(False) as is_exact:
                 modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)
                 # Where rounding might hide that a family counts rows, it is told them if it can be.
                 differences = {}
                 for counts_rows in (not is_exact, is_exact):
                     checked = CheckedModel(
-                        modules, specs_now, counts_rows, why_not_native or _UNTRIED
+                        modules, specs_now, backend, counts_rows, why_not_native or _UNTRIED
                     )
-                    difference = _compare(loaded, checked, backend, probes, is_exact)
+                    difference = _compare(loaded, checked, probes, is_exact)
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
                 if not why_not_native and difference.is_tolerable:
-                    checked = _native_if_it_passes(loaded, checked, backend, max_length, is_exact)
+                    checked = _native_if_it_passes(loaded, checked, max_length, is_exact)
     except _FAILURES as error:
         raise UnsupportedModelError(
             f"{family}: a packed step does not run: {type(error).__name__}: {error}"
@@ -161,10 +166,20 @@ def check_model(
     return replace(checked, specs=true_specs)
 
 
+def _first_that_serves(
+    family: str, backends: Items[AttentionBackend], specs: list[LayerSpec]
+) -> AttentionBackend:
+    reasons = []
+    for backend in backends:
+        if not (why_not := backend.why_not(specs)):
+            return backend
+        reasons.append(f"{backend.name}: {why_not}")
+    raise UnsupportedModelError(f"{family}: no attention backend serves it: {'; '.join(reasons)}")
+
+
 def _native_if_it_passes(
     loaded: LoadedModel,
     checked: CheckedModel,
-    backend: AttentionBackend,
     max_length: int | None,
     is_exact: bool,
 ) -> CheckedModel:
@@ -172,7 +187,7 @@ def _native_if_it_passes(
     probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
     native = replace(checked, why_not_native="")
     try:
-        difference = _compare(loaded, native, backend, probes, is_exact)
+        difference = _compare(loaded, native, probes, is_exact)
     except (*_FAILURES, NotOfThisKindError) as error:
         return replace(checked, why_not_native=str(error).split("\n")[0])
     if difference.is_tolerable:
@@ -223,9 +238,7 @@ def _alone(loaded: LoadedModel, probe: _Probe, counts_rows: bool) -> torch.Tenso
     return logits[0]
 
 
-def _packed(
-    loaded: LoadedModel, checked: CheckedModel, backend: AttentionBackend, probes: list[_Probe]
-) -> list[torch.Tensor]:
+def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) -> list[torch.Tensor]:
     """The same from packed steps: a chunk of each, another of each, then a decode of each."""
     device = loaded.model.device
     blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
@@ -235,13 +248,11 @@ def _packed(
         layer.key.fill_(float("nan"))
         layer.value.fill_(float("nan"))
     last = max(probe.first_position for probe in probes) + max(LENGTHS)
-    packed_model = checked.on(loaded.model, cache, backend, max(LENGTHS) + 1, last)
+    packed_model = checked.on(loaded.model, cache, max(LENGTHS) + 1, last)
     packer = Packer(BLOCK_SIZE, device)
     sequences = []
     for index, probe in enumerate(probes):
-        request = EngineRequest(
-            index, probe.token_ids, SamplingParams.model_validate({}), seed=0, max_tokens=1
-        )
+        request = EngineRequest(index, probe.token_ids, NEUTRAL, seed=0, max_tokens=1)
         sequence = Sequence.of(request)
         sequence.slot = index
         sequence.block_table = list(range(index, cache.num_blocks, len(probes)))[::-1]
@@ -268,7 +279,6 @@ def _packed(
 def _compare(
     loaded: LoadedModel,
     checked: CheckedModel,
-    backend: AttentionBackend,
     probes: list[_Probe],
     is_exact: bool,
 ) -> _Difference:
@@ -277,7 +287,7 @@ def _compare(
     tolerance = TOLERANCE if is_exact else LOW_PRECISION_TOLERANCE
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
-        packed = torch.cat(_packed(loaded, checked, backend, probes)).float()
+        packed = torch.cat(_packed(loaded, checked, probes)).float()
     except (*_FAILURES, UnsupportedModelError):
         if checked.counts_rows:  # not every family can be told of rows
             return _Difference(math.nan, math.nan, tolerance)

@@ -32,6 +32,29 @@ _LOADING_ERRORS = (
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load a model, and what to compute it with."""
+
+    device: str = "auto"
+    dtype: DType = "auto"
+    trust_remote_code: bool = False
+    kv_cache_memory: int | None = None
+    """Bytes; None: as many as `max_num_seqs` sequences need, within what is free."""
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    block_size: int = 16
+    attention: str = "auto"
+    """The name of the attention backend; `auto` is native code or else the fastest backend."""
+    native: bool = True
+    """Without it, or where the native decoder does not fit, the library's own modules compute; and
+    without it torch samples."""
+    compile: bool = False
+    """For those modules (see CompiledModel)."""
+    cuda_graphs: bool = True
+    """For those modules (see GraphedModel)."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model in evaluation mode, without gradients, on its device."""
 

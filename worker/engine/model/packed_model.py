@@ -65,7 +65,7 @@ class SeamLayer:
         if context.layout is None:
             raise UnsupportedModelError("a layer of this model was not seen by the check at load")
         context.calls += 1
-        output = context.backend(
+        output = context.backend.attend(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.sampling.draw import totals
+
+FILTERS = ("min_p", "top_k", "top_p")
+"""Fields of SamplingParams, in the order in which native/src/sampling.cpp has them in `Asked`."""
 
 FIRST_CANDIDATES = 256
 """How many of the likeliest tokens are looked at first for top_p; eight times as many next."""
@@ -18,28 +22,45 @@ _LOWEST = -60.0
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
-def thresholds(
-    scaled: torch.Tensor,
-    min_p: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    max_top_k: int,
-    scratch: torch.Tensor,
-) -> torch.Tensor | None:
+class Filters:
+    """What each row asks for: columns [R, 1] of the fields that any row uses, or else None."""
+
+    def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        rows = [
+            (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
+            for each in params
+        ]
+        self.table = torch.tensor(rows, dtype=torch.float64, device=device)
+        """[R, len(FILTERS)], all of it."""
+
+        values = [{*each} for each in zip(*rows, strict=True)]
+
+        def column(place: int, dtype: torch.dtype) -> torch.Tensor | None:
+            if values[place] == {getattr(NEUTRAL, FILTERS[place])}:
+                return None
+            return self.table[:, place : place + 1].to(dtype)
+
+        self.min_p = column(0, torch.float32)
+        self.top_k = column(1, torch.int64)
+        self.top_p = column(2, torch.float64)
+        self.max_top_k = max(values[1])
+
+
+def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
     """[R, 1] for `scaled` [R, vocab_size], logits over temperature, shifted so that each row's
     maximum is 0; None if nothing is filtered.
 
     In the order of vLLM and transformers: min_p against the likeliest token; of the rest the top_k
-    likeliest; of those, renormalised, the fewest that together reach top_p. Each parameter is
-    [R, 1], with 0 (min_p, top_k) or 1 (top_p) where a row does not use it, or None if no row does.
-    `max_top_k` is the greatest top_k, and `scratch` is like `scaled`.
+    likeliest; of those, renormalised, the fewest that together reach top_p. `scratch` is like
+    `scaled`.
     """
+    min_p, top_k, top_p = asked.min_p, asked.top_k, asked.top_p
     if min_p is None and top_k is None and top_p is None:
         return None
     threshold = scaled.new_zeros(len(scaled), 1).log() if min_p is None else min_p.log()
     if top_k is None and top_p is None:
         return threshold
-    candidates = max_top_k if top_p is None else max(max_top_k, FIRST_CANDIDATES)
+    candidates = max(asked.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
     likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
     if top_k is not None:
         kth = likeliest.gather(1, (top_k - 1).clamp_min(0))

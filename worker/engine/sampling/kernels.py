@@ -14,25 +14,20 @@ import torch
 
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.sampling.draw import draw
-from promptq.worker.engine.sampling.filters import thresholds, weights_above
+from promptq.worker.engine.sampling.filters import Filters, thresholds, weights_above
 from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """How each row's token is drawn: columns [R, 1], None where no row uses the parameter.
-
-    A row that does not use one has 0 (min_p, top_k) or 1 (top_p) there.
-    """
+    """How each row's token is drawn."""
 
     any_is_sampled: bool
     is_sampled: torch.Tensor
     """[R], bool: False where the likeliest token is taken."""
     temperature: torch.Tensor
-    min_p: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    max_top_k: int
+    """[R, 1]"""
+    filters: Filters
 
 
 class Kernels(Protocol):
@@ -67,9 +62,7 @@ class TorchKernels:
         scaled = self._scratch.take("scaled", *logits.shape).copy_(logits)
         scaled.sub_(best.unsqueeze(1)).div_(asked.temperature)
         weights = self._scratch.take("weights", *logits.shape)
-        threshold = thresholds(
-            scaled, asked.min_p, asked.top_k, asked.top_p, asked.max_top_k, weights
-        )
+        threshold = thresholds(scaled, asked.filters, weights)
         if threshold is None:
             weights = scaled.exp_()
         else:
@@ -88,9 +81,8 @@ class NativeKernels:
     def choose(
         self, logits: torch.Tensor, asked: Distributions, uniforms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        columns = (asked.temperature, asked.min_p, asked.top_k, asked.top_p)
         token_ids, is_sound = torch.ops.promptq.choose(
-            _known(logits), asked.is_sampled, *columns, uniforms
+            _known(logits), asked.is_sampled, asked.temperature, asked.filters.table, uniforms
         )
         return token_ids, is_sound
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.core.sequence import Sequence
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
@@ -21,7 +22,8 @@ class Penalties:
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
         self._device = device
-        self._rows = [row for row, sequence in enumerate(sequences) if _asks(sequence)]
+        asks = [sequence.request.params.has_penalties for sequence in sequences]
+        self._rows = [row for row, asked in enumerate(asks) if asked]
         self._sequences = [sequences[row] for row in self._rows]
         params = [sequence.request.params for sequence in self._sequences]
         self._repetition = self._tensor([each.repetition_penalty for each in params])
@@ -31,7 +33,7 @@ class Penalties:
         if self._rows:
             prompts = [
                 np.unique(np.array(sequence.request.prompt_token_ids, dtype=np.int64))
-                if sequence.request.params.repetition_penalty != 1.0
+                if sequence.request.params.repetition_penalty != NEUTRAL.repetition_penalty
                 else np.empty(0, dtype=np.int64)
                 for sequence in self._sequences
             ]
@@ -89,12 +91,3 @@ class Penalties:
 
     def _tensor(self, values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)
-
-
-def _asks(sequence: Sequence) -> bool:
-    params = sequence.request.params
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )

@@ -1,7 +1,7 @@
 """From logits to tokens, for a whole batch at once and by each request's own parameters.
 
 The order is: raw log-probabilities (reported, not used), what grammars allow, banned tokens, logit
-bias, penalties, temperature, min_p, top_k, top_p, one draw. What no request asks for costs nothing.
+bias, penalties, temperature, filters, one draw. What no request asks for costs nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.sampling.constraints import Constraints
+from promptq.worker.engine.sampling.filters import Filters
 from promptq.worker.engine.sampling.kernels import (
     Distributions,
     Kernels,
@@ -125,27 +126,13 @@ class _Rows:
 
         # A greedy row goes through the motions with the others, which costs less than leaving it
         # out, but asks for nothing that would cost more.
-        neutral = SamplingParams.model_validate({})
-        params = [each if each.temperature > 0.0 else neutral for each in params]
-        is_sampled = [sequence.request.params.temperature > 0.0 for sequence in sequences]
+        is_sampled = [each.temperature > 0.0 for each in params]
+        params = [each if each.temperature > 0.0 else NEUTRAL for each in params]
         self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
         temperature = [max(each.temperature, _COLDEST) for each in params]
-        top_k = [each.top_k if 0 < each.top_k < vocab_size else 0 for each in params]
-        min_p = [each.min_p for each in params]
-        top_p = [each.top_p for each in params]
         self.distributions = Distributions(
             any_is_sampled=any(is_sampled),
             is_sampled=torch.tensor(is_sampled, device=device),
-            temperature=_column(temperature, torch.float32, device),
-            min_p=_column(min_p, torch.float32, device) if max(min_p) > 0.0 else None,
-            top_k=_column(top_k, torch.int64, device) if max(top_k) else None,
-            top_p=_column(top_p, torch.float64, device) if min(top_p) < 1.0 else None,
-            max_top_k=max(top_k),
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
+            filters=Filters(params, vocab_size, device),
         )
-
-
-def _column(
-    values: list[float] | list[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """[R, 1]"""
-    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <tuple>
@@ -18,27 +19,25 @@
 
 namespace promptq {
 
-using OptionalTensor = c10::optional<at::Tensor>;
-
 // A token this far below the likeliest is never drawn (filters.py).
 constexpr float kLowest = -60.0f;
 
-// What one row asks for; a filter that it does not use has its neutral value.
+// What one row asks for: FILTERS of filters.py in their order, as the schema has them where a row
+// does not use one.
 struct Asked {
-  bool is_sampled;
-  float temperature, min_p;
-  int64_t top_k;
-  double top_p, uniform;
+  double min_p, top_k, top_p;
 };
+constexpr int64_t kNumFilters = sizeof(Asked) / sizeof(double);
 
 // The threshold of filters.py on the scaled numbers of a row, whose greatest is 0.
 float threshold_of(const Asked& asked, int64_t size, Workspace& space) {
-  float threshold = asked.min_p > 0.0f ? std::max(kLowest, std::log(asked.min_p)) : kLowest;
+  const float min_p = asked.min_p;
+  float threshold = min_p > 0.0f ? std::max(kLowest, std::log(min_p)) : kLowest;
   const float* scaled = space.scaled.data();
-  if (asked.top_k > 0) {
-    const int64_t count = gather<false>(scaled, size, reached_by(asked.top_k, space), space);
+  if (const int64_t top_k = asked.top_k; top_k > 0) {
+    const int64_t count = gather<false>(scaled, size, reached_by(top_k, space), space);
     std::fill_n(space.weights.begin(), count, 1.0f);
-    threshold = std::max(threshold, value_that_reaches(asked.top_k, count, space));
+    threshold = std::max(threshold, value_that_reaches(top_k, count, space));
   }
   if (asked.top_p < 1.0) {
     const int64_t count = gather<false>(scaled, size, threshold, space);
@@ -92,18 +91,20 @@ int64_t draw(float threshold, double uniform, int64_t size, Workspace& space) {
 
 // A row's token, and whether there is one to choose.
 template <typename T>
-std::pair<int64_t, bool> choose_row(const T* row, int64_t size, const Asked& asked, Workspace& space) {
+std::pair<int64_t, bool> choose_row(
+    const T* row, int64_t size, bool is_sampled, float temperature, const Asked& asked,
+    double uniform, Workspace& space) {
   const float best = scan(row, size, space.highest);
   if (!std::isfinite(best)) return {0, false};
-  if (!asked.is_sampled) return {first_of(row, size, best, space.highest), true};
+  if (!is_sampled) return {first_of(row, size, best, space.highest), true};
   float* scaled = space.scaled.data();
-  const float scale = 1.0f / asked.temperature;
+  const float scale = 1.0f / temperature;
   for_blocks(size, [&](int64_t block, int64_t begin, int64_t end) {
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) scaled[i] = (load(row[i]) - best) * scale;
     space.highest[block] = block_maximum(scaled, begin, end);
   });
-  return {draw(threshold_of(asked, size, space), asked.uniform, size, space), true};
+  return {draw(threshold_of(asked, size, space), uniform, size, space), true};
 }
 
 // Calls action(index, workspace) for each of `count` rows of `size` numbers, on all threads.
@@ -117,27 +118,24 @@ void for_rows(int64_t count, int64_t size, Action action) {
   });
 }
 
-// A tensor's numbers in a row each, or the same one for all rows where there is none.
-template <typename T>
-T at_row(const OptionalTensor& column, int64_t row, T otherwise) {
-  return column ? data<T>(*column)[row] : otherwise;
-}
-
-// Tokens [R] and whether each is sound, of `logits` [R, vocabulary]. Columns are [R] or [R, 1].
+// Tokens [R] and whether each is sound, of `logits` [R, vocabulary]. `filters` are [R, kNumFilters],
+// the others [R] or [R, 1].
 std::tuple<at::Tensor, at::Tensor> choose(
     const at::Tensor& logits, const at::Tensor& is_sampled, const at::Tensor& temperature,
-    const OptionalTensor& min_p, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const at::Tensor& uniforms) {
+    const at::Tensor& filters, const at::Tensor& uniforms) {
+  TORCH_CHECK(filters.size(1) == kNumFilters, "filters are not those of this code");
   const int64_t num_rows = logits.size(0), size = logits.size(1);
   at::Tensor tokens = at::empty({num_rows}, at::kLong), is_sound = at::empty({num_rows}, at::kBool);
   for_rows(num_rows, size, [&](int64_t row, Workspace& space) {
-    const Asked asked{data<bool>(is_sampled)[row],        data<float>(temperature)[row],
-                      at_row<float>(min_p, row, 0.0f),    at_row<int64_t>(top_k, row, 0),
-                      at_row<double>(top_p, row, 1.0),    data<double>(uniforms)[row]};
-    const auto [token, sound] =
-        logits.scalar_type() == at::kBFloat16
-            ? choose_row(data<Bf16>(logits) + row * size, size, asked, space)
-            : choose_row(data<float>(logits) + row * size, size, asked, space);
+    Asked asked;
+    std::memcpy(&asked, data<double>(filters) + row * kNumFilters, sizeof asked);
+    const auto choose = [&](const auto* numbers) {
+      return choose_row(
+          numbers + row * size, size, data<bool>(is_sampled)[row], data<float>(temperature)[row],
+          asked, data<double>(uniforms)[row], space);
+    };
+    const auto [token, sound] = logits.scalar_type() == at::kBFloat16 ? choose(data<Bf16>(logits))
+                                                                      : choose(data<float>(logits));
     data<int64_t>(tokens)[row] = token;
     data<bool>(is_sound)[row] = sound;
   });

@@ -1,0 +1,76 @@
+"""What computes a model: its device, the attention backends there, and native code or not."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from promptq.shared.errors import ConfigurationError
+from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.worker.engine.attention.torch_paged import TorchPaged
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.native.build import NativeCodeError, load_native
+from promptq.worker.engine.native.decoder import DTYPES
+
+BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
+"""The fastest first."""
+
+logger = logging.getLogger(__name__)
+
+
+def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
+    """Those that run on the device, the fastest first, or the one of this name; `auto` is all.
+
+    Raises ConfigurationError if there is none of this name, or it does not run there.
+    """
+    if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
+        raise ConfigurationError(f"--attention: {name!r} is none of auto, {', '.join(names)}")
+    usable: list[AttentionBackend] = []
+    for backend in BACKENDS:
+        if name not in ("auto", backend.name):
+            continue
+        if device.type not in backend.devices:
+            why_not = f"runs on {' or '.join(sorted(backend.devices))}, and the device is {device}"
+        elif backend.needs and find_spec(backend.needs) is None:
+            why_not = f"needs the package {backend.needs}, which is not installed"
+        else:
+            usable.append(backend())
+    if not usable:
+        raise ConfigurationError(f"--attention: {name!r} {why_not}")
+    return usable
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ConfigurationError for what cannot be used."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigurationError(f"--device: {name!r} is not a usable CUDA device here")
+    elif device.type != "cpu":
+        raise ConfigurationError(f"--device: {name!r} is none of auto, cpu, cuda, cuda:N")
+    return device
+
+
+def why_no_native_code(loaded: LoadedModel) -> str:
+    """Empty if there is native code for the model's device and type."""
+    device, dtype = loaded.model.device, loaded.model.dtype
+    if device.type != "cpu":
+        return f"it is for the CPU, and the device is {device.type}"
+    if dtype not in DTYPES:
+        return f"it computes in {' or '.join(map(str, DTYPES))}, and the weights are {dtype}"
+    try:
+        load_native()
+    except NativeCodeError as error:
+        cost = "models of the Llama kind make a fifth of the tokens or less"
+        logger.warning("no native code, so %s: %s", cost, error)
+        return "it could not be made"
+    return ""
