@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.group import ProcessGroup
+from tests.paths import ROOT
 
 LAST_RELEASE = "0.2.0"
 REVISION = "9d8ec56"
@@ -23,7 +24,6 @@ back, and updated again to half."""
 EARLIER_LOG = ".earlier.log"
 """How the name of a log ends that workers of the earlier release write."""
 
-_ROOT = Path(__file__).parents[2]
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
 
 
@@ -80,7 +80,7 @@ def check_out(folder: Path, *, own_environment: bool) -> Release:
     With an environment of its own it has the versions that it was released with, which takes a
     minute or two to install; otherwise those that are installed now.
     """
-    clone = ["git", "clone", "--quiet", str(_ROOT), str(folder)]
+    clone = ["git", "clone", "--quiet", str(ROOT), str(folder)]
     subprocess.run(clone, check=True, capture_output=True)
     subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", REVISION], check=True)
     python = Path(sys.executable)

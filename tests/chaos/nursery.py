@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from pathlib import Path
+
+from tests.paths import ROOT
 
 _MODULES = [
     "tests.chaos.chaotic_worker",
@@ -128,7 +129,7 @@ def _work(
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.update(environment)
     sys.argv = ["promptq worker", *arguments]
-    os.chdir(Path(__file__).parents[2])
+    os.chdir(ROOT)
     from tests.chaos import chaotic_worker
 
     chaotic_worker.main()

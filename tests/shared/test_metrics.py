@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Histogram
+from tests.paths import ROOT
 
-BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "promptq.json"
+BOARD = ROOT / "deploy" / "grafana" / "promptq.json"
 SUFFIXES = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
 EXPOSED = {spec.full_name + suffix: spec for spec in metrics.ALL for suffix in SUFFIXES[spec.kind]}
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
 from promptq import AsyncRequestQueue, RequestQueue
 from promptq.shared.protocol.request import NewRequest, Request
+from tests.paths import ROOT
 from tests.roles import as_role
 
-PAGE = Path(__file__).parents[2] / "docs" / "queue.md"
+PAGE = ROOT / "docs" / "queue.md"
 ADDRESS = "redis://localhost:6379/0"
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic.fields import FieldInfo
@@ -23,6 +22,7 @@ from promptq.shared.protocol.events import (
     Usage,
 )
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, Request, RequestState
+from tests.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_wrong_payload_is_refused_by_the_name_of_its_field(payload: str, field
 
 def documented() -> dict[str, tuple[str, str]]:
     """Of each payload field: type and range, and the default, as docs/protocol.md has them."""
-    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    page = (ROOT / "docs" / "protocol.md").read_text()
     section = page.split("\n## Payload\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     return {

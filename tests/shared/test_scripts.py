@@ -9,8 +9,9 @@ import pytest
 
 from promptq.shared.queue import call
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from tests.paths import ROOT
 
-LUA = Path(__file__).parents[2] / "shared" / "lua"
+LUA = ROOT / "shared" / "lua"
 PARTS = sorted(path.stem for path in (LUA / "parts").iterdir())
 FILES = sorted(path.relative_to(LUA).as_posix() for path in LUA.rglob("*.lua"))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX, Settings, flag_of, read_settings
+from tests.paths import ROOT
 
 
 def test_the_environment_is_read_and_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +31,7 @@ def test_the_flags_bear_vllms_names() -> None:
 
 
 def test_the_docs_list_every_setting_with_its_default() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    guide = (ROOT / "docs" / "operations.md").read_text()
     for name, field in Settings.model_fields.items():
         default = "" if field.default is None else f"`{field.default}`"
         assert f"| `{ENV_PREFIX}{name.upper()}` | {default} | {field.description} |" in guide

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from tests.helpers import text_of
+from tests.paths import ROOT
 from tests.roles import as_role
 from tests.worker.deadly_worker import EXIT_CODE
 
@@ -41,7 +41,7 @@ class Supervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.worker.deadly_worker", self.url]
-        return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+        return subprocess.Popen(command, cwd=ROOT)
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ import pytest
 import redis
 
 from promptq import Client
+from tests.paths import ROOT
 from tests.ports import free_port
 from tests.producer.playing import PROMPTQ, Run
 from tests.roles import as_role, bring_in_roles
 
-PROCFILE = Path(__file__).parents[3] / "Procfile"
+PROCFILE = ROOT / "Procfile"
 
 StartType = Callable[[str, dict[str, str]], subprocess.Popen[str]]
 

@@ -17,12 +17,13 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.helpers import running_worker
 from tests.integration.faults import OwnServer
+from tests.paths import ROOT
 from tests.producer.jobs.batches import line, write_lines
 from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Run, Start
 from tests.roles import as_role, forget_refusals
 
-ACL = Path(__file__).parents[3] / "deploy" / "redis.acl"
+ACL = ROOT / "deploy" / "redis.acl"
 
 
 async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:

@@ -30,6 +30,7 @@ from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, GraphedModel,
 from promptq.worker.engine.model.load_check import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
+from tests.paths import ROOT
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -263,8 +264,7 @@ def test_kernels_compile(architecture: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
     command = [sys.executable, str(script), str(architecture)]
-    root = str(Path(__file__).parents[3])
-    path = os.pathsep.join([root, *sys.path])
+    path = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
     )
