@@ -10,7 +10,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.helpers import running_worker, served_model_free, text_of
+from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.roles import as_role
 
 

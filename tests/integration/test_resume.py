@@ -134,7 +134,9 @@ def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "short of memory"])
 def test_the_whole_text_is_that_of_a_quiet_run(fault: str, url: str, quiet: Quiet) -> None:
-    module = "tests.integration.short_of_memory" if fault == "short of memory" else "promptq.worker"
+    module = (
+        "tests.faults.worker.short_of_memory" if fault == "short of memory" else "promptq.worker"
+    )
     with (
         redis.Redis.from_url(as_role("", url)) as server,
         Client(url) as client,

@@ -12,9 +12,9 @@ import redis.asyncio
 
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from tests.helpers import finished, running_worker
+from tests.model_free_worker import finished, running_worker
 from tests.roles import AsyncQueueClient, as_role
-from tests.worker.structured import SCHEMAS, TOOLS, compilations, json_schema, served
+from tests.worker.text.structured import SCHEMAS, TOOLS, compilations, json_schema, served
 
 
 async def put(queue: AsyncRequestQueue, **fields: Any) -> str:

@@ -7,7 +7,7 @@ import redis.asyncio
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from tests.helpers import finished, running_worker, served_model_free
+from tests.model_free_worker import finished, running_worker, served_model_free
 
 
 async def test_a_flood_does_not_hold_up_another_tenant(redis_url: str) -> None:

@@ -31,8 +31,8 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tracing import Tracing, start_tracing
 from promptq.worker.service import Worker
-from tests.helpers import served_model_free
-from tests.integration.faults import started
+from tests.faults.own_server import started
+from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import live_gateway, live_worker
 from tests.roles import as_role
 
@@ -349,7 +349,7 @@ def test_an_attempt_that_fails_is_a_span_that_says_so(
     """Be it the request's own failure, or the engine's, after which it goes back."""
     told = {"FAULT": fault, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     with (
-        started(tmp_path, redis_url, module="tests.integration.faulty_worker", **told) as worker,
+        started(tmp_path, redis_url, module="tests.faults.worker.faulty_worker", **told) as worker,
         Client(redis_url) as client,
     ):
         client.generate("x", max_tokens=2)

@@ -22,7 +22,7 @@ from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.served_model import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.helpers import finished, running_worker
+from tests.model_free_worker import finished, running_worker
 from tests.roles import as_role
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
 

@@ -19,7 +19,7 @@ from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState, WorkerSta
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Contribution
-from tests.helpers import running_worker, served_model_free
+from tests.model_free_worker import running_worker, served_model_free
 from tests.roles import as_role
 from tests.round_trips import counted_round_trips
 from tests.servers import Server

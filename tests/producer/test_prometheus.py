@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.ports import free_port
 from tests.producer.playing import Start
-from tests.shared.test_metrics import expressions
+from tests.shared.runtime.test_metrics import expressions
 
 CONFIG = """
 global: {{scrape_interval: 250ms, scrape_timeout: 250ms}}

@@ -26,12 +26,12 @@ from promptq.producer.jobs.rq_queues import batch_queue
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker
-from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
+from tests.model_free_worker import running_worker
+from tests.producer.batches.batches import KEYS, finished_batch, line, until, write_lines
 from tests.producer.jobs.processes import until_ready
-from tests.producer.jobs.receiving import MASTER, Receiver, receiver, secret_of
-from tests.producer.jobs.test_webhooks import ask
 from tests.producer.playing import HandWorker, Start
+from tests.producer.webhooks.receiving import MASTER, Receiver, receiver, secret_of
+from tests.producer.webhooks.test_webhooks import ask
 from tests.roles import as_role, forget_refusals, refusals
 
 QUEUES = [f"promptq-default-{work}" for work in ("upkeep", "batches", "webhooks")]

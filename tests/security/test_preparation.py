@@ -45,10 +45,10 @@ from promptq.worker.text.schema_patterns import num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from tests.helpers import finished, running_worker, served_model_free, text_of
-from tests.integration.faults import put, result_of, started, until
+from tests.faults.own_server import put, result_of, started, until
+from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.roles import QueueClient, as_role
-from tests.worker.structured import json_schema
+from tests.worker.text.structured import json_schema
 
 CHAT = [{"role": "user", "content": "Hello"}]
 

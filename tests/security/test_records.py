@@ -14,7 +14,7 @@ from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
-from tests.helpers import running_worker
+from tests.model_free_worker import running_worker
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import Run
 from tests.roles import as_role

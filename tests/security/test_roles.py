@@ -16,15 +16,15 @@ from promptq import Client
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.acl import FAMILIES, ROLES
-from tests.helpers import text_of
-from tests.integration.faults import OwnServer, started
+from tests.faults.own_server import OwnServer, started
+from tests.model_free_worker import text_of
 from tests.paths import ROOT
 from tests.producer.playing import Run
 from tests.roles import ACL_FILE, as_role, password_of
 
 DOCS = ROOT / "docs" / "security.md"
 KEYS = Keys("default")
-FAULTY = "tests.integration.faulty_worker"
+FAULTY = "tests.faults.worker.faulty_worker"
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "blmove": ("KEY", "KEY", "LEFT", "RIGHT", "0.01"),

@@ -26,7 +26,7 @@ from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.served_model import build
-from tests.helpers import text_of
+from tests.model_free_worker import text_of
 from tests.roles import as_role
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]

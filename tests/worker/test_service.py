@@ -28,8 +28,8 @@ from promptq.worker.leases.lease import LeaseState
 from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
-from tests.helpers import finished, running_worker, served_model_free, text_of
-from tests.integration.faults import OwnServer
+from tests.faults.own_server import OwnServer
+from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.roles import AsyncQueueClient, as_role
 
 BY_ITSELF = {"max_events_per_second": math.inf}

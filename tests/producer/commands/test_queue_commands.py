@@ -15,7 +15,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.helpers import text_of
+from tests.model_free_worker import text_of
 from tests.producer.playing import HandWorker, Run, Start
 from tests.roles import QueueClient, as_role
 

@@ -19,7 +19,7 @@ from promptq.producer.gateway.http.protocol import bounded_protocol
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.served_model import Served
-from tests.helpers import running_worker
+from tests.model_free_worker import running_worker
 from tests.roles import as_role
 
 

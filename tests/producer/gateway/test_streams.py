@@ -29,8 +29,8 @@ from promptq.shared.protocol.events import ErrorInfo, TokenEvent
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import Row
 from promptq.shared.server.embedded import EmbeddedServer
-from tests import helpers
-from tests.helpers import running_worker
+from tests import model_free_worker
+from tests.model_free_worker import running_worker
 from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import KEYS, HandWorker
@@ -660,4 +660,4 @@ async def test_the_application_streams_behind_any_server(redis_url: str) -> None
         ) as http,
     ):
         answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 5, "seed": 3})
-        assert texts_of(list(read_frames(answer))) == helpers.text_of(3, 5)
+        assert texts_of(list(read_frames(answer))) == model_free_worker.text_of(3, 5)

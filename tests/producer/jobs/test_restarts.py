@@ -14,9 +14,9 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker
-from tests.integration.faults import OwnServer
-from tests.producer.jobs.batches import (
+from tests.faults.own_server import OwnServer
+from tests.model_free_worker import running_worker
+from tests.producer.batches.batches import (
     KEYS,
     attempts,
     finished_batch,
@@ -27,9 +27,9 @@ from tests.producer.jobs.batches import (
     write_lines,
 )
 from tests.producer.jobs.processes import kill_all, until_ready
-from tests.producer.jobs.receiving import Receiver, receiver
-from tests.producer.jobs.test_webhooks import ask
 from tests.producer.playing import HandWorker, Start
+from tests.producer.webhooks.receiving import Receiver, receiver
+from tests.producer.webhooks.test_webhooks import ask
 from tests.roles import as_role
 
 REAP = "rq:job:promptq-default-upkeep-reap"

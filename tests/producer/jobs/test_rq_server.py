@@ -20,13 +20,13 @@ from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.helpers import running_worker
-from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
+from tests.model_free_worker import running_worker
+from tests.producer.batches.batches import KEYS, finished_batch, line, until, write_lines
 from tests.producer.jobs.processes import until_ready
-from tests.producer.jobs.receiving import receiver
 from tests.producer.playing import Run, Start
+from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, bring_in_roles, refusals
-from tests.shared.cluster import Cluster
+from tests.shared.server.cluster import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker, text_of
+from tests.model_free_worker import running_worker, text_of
 from tests.producer.gateway.living import serving
 from tests.producer.playing import Start
 from tests.roles import as_role

@@ -13,7 +13,7 @@ from playwright.async_api import Page, expect
 from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
-from tests.helpers import running_worker, served_model_free
+from tests.model_free_worker import running_worker, served_model_free
 from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
 
