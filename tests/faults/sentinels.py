@@ -13,9 +13,11 @@ from pathlib import Path
 import redis
 
 from promptq.shared.queue.call import text_map
-from tests.faults.own_server import OwnServer, server_program, until
 from tests.ports import free_port
+from tests.processes import running
 from tests.roles import as_role
+from tests.servers import OwnServer, server_program
+from tests.waiting import until
 
 SERVICE = "promptq"
 CONFIG = """
@@ -35,12 +37,8 @@ def sentinel(folder: Path, text: str) -> Iterator[None]:
     config = folder / "sentinel.conf"
     config.write_text(text)
     command = [server_program(), str(config), "--sentinel"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
+    with running(*command, stdout=subprocess.DEVNULL):
         yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 @dataclass

@@ -21,10 +21,11 @@ from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import RequestState
 from tests.certificates import make_certificates, tls_settings
-from tests.faults.own_server import OwnServer, started
 from tests.model_free_worker import text_of
 from tests.ports import free_port
+from tests.processes import started
 from tests.roles import ACL_FILE, as_role
+from tests.servers import OwnServer
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

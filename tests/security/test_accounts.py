@@ -38,8 +38,8 @@ from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import PROMPTQ, HandWorker
+from tests.requests import ROOM, held, row
 from tests.roles import QueueClient, as_role
-from tests.shared.requests import ROOM, held, row
 
 IN_DEBT = r"has used more than its 200 tokens a minute; try again in [345] min"
 KEYS = Keys()

@@ -16,11 +16,12 @@ from promptq import Client
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.acl import FAMILIES, ROLES
-from tests.faults.own_server import OwnServer, started
 from tests.model_free_worker import text_of
 from tests.paths import ROOT
+from tests.processes import started
 from tests.producer.playing import Run
 from tests.roles import ACL_FILE, as_role, password_of
+from tests.servers import OwnServer
 
 DOCS = ROOT / "docs" / "security.md"
 KEYS = Keys("default")

@@ -10,24 +10,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 
 from promptq.shared.errors import ModelNotFoundError
-from promptq.shared.protocol.request import NewRequest, Request
-from promptq.shared.queue import lookups
-from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.settings import read_settings
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.served_model import build
 from tests.model_free_worker import text_of
+from tests.processes import read_line, running, started
+from tests.requests import check_log, log_of, num_tokens, put, result_of
 from tests.roles import as_role
+from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
 
@@ -40,21 +39,6 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         check=False,
     )
-
-
-@contextmanager
-def started(*options: str, module: str = "promptq.worker") -> Iterator[subprocess.Popen[str]]:
-    """A worker that has said it is ready."""
-    command = [sys.executable, "-m", module, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        with process.stdout:
-            assert process.stdout.readline().startswith("ready after ")
-            yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -117,7 +101,7 @@ def test_told_to_stop_while_it_waits_for_a_server_it_ends(number: signal.Signals
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         command = [*COMMAND, "--model", "model-free", "--redis", url, "--redis-wait", "3600"]
-        with subprocess.Popen(command) as process:
+        with running(*command) as process:
             listener.accept()[0].close()  # it is there, and tries
             process.send_signal(number)
             assert process.wait() == 0
@@ -140,9 +124,8 @@ def test_told_to_stop_again_as_it_ends_it_has_ended_well(worker_url: str) -> Non
     """By an impatient supervisor, when all is given back and only the interpreter is left."""
     options = ["--model", "model-free", "--redis", worker_url]
     command = [sys.executable, "-c", TOLD_AGAIN_AT_THE_END, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready")
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        assert read_line(process).startswith("ready")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
 
@@ -159,9 +142,8 @@ main()
 def test_told_to_stop_while_it_loads_its_model_it_ends(worker_url: str) -> None:
     """The thread that loads is not waited for."""
     command = [sys.executable, "-c", LOADING_FOR_EVER, "--redis", worker_url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "loading\n"
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        assert read_line(process) == "loading\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
 
@@ -200,42 +182,30 @@ def test_says_that_a_model_is_not_there_or_none(worker_url: str, tmp_path: Path)
         build(read_settings(model=str(tmp_path)))
 
 
-def test_serves_and_drains_when_terminated(redis_url: str, worker_url: str) -> None:
+def test_serves_and_drains_when_terminated(redis_url: str, tmp_path: Path) -> None:
     with redis.Redis.from_url(redis_url) as client:
         queue = RequestQueue(client)
-        with started("--model", "model-free", "--redis", worker_url) as worker:
-            request = Request.build({"prompt": "a", "seed": 3, "max_tokens": 2000})
-            (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
-            while not queue.run(lookups.log_after(queue.keys, request_id, 0)):
-                pass
-            worker.send_signal(signal.SIGTERM)
+        with started(tmp_path, redis_url, "--model", "model-free") as worker:
+            request_id = put(queue, seed=3, max_tokens=2000)
+            until(lambda: num_tokens(queue, request_id))
+            worker.terminate()
             assert worker.wait() == 0
-        record = queue.run(lookups.record(queue.keys, request_id))
-        assert json.loads(record["result"])["text"] == text_of(3, 2000)
+        assert result_of(queue, request_id)["text"] == text_of(3, 2000)
         assert client.zcard(queue.keys.workers) == 0
 
 
-def test_a_killed_workers_stream_is_carried_on(redis_url: str, worker_url: str) -> None:
+def test_a_killed_workers_stream_is_carried_on(redis_url: str, tmp_path: Path) -> None:
     """No gap, no repeat, no changed token: the other worker goes on at the next one."""
-    options = ["--model", "model-free", "--redis", worker_url, "--lease-ms", "300"]
+    options = ["--model", "model-free", "--lease-ms", "300"]
     with redis.Redis.from_url(redis_url) as client:
         queue = RequestQueue(client)
-        with started(*options) as victim:
-            request = Request.build({"prompt": "a", "seed": 8, "max_tokens": 6000})
-            (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
-            while len(queue.run(lookups.log_after(queue.keys, request_id, 0))) < 20:
-                pass
-            victim.kill()
-            victim.wait()
-        with started(*options):
-            while "result" not in queue.run(lookups.record(queue.keys, request_id)):
-                pass
-        events = [json.loads(e) for e in queue.run(lookups.log_after(queue.keys, request_id, 0))]
-        assert {event["attempt"] for event in events} == {1, 2}
-        ends = [event["index"] + len(event["token_ids"]) for event in events]
-        assert [event["index"] for event in events] == [0, *ends[:-1]]
-        assert ends[-1] == 6000
-        assert "".join(event["text"] for event in events) == text_of(8, 6000)
+        with started(tmp_path, redis_url, *options):
+            request_id = put(queue, seed=8, max_tokens=6000)
+            until(lambda: len(log_of(queue, request_id)) >= 20)
+        with started(tmp_path, redis_url, *options):
+            result_of(queue, request_id)
+        log = check_log(queue, request_id, text_of(8, 6000))
+        assert {event["attempt"] for event in log} == {1, 2}
 
 
 def test_starts_an_own_server_where_none_is_given(
@@ -244,17 +214,14 @@ def test_starts_an_own_server_where_none_is_given(
     """Later commands find it, as they find that of `promptq up`."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("PROMPTQ_REDIS_URL", raising=False)
-    process = subprocess.Popen(
-        [*COMMAND, "--model", "model-free"], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        first = process.stdout.readline()
+    command = [*COMMAND, "--model", "model-free"]
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        first = read_line(process)
         found = advertised()
         assert found is not None
         where = without_password(found)
         assert first.startswith(f"no Redis given: started an embedded server at {where} (")
-        assert process.stdout.readline().startswith("ready after ")
+        assert read_line(process).startswith("ready after ")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     assert advertised() is None

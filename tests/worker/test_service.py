@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import threading
 from dataclasses import replace
@@ -28,22 +27,13 @@ from promptq.worker.leases.lease import LeaseState
 from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
-from tests.faults.own_server import OwnServer
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
-from tests.roles import AsyncQueueClient, as_role
+from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
+from tests.roles import as_role
+from tests.servers import OwnServer
 
 BY_ITSELF = {"max_events_per_second": math.inf}
 """Settings of a worker that sends each token by itself."""
-
-
-async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
-    fields.setdefault("prompt", "Once upon a time")
-    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
-
-
-async def log_of(queue: AsyncRequestQueue, request_id: str) -> list[dict[str, Any]]:
-    events = await queue.run(lookups.log_after(queue.keys, request_id, 0))
-    return [json.loads(event) for event in events]
 
 
 def indices(events: list[dict[str, Any]]) -> list[int]:
@@ -54,39 +44,23 @@ def ends(events: list[dict[str, Any]]) -> list[int]:
     return [event["index"] + len(event["token_ids"]) for event in events]
 
 
-async def num_tokens(queue: AsyncRequestQueue, request_id: str) -> int:
-    return sum(len(event["token_ids"]) for event in await log_of(queue, request_id))
-
-
 def is_prepared(worker: Worker, request_id: str) -> bool:
     lease = worker.leases.by_request(request_id)
     return lease is not None and lease.state is not LeaseState.PREPARING
-
-
-async def until_tokens(queue: AsyncRequestQueue, request_id: str, count: int) -> None:
-    while await num_tokens(queue, request_id) < count:
-        await asyncio.sleep(0.002)
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> Any:
-    client = AsyncQueueClient.from_url(as_role("", redis_url))
-    yield AsyncRequestQueue(client)
-    await client.aclose()
 
 
 async def test_streams_the_expected_tokens_and_finishes(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     async with running_worker(redis_url, **BY_ITSELF) as worker:
-        requests = [await put(queue, seed=n, max_tokens=n + 1) for n in range(40)]
+        requests = [await async_put(queue, seed=n, max_tokens=n + 1) for n in range(40)]
         results = [await finished(queue, request_id) for request_id in requests]
         for n, (request_id, result) in enumerate(zip(requests, results, strict=True)):
             assert result["text"] == text_of(n, n + 1)
             assert result["finish_reason"] == "length"
             assert result["usage"]["completion_tokens"] == n + 1
             assert result["usage"]["prompt_tokens"] == len("Once upon a time")
-            events = await log_of(queue, request_id)
+            events = await async_log_of(queue, request_id)
             assert [event["index"] for event in events] == list(range(n + 1))
             assert [bool(event["finish_reason"]) for event in events] == [False] * n + [True]
         assert worker.engine.stats.recomputed_tokens == 0
@@ -96,7 +70,7 @@ async def test_more_urgent_requests_run_first(redis_url: str, queue: AsyncReques
     order: list[str] = []
     ids = {}
     for name, priority in [("late", 5), ("middle", 0), ("soon", -5)]:
-        ids[name] = await put(queue, priority=priority, max_tokens=5)
+        ids[name] = await async_put(queue, priority=priority, max_tokens=5)
     async with running_worker(redis_url, served_model_free(max_num_seqs=1, step_seconds=0.005)):
         pending = dict(ids)
         while pending:
@@ -114,12 +88,12 @@ async def test_what_is_prefetched_goes_out_by_priority_even_if_it_came_later(
 ) -> None:
     served = served_model_free(max_num_seqs=1, step_seconds=0.01)
     async with running_worker(redis_url, served, prefetch_depth=8) as worker:
-        first = await put(queue, max_tokens=2000)
+        first = await async_put(queue, max_tokens=2000)
         await until_tokens(queue, first, 1)
-        others = [await put(queue, priority=1, max_tokens=2) for _ in range(5)]
+        others = [await async_put(queue, priority=1, max_tokens=2) for _ in range(5)]
         while len(worker.leases.ready) < 3:
             await asyncio.sleep(0.002)
-        urgent = await put(queue, priority=0, max_tokens=2)
+        urgent = await async_put(queue, priority=0, max_tokens=2)
         while not is_prepared(worker, urgent):
             await asyncio.sleep(0.002)
         await queue.cancel(first)
@@ -137,9 +111,9 @@ async def test_an_urgent_request_preempts_and_both_end_right(
 ) -> None:
     served = served_model_free(max_num_seqs=1, step_seconds=0.005)
     async with running_worker(redis_url, served) as worker:
-        lazy = await put(queue, seed=1, priority=5, max_tokens=60)
+        lazy = await async_put(queue, seed=1, priority=5, max_tokens=60)
         await until_tokens(queue, lazy, 5)
-        urgent = await put(queue, seed=2, priority=-5, max_tokens=5)
+        urgent = await async_put(queue, seed=2, priority=-5, max_tokens=5)
         assert (await finished(queue, urgent))["text"] == text_of(2, 5)
         assert await queue.state(lazy) is RequestState.ACTIVE
         result = await finished(queue, lazy)
@@ -152,7 +126,7 @@ async def test_a_cancel_stops_the_stream_and_frees_the_blocks(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     async with running_worker(redis_url, served_model_free(step_seconds=0.01)) as worker:
-        request_id = await put(queue, max_tokens=1000)
+        request_id = await async_put(queue, max_tokens=1000)
         await until_tokens(queue, request_id, 5)
         await queue.cancel(request_id)
         result = await finished(queue, request_id)
@@ -162,7 +136,7 @@ async def test_a_cancel_stops_the_stream_and_frees_the_blocks(
         assert result["usage"]["prompt_tokens"] == len("Once upon a time")
         while worker.served.engine.stats.num_used_blocks:
             await asyncio.sleep(0.002)
-        events = await log_of(queue, request_id)
+        events = await async_log_of(queue, request_id)
         assert sum(len(event["token_ids"]) for event in events) == count
         assert [event["finish_reason"] for event in events[-2:]] == [None, "cancelled"]
 
@@ -173,9 +147,9 @@ async def test_the_flag_and_a_message_of_a_plain_client_cancel(
     client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(max_num_seqs=1, step_seconds=0.01)
     async with running_worker(redis_url, served, prefetch_depth=0):
-        running = await put(queue, max_tokens=1000)
+        running = await async_put(queue, max_tokens=1000)
         await until_tokens(queue, running, 3)
-        waiting = [await put(queue, priority=9) for _ in range(5)]
+        waiting = [await async_put(queue, priority=9) for _ in range(5)]
         for request_id in [running, *waiting]:
             await client.hset(queue.keys.request(request_id), "cancelled", "1")
             await client.publish(queue.keys.control, f"cancel:{request_id}")
@@ -189,7 +163,7 @@ async def test_a_message_without_the_flag_cancels_nothing(
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005)):
-        request_id = await put(queue, max_tokens=20)
+        request_id = await async_put(queue, max_tokens=20)
         await until_tokens(queue, request_id, 3)
         await client.publish(queue.keys.control, f"cancel:{request_id}")
         await client.publish(queue.keys.control, b"\xff\xfe:\x00")
@@ -199,7 +173,7 @@ async def test_a_message_without_the_flag_cancels_nothing(
 
 async def test_a_deadline_ends_a_running_request(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url, served_model_free(step_seconds=0.01)):
-        request_id = await put(queue, max_tokens=2000, deadline_ms=1000)
+        request_id = await async_put(queue, max_tokens=2000, deadline_ms=1000)
         result = await finished(queue, request_id)
         assert result["finish_reason"] == "expired"
         assert 0 < len(result["token_ids"]) < 2000
@@ -213,8 +187,8 @@ async def test_stop_strings_and_stop_tokens_end_a_request(
     cut = whole.index(stop)
     token = ord("q")
     async with running_worker(redis_url):
-        by_string = await put(queue, seed=7, max_tokens=200, stop=["never there", stop])
-        by_token = await put(queue, seed=7, max_tokens=200, stop_token_ids=[token])
+        by_string = await async_put(queue, seed=7, max_tokens=200, stop=["never there", stop])
+        by_token = await async_put(queue, seed=7, max_tokens=200, stop_token_ids=[token])
         result = await finished(queue, by_string)
         assert (result["text"], result["finish_reason"]) == (whole[:cut], "stop")
         assert len(result["token_ids"]) == cut + 3
@@ -225,7 +199,7 @@ async def test_stop_strings_and_stop_tokens_end_a_request(
 
 async def test_logprobs_come_with_each_token(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url):
-        request_id = await put(queue, max_tokens=4, logprobs=2)
+        request_id = await async_put(queue, max_tokens=4, logprobs=2)
         result = await finished(queue, request_id)
         assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
 
@@ -268,10 +242,10 @@ async def test_bad_input_gets_an_error_that_names_the_field_and_the_worker_goes_
             result = await finished(queue, f"bad-{n}")
             assert result["finish_reason"] == "error", payload
             assert result["error"]["message"].startswith(begins), (payload, result["error"])
-            events = await log_of(queue, f"bad-{n}")
+            events = await async_log_of(queue, f"bad-{n}")
             assert len(events) == 1
             assert events[0]["error"]["type"] in ("invalid_request", "unsupported")
-        good = await put(queue, seed=1, max_tokens=3)
+        good = await async_put(queue, seed=1, max_tokens=3)
         assert (await finished(queue, good))["text"] == text_of(1, 3)
     await client.aclose()
 
@@ -281,14 +255,14 @@ async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
 ) -> None:
     served = served_model_free(max_num_seqs=2, step_seconds=0.005)
     async with running_worker(redis_url, served, drain_seconds=0.0, **BY_ITSELF):
-        requests = [await put(queue, seed=n, max_tokens=1000) for n in range(6)]
+        requests = [await async_put(queue, seed=n, max_tokens=1000) for n in range(6)]
         await until_tokens(queue, requests[0], 10)
     assert await queue.count() == 6
     async with running_worker(redis_url, **BY_ITSELF):
         for n, request_id in enumerate(requests):
             result = await finished(queue, request_id)
             assert result["text"] == text_of(n, 1000)
-        events = await log_of(queue, requests[0])
+        events = await async_log_of(queue, requests[0])
         assert [event["index"] for event in events] == list(range(1000))
         assert {event["attempt"] for event in events} == {1, 2}
 
@@ -296,7 +270,7 @@ async def test_a_drained_worker_gives_back_with_progress_and_another_goes_on(
 async def test_draining_finishes_what_runs(redis_url: str, queue: AsyncRequestQueue) -> None:
     served = served_model_free(max_num_seqs=2, step_seconds=0.002)
     async with running_worker(redis_url, served, drain_seconds=60):
-        running = await put(queue, seed=3, max_tokens=100)
+        running = await async_put(queue, seed=3, max_tokens=100)
         await until_tokens(queue, running, 2)
     assert (await finished(queue, running))["text"] == text_of(3, 100)
 
@@ -305,10 +279,10 @@ async def test_a_request_whose_progress_is_complete_only_gets_its_last_event(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     """A worker with a longer model left it one token from the length that this one can hold."""
-    request_id = await put(queue, seed=1, prompt="ab", max_tokens=1000)
+    request_id = await async_put(queue, seed=1, prompt="ab", max_tokens=1000)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
         await until_tokens(queue, request_id, 30)
-    so_far = await num_tokens(queue, request_id)
+    so_far = await async_num_tokens(queue, request_id)
     served = served_model_free(max_model_len=20)
     async with running_worker(redis_url, served):
         result = await finished(queue, request_id)
@@ -322,7 +296,7 @@ async def test_two_workers_share_a_queue(redis_url: str, queue: AsyncRequestQueu
         running_worker(redis_url, served_model_free(**slow)) as one,
         running_worker(redis_url, served_model_free(**slow)) as two,
     ):
-        requests = [await put(queue, seed=n, max_tokens=20) for n in range(30)]
+        requests = [await async_put(queue, seed=n, max_tokens=20) for n in range(30)]
         for n, request_id in enumerate(requests):
             assert (await finished(queue, request_id))["text"] == text_of(n, 20)
         assert one.engine.stats.num_processed + two.engine.stats.num_processed == 30
@@ -334,15 +308,15 @@ async def test_a_worker_whose_lease_was_taken_lets_go(
 ) -> None:
     client = redis.asyncio.Redis.from_url(redis_url)
     async with running_worker(redis_url, served_model_free(step_seconds=0.01)) as worker:
-        request_id = await put(queue, seed=5, max_tokens=100)
+        request_id = await async_put(queue, seed=5, max_tokens=100)
         await until_tokens(queue, request_id, 3)
         # Another attempt took it over: the fence is not this worker's any more.
         await client.hset(queue.keys.request(request_id), "fence", "2-other")
         while worker.served.engine.stats.num_used_blocks or len(worker.leases):
             await asyncio.sleep(0.002)
-        written = len(await log_of(queue, request_id))
+        written = len(await async_log_of(queue, request_id))
         await asyncio.sleep(0.05)
-        assert len(await log_of(queue, request_id)) == written
+        assert len(await async_log_of(queue, request_id)) == written
     await client.aclose()
 
 
@@ -361,11 +335,11 @@ async def test_a_worker_finds_work_whose_wake_up_it_missed(
 async def test_what_is_no_event_in_a_log_ends_that_request_alone(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    spoilt = await put(queue, max_tokens=5)
+    spoilt = await async_put(queue, max_tokens=5)
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         await client.xadd(queue.keys.tokens(spoilt), {"event": "junk"}, id="1-0")
     async with running_worker(redis_url):
-        good = await put(queue, seed=1, max_tokens=3)
+        good = await async_put(queue, seed=1, max_tokens=3)
         assert (await finished(queue, good))["text"] == text_of(1, 3)
         error = (await finished(queue, spoilt))["error"]
         assert (error["type"], error["message"][:8]) == ("invalid_request", "tokens: ")
@@ -374,7 +348,7 @@ async def test_what_is_no_event_in_a_log_ends_that_request_alone(
 
 async def test_a_worker_tells_how_it_fares(redis_url: str, queue: AsyncRequestQueue) -> None:
     async with running_worker(redis_url) as worker:
-        await finished(queue, await put(queue, max_tokens=5))
+        await finished(queue, await async_put(queue, max_tokens=5))
         while True:
             told = await queue.run(lookups.worker_stats(queue.keys, worker.worker_id))
             if told is not None and told.mean_generation_ms:
@@ -394,9 +368,9 @@ async def test_a_worker_starts_whatever_a_stranger_wrote_about_others(
         await client.zadd(queue.keys.workers, {worker_id: 2**52})
         await client.hset(queue.keys.worker("stranger"), "max_model_len", "nonsense")
     async with running_worker(redis_url):
-        assert (await finished(queue, await put(queue, seed=1, max_tokens=5)))["text"] == text_of(
-            1, 5
-        )
+        assert (await finished(queue, await async_put(queue, seed=1, max_tokens=5)))[
+            "text"
+        ] == text_of(1, 5)
 
 
 async def test_a_worker_of_another_model_refuses_to_start(
@@ -414,7 +388,7 @@ async def test_a_worker_of_another_model_refuses_to_start(
 async def test_a_request_released_by_hand_is_claimed_again(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    request_id = await put(queue, seed=9, max_tokens=5)
+    request_id = await async_put(queue, seed=9, max_tokens=5)
     claim = await queue.take(timeout=5)
     assert claim is not None
     async with running_worker(redis_url):
@@ -432,7 +406,7 @@ async def test_draining_ends_whenever_it_comes_and_with_every_last_event(
     served = {"max_num_seqs": 2, "step_seconds": 0.002}
     for n in range(12):
         async with running_worker(redis_url, served_model_free(**served), drain_seconds=60):
-            request_id = await put(queue, seed=n, max_tokens=8 + n)
+            request_id = await async_put(queue, seed=n, max_tokens=8 + n)
             await until_tokens(queue, request_id, 2)
         assert await queue.state(request_id) is RequestState.COMPLETED
 
@@ -443,11 +417,11 @@ async def test_urgent_requests_are_claimed_no_further_than_they_can_preempt(
     """The backlog stays in the queue, where other workers find it."""
     served = served_model_free(max_num_seqs=4, step_seconds=0.02, num_blocks=512)
     async with running_worker(redis_url, served, drain_seconds=0, prefetch_depth=1) as worker:
-        for request_id in [await put(queue, priority=9, max_tokens=2000) for _ in range(4)]:
+        for request_id in [await async_put(queue, priority=9, max_tokens=2000) for _ in range(4)]:
             await until_tokens(queue, request_id, 1)
         most = 0
         for _ in range(100):
-            await put(queue, priority=0, max_tokens=500)
+            await async_put(queue, priority=0, max_tokens=500)
             most = max(most, len(worker.leases))
         assert 4 < most <= 4 + 1 + 1 + 4, "slots, one ahead in the engine, prefetched, preempting"
         assert await queue.count() > 80
@@ -459,7 +433,7 @@ async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
     client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.03)
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
-        request_id = await put(queue, seed=2, max_tokens=30)
+        request_id = await async_put(queue, seed=2, max_tokens=30)
         await until_tokens(queue, request_id, 2)
         await client.zadd(queue.keys.leases, {request_id: 1})
         assert (await queue.reap()).returned == 1
@@ -478,7 +452,7 @@ async def test_leases_are_kept_for_as_long_as_it_takes(
     """Of what runs, what waits inside the engine and what lies ready."""
     served = served_model_free(max_num_seqs=1, step_seconds=0.02)
     async with running_worker(redis_url, served, lease_ms=600, prefetch_depth=2):
-        requests = [await put(queue, seed=n, max_tokens=60) for n in range(4)]
+        requests = [await async_put(queue, seed=n, max_tokens=60) for n in range(4)]
         for n, request_id in enumerate(requests):
             result = await finished(queue, request_id)
             assert result["text"] == text_of(n, 60)
@@ -490,10 +464,10 @@ async def test_an_urgent_request_gets_into_a_full_engine(
 ) -> None:
     served = served_model_free(max_num_seqs=1, step_seconds=0.005)
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
-        lazy = [await put(queue, priority=5, max_tokens=2000) for _ in range(3)]
+        lazy = [await async_put(queue, priority=5, max_tokens=2000) for _ in range(3)]
         while worker.leases.num_running < 2:
             await asyncio.sleep(0.002)
-        urgent = await put(queue, priority=-5, seed=3, max_tokens=5)
+        urgent = await async_put(queue, priority=-5, seed=3, max_tokens=5)
         assert (await finished(queue, urgent))["text"] == text_of(3, 5)
         assert [await queue.state(it) for it in lazy[:2]] == [RequestState.ACTIVE] * 2
 
@@ -504,7 +478,7 @@ async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
     served = served_model_free(num_blocks=64, step_seconds=0.005)  # 1,024 tokens
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
         for n in range(12):
-            await put(queue, prompt=f"{n:02}" * 100, max_tokens=200)
+            await async_put(queue, prompt=f"{n:02}" * 100, max_tokens=200)
         for _ in range(100):
             assert worker.leases.kv_need <= 1024
             await asyncio.sleep(0.005)
@@ -514,7 +488,7 @@ async def test_claims_no_more_than_its_kv_memory_is_expected_to_hold(
 async def test_counts_a_shared_prefix_once(redis_url: str, queue: AsyncRequestQueue) -> None:
     served = served_model_free(num_blocks=64, step_seconds=0.05)  # 1,024 tokens
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
-        requests = [await put(queue, prompt="x" * 400, max_tokens=24) for _ in range(12)]
+        requests = [await async_put(queue, prompt="x" * 400, max_tokens=24) for _ in range(12)]
         while worker.engine.stats.num_running < 8:  # 2 would fit with prefixes of their own
             assert not worker.engine.stats.num_processed
             await asyncio.sleep(0.005)
@@ -540,7 +514,7 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     """Else it would go from worker to worker for ever."""
-    request_id = await put(queue, prompt="!")
+    request_id = await async_put(queue, prompt="!")
     for _ in range(2):
         engine = LLMEngine(FailingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
         served = replace(served_model_free(), engine=engine)
@@ -549,7 +523,7 @@ async def test_what_makes_engines_fail_becomes_a_dead_letter(
             await worker.start()
             with pytest.raises(RuntimeError, match="device-side assert"):
                 await worker.serve(asyncio.Event())
-            untouched = await put(queue, prompt="waits")
+            untouched = await async_put(queue, prompt="waits")
             await worker.stop()
         assert await queue.state(untouched) is RequestState.WAITING
         await queue.remove(untouched)
@@ -562,14 +536,14 @@ async def test_a_failing_engine_gives_back_at_once_what_it_was_running(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
     """Counted as a crash of each, with no wait for leases to run out."""
-    innocent = await put(queue, prompt="a", seed=3, max_tokens=50)
+    innocent = await async_put(queue, prompt="a", seed=3, max_tokens=50)
     engine = LLMEngine(FailingRunner(step_seconds=0.01), max_num_seqs=4, max_num_batched_tokens=64)
     served = replace(served_model_free(), engine=engine)
     async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         worker = Worker(Settings(), served, client)
         await worker.start()
         await until_tokens(queue, innocent, 3)
-        poison = await put(queue, prompt="!")
+        poison = await async_put(queue, prompt="!")
         with pytest.raises(RuntimeError, match="device-side assert"):
             await worker.serve(asyncio.Event())
         await worker.stop()
@@ -585,12 +559,12 @@ async def test_a_failing_engine_gives_back_at_once_what_it_was_running(
 async def test_a_suspect_has_its_worker_to_itself(redis_url: str, queue: AsyncRequestQueue) -> None:
     """Others wait until it is done, be they more urgent, and then run together."""
     served = served_model_free(step_seconds=0.005)
-    suspect = await put(queue, seed=1, max_tokens=60)
+    suspect = await async_put(queue, seed=1, max_tokens=60)
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         await client.hset(queue.keys.request(suspect), "suspect", 1)
     async with running_worker(redis_url, served) as worker:
         await until_tokens(queue, suspect, 3)
-        others = [await put(queue, seed=n, max_tokens=5, priority=-n) for n in range(5)]
+        others = [await async_put(queue, seed=n, max_tokens=5, priority=-n) for n in range(5)]
         while await queue.state(suspect) is RequestState.ACTIVE:
             assert len(worker.leases) <= 1
             await asyncio.sleep(0.002)
@@ -604,7 +578,7 @@ async def test_a_suspect_gets_its_turn_at_a_busy_worker(
 ) -> None:
     served = served_model_free(max_num_seqs=2, step_seconds=0.001)
     async with running_worker(redis_url, served, prefetch_depth=0) as worker:
-        first = await put(queue, max_tokens=200)
+        first = await async_put(queue, max_tokens=200)
         await until_tokens(queue, first, 1)
         suspect = new_request_id()
         async with redis.asyncio.Redis.from_url(redis_url) as client:
@@ -629,7 +603,7 @@ async def test_a_message_drains_the_worker_that_it_names(
         worker = Worker(Settings(), served_model_free(step_seconds=0.005), client)
         await worker.start()
         serving = asyncio.create_task(worker.serve(asyncio.Event()))
-        request_id = await put(queue, seed=2, max_tokens=40)
+        request_id = await async_put(queue, seed=2, max_tokens=40)
         await until_tokens(queue, request_id, 3)
         await client.publish(queue.keys.drain, "drain:another")
         await asyncio.sleep(0.05)
@@ -669,7 +643,7 @@ async def test_a_cancel_that_fails_does_not_end_the_worker(
         await client.publish(queue.keys.control, "cancel:somebody")
         await asyncio.sleep(0.1)
         await client.delete(queue.keys.leases)
-        request_id = await put(queue, max_tokens=3000)
+        request_id = await async_put(queue, max_tokens=3000)
         await until_tokens(queue, request_id, 3)
         await queue.cancel(request_id)
         assert (await finished(queue, request_id))["finish_reason"] == "cancelled"
@@ -682,7 +656,7 @@ async def test_a_log_that_was_deleted_is_written_anew(
     client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.005)
     async with running_worker(redis_url, served):
-        request_id = await put(queue, seed=4, max_tokens=100)
+        request_id = await async_put(queue, seed=4, max_tokens=100)
         await until_tokens(queue, request_id, 5)
         await client.delete(queue.keys.tokens(request_id))
         assert (await finished(queue, request_id))["text"] == text_of(4, 100)
@@ -697,7 +671,7 @@ async def test_a_request_whose_hash_was_deleted_is_let_go_and_ends(
     client = redis.asyncio.Redis.from_url(redis_url)
     served = served_model_free(step_seconds=0.005)
     async with running_worker(redis_url, served, lease_ms=400):
-        request_id = await put(queue, max_tokens=5000)
+        request_id = await async_put(queue, max_tokens=5000)
         await until_tokens(queue, request_id, 5)
         await client.delete(queue.keys.request(request_id))
         assert (await finished(queue, request_id))["finish_reason"] == "error"
@@ -723,7 +697,10 @@ async def test_what_the_engine_cannot_do_for_one_request_fails_that_one_alone(
 ) -> None:
     engine = LLMEngine(SpoilingRunner(), max_num_seqs=4, max_num_batched_tokens=64)
     async with running_worker(redis_url, replace(served_model_free(), engine=engine)):
-        good, bad = await put(queue, seed=6, max_tokens=50), await put(queue, prompt="why?")
+        good, bad = (
+            await async_put(queue, seed=6, max_tokens=50),
+            await async_put(queue, prompt="why?"),
+        )
         result = await finished(queue, bad)
         assert result["finish_reason"] == "error"
         assert result["error"] == {"type": "internal_error", "message": "no finite logits"}
@@ -763,7 +740,7 @@ async def test_several_tokens_of_a_step_are_cut_at_a_stop_string_with_their_logp
         for at in range(20, 24):
             stop = whole[at : at + 2]
             cut = whole.index(stop)
-            request_id = await put(queue, seed=7, max_tokens=40, stop=stop, logprobs=1)
+            request_id = await async_put(queue, seed=7, max_tokens=40, stop=stop, logprobs=1)
             result = await finished(queue, request_id)
             assert (result["text"], result["finish_reason"]) == (whole[:cut], "stop")
             assert len(result["token_ids"]) == cut + 2
@@ -778,17 +755,17 @@ async def test_drafted_tokens_come_in_one_event_and_change_none(
     async with running_worker(redis_url, served, **BY_ITSELF) as worker:
         fields = {"prompt": f"0{whole}1", "seed": 7, "max_tokens": 60, "logprobs": 1}
         drafted, plain = (
-            await put(queue, **fields),
-            await put(queue, **fields, speculative_tokens=0),
+            await async_put(queue, **fields),
+            await async_put(queue, **fields, speculative_tokens=0),
         )
         stop = whole[31:34]
-        stopped = await put(queue, **fields, stop=stop)
+        stopped = await async_put(queue, **fields, stop=stop)
         results = [await finished(queue, request_id) for request_id in (drafted, plain, stopped)]
         assert [each["text"] for each in results] == [whole, whole, whole[: whole.index(stop)]]
         assert results[0]["token_ids"] == results[1]["token_ids"]
         for result in results:
             assert [item["token_id"] for item in result["logprobs"]] == result["token_ids"]
-        events = {each: await log_of(queue, each) for each in (drafted, plain)}
+        events = {each: await async_log_of(queue, each) for each in (drafted, plain)}
         assert len(events[plain]) == 60
         assert len(events[drafted]) < 40
         for log in events.values():
@@ -803,20 +780,20 @@ async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
     served = served_model_free(step_seconds=0.002)
     async with running_worker(redis_url, served, max_events_per_second=200) as worker:
         fields = {"max_tokens": 60, "logprobs": 0}
-        requests = [await put(queue, seed=n, **fields) for n in range(20)]
+        requests = [await async_put(queue, seed=n, **fields) for n in range(20)]
         stop = text_of(7, 60)[40:43]
-        stopping = await put(queue, seed=7, **fields, stop=stop)
+        stopping = await async_put(queue, seed=7, **fields, stop=stop)
         for n, request_id in enumerate(requests):
             result = await finished(queue, request_id)
             assert result["text"] == text_of(n, 60)
             assert [each["token_id"] for each in result["logprobs"]] == result["token_ids"]
-            events = await log_of(queue, request_id)
+            events = await async_log_of(queue, request_id)
             assert indices(events) == [0, *ends(events)[:-1]]
             assert len(events[0]["token_ids"]) == 1
             assert len(events) < 30
         result = await finished(queue, stopping)
         assert result["text"] == text_of(7, 60).split(stop)[0]
-        events = await log_of(queue, stopping)
+        events = await async_log_of(queue, stopping)
         assert len(events) > 35  # each token is looked at as it comes
         counts, _ = worker.meter.between_tokens.exposed()
         assert counts[-1][1] >= 20 * 59, "what the engine needs for a token is measured by step"
@@ -828,10 +805,10 @@ async def test_tokens_that_wait_for_others_are_sent_though_no_step_follows(
     """As when a request is preempted, or a step takes long."""
     runner = PausingRunner()
     async with running_worker(redis_url, served_by(runner), max_events_per_second=1) as worker:
-        request_id = await put(queue, seed=3, max_tokens=40)
+        request_id = await async_put(queue, seed=3, max_tokens=40)
         try:
             await until_tokens(queue, request_id, 11)
-            assert await num_tokens(queue, request_id) == 11
+            assert await async_num_tokens(queue, request_id) == 11
         finally:
             runner.may_go_on.set()
         assert (await finished(queue, request_id))["text"] == text_of(3, 40)
@@ -876,12 +853,12 @@ async def test_tokens_that_wait_for_others_are_sent_before_a_request_goes_back(
 ) -> None:
     runner = PausingRunner()
     async with running_worker(redis_url, served_by(runner), drain_seconds=0, **never_due):
-        request_id = await put(queue, seed=3, max_tokens=40)
+        request_id = await async_put(queue, seed=3, max_tokens=40)
         await asyncio.to_thread(runner.has_paused.wait)
-        assert await num_tokens(queue, request_id) < 11
+        assert await async_num_tokens(queue, request_id) < 11
         asyncio.get_running_loop().call_later(0.2, runner.may_go_on.set)
     assert await queue.state(request_id) is RequestState.WAITING
-    assert await num_tokens(queue, request_id) >= 11
+    assert await async_num_tokens(queue, request_id) >= 11
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), TimeoutError("broken")])
@@ -893,12 +870,12 @@ async def test_tokens_that_wait_for_others_are_sent_before_a_failure_ends_the_wo
     async with redis.asyncio.Redis.from_url(as_role("worker", redis_url)) as client:
         worker = Worker(Settings(**never_due), served_by(runner), client)
         await worker.start()
-        request_id = await put(queue, seed=3, max_tokens=40)
+        request_id = await async_put(queue, seed=3, max_tokens=40)
         await asyncio.to_thread(runner.has_paused.wait)
         runner.may_go_on.set()
         with pytest.raises(type(error), match="broken"):
             await worker.serve(asyncio.Event())
-        assert await num_tokens(queue, request_id) == 11
+        assert await async_num_tokens(queue, request_id) == 11
         await worker.stop()
 
 
@@ -915,7 +892,7 @@ async def test_tokens_behind_a_stop_string_are_not_measured(
     monkeypatch.setattr(AsyncRequestQueue, "publish", slow_publish)
     stop = text_of(7, 200)[100:104]
     async with running_worker(redis_url, served_model_free(step_seconds=0.002)) as worker:
-        request_id = await put(queue, seed=7, max_tokens=200, stop=stop)
+        request_id = await async_put(queue, seed=7, max_tokens=200, stop=stop)
         result = await finished(queue, request_id)
         counts, _ = worker.meter.between_tokens.exposed()
         assert counts[-1][1] == len(result["token_ids"]) - 1
@@ -926,23 +903,23 @@ async def test_a_stop_string_that_never_comes_holds_nothing_back_in_the_end(
 ) -> None:
     whole = text_of(7, 30)
     async with running_worker(redis_url):
-        request_id = await put(queue, seed=7, max_tokens=30, stop=whole[-3:] + "never")
+        request_id = await async_put(queue, seed=7, max_tokens=30, stop=whole[-3:] + "never")
         assert (await finished(queue, request_id))["text"] == whole
 
 
 async def test_a_payload_that_fails_after_an_attempt_ends_behind_what_was_emitted(
     redis_url: str, queue: AsyncRequestQueue
 ) -> None:
-    request_id = await put(queue, seed=1, max_tokens=1000)
+    request_id = await async_put(queue, seed=1, max_tokens=1000)
     async with running_worker(redis_url, served_model_free(step_seconds=0.005), drain_seconds=0):
         await until_tokens(queue, request_id, 5)
-    so_far = await num_tokens(queue, request_id)
+    so_far = await async_num_tokens(queue, request_id)
     async with running_worker(redis_url, served_model_free(max_model_len=10)):
         result = await finished(queue, request_id)
     assert result["finish_reason"] == "error"
     assert result["error"]["message"].startswith("prompt: ")
     assert result["text"] == text_of(1, so_far)
-    assert (await log_of(queue, request_id))[-1]["index"] == so_far
+    assert (await async_log_of(queue, request_id))[-1]["index"] == so_far
 
 
 async def test_a_second_signal_ends_a_drain_at_once(
@@ -952,7 +929,7 @@ async def test_a_second_signal_ends_a_drain_at_once(
         served = served_model_free(step_seconds=0.01)
         worker = Worker(Settings(drain_seconds=3600), served, client)
         await worker.start()
-        request_id = await put(queue, max_tokens=4000)
+        request_id = await async_put(queue, max_tokens=4000)
         await until_tokens(queue, request_id, 2)
         now = asyncio.Event()
         draining = asyncio.create_task(worker.drain(now))

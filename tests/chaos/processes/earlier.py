@@ -57,7 +57,7 @@ class Release:
 
 
 class EarlierWorker:
-    """As `nursery.WorkerProcess`."""
+    """As `nursery.ForkedWorker`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process

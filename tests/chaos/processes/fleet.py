@@ -13,7 +13,7 @@ from tests.chaos.audit.endings import Ending
 from tests.chaos.audit.records import Queue
 from tests.chaos.processes.earlier import EARLIER_LOG, EarlierWorker, Release
 from tests.chaos.processes.group import ProcessGroup
-from tests.chaos.processes.nursery import Nursery, WorkerProcess
+from tests.chaos.processes.nursery import ForkedWorker, Nursery
 
 LEASE_MS = 1000
 MAX_CRASHES = {Queue.VOLUME: 1000, Queue.REAL: 1000, Queue.POISON: 4}
@@ -60,7 +60,7 @@ class Place:
         self._group = group
         self._nursery = nursery
         self._environment = environment
-        self._process: WorkerProcess | EarlierWorker | None = None
+        self._process: ForkedWorker | EarlierWorker | None = None
         self._sent: set[signal.Signals] = set()
         self._last_words = ""
         self._was_ready = False
@@ -153,7 +153,7 @@ class Place:
             self.is_ready = False
             await asyncio.sleep(_RESTART_SECONDS)
 
-    async def _read(self, process: WorkerProcess | EarlierWorker) -> None:
+    async def _read(self, process: ForkedWorker | EarlierWorker) -> None:
         suffix = EARLIER_LOG if self.is_earlier else ".log"
         with (self._folder / f"{self.name}{suffix}").open("ab") as log:
             async for line in process.lines():

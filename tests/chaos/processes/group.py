@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.processes import hear_signals
+
 _WAIT_FOR_OWNER = "read -r _; kill -9 0"
 
 
@@ -19,6 +21,7 @@ class ProcessGroup:
         self._spawned: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
+        hear_signals()
         self._shell = await asyncio.create_subprocess_exec(
             *["/bin/sh", "-c", _WAIT_FOR_OWNER], stdin=asyncio.subprocess.PIPE, process_group=0
         )

@@ -53,7 +53,7 @@ class Nursery:
 
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], group: int
-    ) -> WorkerProcess:
+    ) -> ForkedWorker:
         """A worker with these arguments, in the process group `group`."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(
@@ -61,10 +61,10 @@ class Nursery:
         )
         process.start()
         theirs.close()
-        return WorkerProcess(process, ours)
+        return ForkedWorker(process, ours)
 
 
-class WorkerProcess:
+class ForkedWorker:
     """One of them, as asyncio's own processes are used."""
 
     def __init__(

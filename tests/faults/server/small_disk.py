@@ -10,6 +10,8 @@ from typing import Self
 
 import pytest
 
+from tests.processes import read_line, start
+
 _MOUNT = 'mount -t tmpfs -o size=1m tmpfs "$0" && echo mounted && exec cat'
 _PROGRAMS = ("unshare", "nsenter", "mount")
 
@@ -26,15 +28,14 @@ class SmallDisk:
             pytest.skip(f"{' and '.join(missing)} not installed; no disk is filled")
         folder.mkdir()
         self.folder = folder
-        self._holder = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", _MOUNT, str(folder)],
+        self._holder = start(
+            *["unshare", "--mount", "sh", "-c", _MOUNT, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != "mounted\n":
+        if read_line(self._holder) != "mounted\n":
             _, said = self._holder.communicate()
             pytest.skip(f"mounting is not permitted here, so no disk is filled: {said.strip()}")
         self.within = ["nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", "--"]

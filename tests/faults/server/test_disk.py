@@ -10,9 +10,12 @@ import pytest
 from promptq import Client
 from promptq.shared.errors import RedisSideError
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.own_server import OwnServer, check_log, started, until
 from tests.faults.server.small_disk import SmallDisk
 from tests.model_free_worker import text_of
+from tests.processes import started
+from tests.requests import check_log
+from tests.servers import OwnServer
+from tests.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -13,18 +13,13 @@ from promptq import Client
 from promptq.shared.errors import RedisSideError, RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.own_server import (
-    Network,
-    OwnServer,
-    check_log,
-    num_tokens,
-    put,
-    result_of,
-    started,
-    until,
-)
+from tests.faults.network import Network
 from tests.integration.reading import KINDS, read_in
 from tests.model_free_worker import text_of
+from tests.processes import started
+from tests.requests import check_log, num_tokens, put, result_of
+from tests.servers import OwnServer
+from tests.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 LONG = 2500

@@ -11,17 +11,12 @@ import pytest
 from promptq import AsyncClient, Client
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.own_server import (
-    check_log,
-    num_tokens,
-    put,
-    result_of,
-    started,
-    until,
-)
 from tests.faults.sentinels import Guarded, guarded_by_three
 from tests.model_free_worker import text_of
+from tests.processes import started
+from tests.requests import check_log, num_tokens, put, result_of
 from tests.roles import as_role
+from tests.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -12,10 +12,12 @@ import redis
 from promptq import AsyncClient, Client
 from promptq.shared.errors import RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
-from tests.faults.own_server import Network, put, until
+from tests.faults.network import Network
 from tests.integration.reading import KINDS, read_in
 from tests.producer.playing import HandWorker
+from tests.requests import put
 from tests.roles import QueueClient, as_role
+from tests.waiting import until
 
 HOW = ["hold", "lose"]
 IMPATIENT = {"silence_seconds": 0.1}

@@ -13,9 +13,10 @@ from promptq import AsyncClient
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.own_server import WorkerProcess, check_log, num_tokens, put, result_of, started
-from tests.faults.own_server import until as wait_until
 from tests.model_free_worker import text_of
+from tests.processes import StartedWorker, started
+from tests.requests import check_log, num_tokens, put, result_of
+from tests.waiting import until
 
 PROMPTS = ["Once upon a time", "The little fox", "One day, Lily", "In the garden"]
 NUM_STREAMS = 8
@@ -101,9 +102,9 @@ async def test_a_rolling_restart_costs_no_request_and_changes_no_token(
     print(f"{len(load.ended)} streams, largest gap between two events {load.largest_gap:.3f} s")
 
 
-async def start(folder: Path, url: str) -> WorkerProcess:
+async def start(folder: Path, url: str) -> StartedWorker:
     options = ["--drain-seconds", "0.3"]
-    return await asyncio.to_thread(WorkerProcess, folder, url, *options, OMP_NUM_THREADS="1")
+    return await asyncio.to_thread(StartedWorker, folder, url, *options, OMP_NUM_THREADS="1")
 
 
 def test_a_second_signal_gives_everything_back_at_once(redis_url: str, tmp_path: Path) -> None:
@@ -113,10 +114,10 @@ def test_a_second_signal_gives_everything_back_at_once(redis_url: str, tmp_path:
         queue = RequestQueue(client)
         with started(tmp_path, redis_url, *options, module=faulty, STEP_SECONDS="0.01") as worker:
             request_id = put(queue, seed=1, max_tokens=1000)
-            wait_until(lambda: num_tokens(queue, request_id) > 5)
+            until(lambda: num_tokens(queue, request_id) > 5)
             worker.terminate()
             before = num_tokens(queue, request_id)
-            wait_until(lambda: num_tokens(queue, request_id) > before + 20)  # it goes on
+            until(lambda: num_tokens(queue, request_id) > before + 20)  # it goes on
             worker.terminate()
             assert worker.wait() == 0
         assert queue.state(request_id) is RequestState.WAITING

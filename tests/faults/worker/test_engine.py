@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 import redis
 
-from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue import lookups
-from promptq.shared.queue.request_queue import RequestQueue, new_request_id
-from tests.faults.own_server import (
-    check_log,
-    log_of,
-    num_tokens,
-    put,
-    result_of,
-    started,
-    until,
-)
+from promptq.shared.queue.request_queue import RequestQueue
 from tests.model_free_worker import text_of
+from tests.processes import started
+from tests.requests import check_log, log_of, new, num_tokens, put, result_of
+from tests.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 
@@ -37,7 +31,7 @@ def queue(redis_url: str) -> Iterator[RequestQueue]:
 
 def put_together(queue: RequestQueue, *requests: dict[str, Any]) -> list[str]:
     """In one call, so that one claim finds them all."""
-    return queue.enqueue([NewRequest(new_request_id(), Request.build(it)) for it in requests])
+    return queue.enqueue([new(**it) for it in requests])
 
 
 @pytest.mark.parametrize("fault", ["hang", "hang-with-lock"])

@@ -15,9 +15,12 @@ from redis.retry import Retry
 
 from promptq import Client
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.faults.own_server import OwnServer, check_log, num_tokens, started, until
 from tests.integration.reading import KINDS, enqueue_in, read_in
 from tests.model_free_worker import text_of
+from tests.processes import started
+from tests.requests import check_log, num_tokens
+from tests.servers import OwnServer
+from tests.waiting import until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,6 @@ def keys_of(server: redis.Redis, prompt: str) -> list[bytes]:
     """Hashes of requests with this prompt."""
     wanted = f'"prompt":"{prompt}"'.encode()
     return [key for key in server.keys(KEYS.request("*")) if wanted in server.hget(key, "payload")]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def pass_lease_time(connection: redis.Redis, batch_id: str) -> None:

@@ -36,6 +36,7 @@ from tests.producer.batches.batches import (
 )
 from tests.producer.playing import HandWorker
 from tests.roles import as_role
+from tests.waiting import async_until
 
 PLAIN = ApiKey(name="plain")
 BATCH_RATES = "promptq:{default}:rate:web:batches"
@@ -156,12 +157,12 @@ async def test_a_batch_is_cancelled_in_its_midst(
     batch = Batch(redis_url, files, PLAIN, [line(n) for n in range(12)])
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         running = asyncio.create_task(batch.run())
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         own_worker.finish(own_worker.take(), "first")
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         cut, late = own_worker.take(), own_worker.take()
         await batch.tell(lambda batches: batches.cancel(batch.record.id, ("",)))
-        await until(lambda: server.zcard(KEYS.pending) == 0)
+        await async_until(lambda: server.zcard(KEYS.pending) == 0)
         own_worker.send(cut, "x")
         server.hdel(KEYS.request(late.request_id), "cancelled")
         own_worker.finish(late, "late")
@@ -185,15 +186,15 @@ async def test_a_batchs_window_ends_in_its_midst(
     batch = Batch(redis_url, files, PLAIN, [line(n) for n in range(12)])
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         running = asyncio.create_task(batch.run())
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         [request] = {server.hget(key, "payload") for key in keys_of(server, "line 0")}
         left_ms = (batch.record.expires_at - now()) * 1000
         assert left_ms <= json.loads(request)["deadline_ms"] <= WINDOW_SECONDS * 1000
         own_worker.finish(own_worker.take(), "first")
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         cut = own_worker.take()
         passed[0] = WINDOW_SECONDS
-        await until(lambda: server.zcard(KEYS.pending) == 0)
+        await async_until(lambda: server.zcard(KEYS.pending) == 0)
         own_worker.send(cut, "x")
         record = await running
     assert (record.status, record.completed, record.failed) == ("expired", 1, 11)
@@ -218,8 +219,3 @@ async def test_what_a_killed_process_enqueued_is_cancelled_too(
     record = await batch.run()
     assert (record.status, record.failed) == ("cancelled", 12)
     assert own_worker.redis.zcard(KEYS.pending) == 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)

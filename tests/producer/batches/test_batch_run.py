@@ -9,7 +9,6 @@ import pty
 import re
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from promptq.producer.batches.run_options import BatchProgress
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker, text_of
+from tests.processes import start as start_process
 from tests.producer.batches.batches import (
     KEYS,
     NUM_TOKENS,
@@ -38,15 +38,11 @@ from tests.producer.batches.batches import (
 from tests.producer.commands.test_queue_commands import crash_until_dead
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role, bring_in_roles
+from tests.waiting import async_until
 
 
 async def run_beside(source: Path, output: Path, url: str, **options: Any) -> BatchOutcome:
     return await asyncio.to_thread(run_batch, source, output, server=url, **options)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
@@ -165,11 +161,11 @@ async def test_a_killed_run_goes_on_without_running_a_line_twice(
     command = ["batch", "run", str(source), "-o", str(output), "--in-flight", "4"]
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         first = start(*command)
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         first.kill()
         async with running_worker(redis_url):
             second = start(*command)
-            await until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 10)
+            await async_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 10)
             second.kill()
             assert second.wait() == -signal.SIGKILL
             num_written = output.read_bytes().count(b"\n")
@@ -191,8 +187,8 @@ def test_a_terminal_sees_how_far_it_is(
     lines = ["{broken", *(line(n) for n in range(5))]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*PROMPTQ, "batch", "run", str(source), "-o", str(output), "--in-flight", "3"],
+    process = start_process(
+        *[*PROMPTQ, "batch", "run", str(source), "-o", str(output), "--in-flight", "3"],
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm"},
@@ -219,7 +215,7 @@ async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start:
     output = tmp_path / "out.jsonl"
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         process = start("batch", "run", str(source), "-o", str(output), "--in-flight", "4")
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         process.send_signal(signal.SIGINT)
         told, _ = await asyncio.to_thread(process.communicate)
         assert process.returncode == 130
@@ -237,7 +233,7 @@ async def test_an_interrupt_while_the_server_is_away(tmp_path: Path, start: Star
         url = as_role("producer", server.url)
         process = start("batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), url=url)
         with redis.Redis.from_url(server.url) as connection:
-            await until(lambda: connection.zcard(KEYS.pending) == 9)
+            await async_until(lambda: connection.zcard(KEYS.pending) == 9)
     await asyncio.sleep(0.1)
     process.send_signal(signal.SIGINT)
     told, _ = await asyncio.to_thread(process.communicate)
@@ -254,7 +250,7 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
     port, url = server.port, server.url
     with redis.Redis.from_url(as_role("", url)) as connection:
         running = asyncio.create_task(run_beside(source, output, url, max_in_flight=10))
-        await until(lambda: connection.zcard(KEYS.pending) == 10)
+        await async_until(lambda: connection.zcard(KEYS.pending) == 10)
     server.stop()
     await asyncio.sleep(0.05)
     server = EmbeddedServer(port, tmp_path / "data", password=server.password)
@@ -263,13 +259,13 @@ async def test_the_server_restarts(tmp_path: Path) -> None:
         with redis.Redis.from_url(as_role("", url)) as connection:
             assert connection.zcard(KEYS.pending) == 10
             async with running_worker(url):
-                await until(lambda: output.read_bytes().count(b"\n") >= 10)
+                await async_until(lambda: output.read_bytes().count(b"\n") >= 10)
                 assert (await running).is_complete
             assert attempts(connection) == [1] * 20
             assert texts_in(output) == expected_texts(range(20))
             other = tmp_path / "other.jsonl"
             running = asyncio.create_task(run_beside(source, other, url, max_in_flight=10))
-            await until(lambda: connection.zcard(KEYS.pending) == 10)
+            await async_until(lambda: connection.zcard(KEYS.pending) == 10)
             connection.flushall()
             async with running_worker(url):
                 assert (await running).is_complete
@@ -288,7 +284,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> Non
         running = asyncio.create_task(
             run_beside(source, tmp_path / "out.jsonl", redis_url, max_in_flight=8)
         )
-        await until(lambda: server.zcard(KEYS.pending) == 2)
+        await async_until(lambda: server.zcard(KEYS.pending) == 2)
         async with running_worker(redis_url):
             outcome = await running
     assert outcome.progress == BatchProgress(12, 11, 1, 0)
@@ -305,7 +301,7 @@ async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
     output = tmp_path / "out.jsonl"
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         running = asyncio.create_task(run_beside(source, output, redis_url))
-        await until(lambda: server.zcard(KEYS.pending) == 3)
+        await async_until(lambda: server.zcard(KEYS.pending) == 3)
         [cancelled] = keys_of(server, "line 2")
         server.hset(cancelled, "cancelled", 1)
         async with running_worker(redis_url):
@@ -322,7 +318,7 @@ async def test_a_dead_letter_is_kept_though_its_line_is_written_down(
     source = write_lines(tmp_path / "in.jsonl", [line(0), line(1)])
     output = tmp_path / "out.jsonl"
     running = asyncio.create_task(run_beside(source, output, redis_url))
-    await until(lambda: own_worker.redis.zcard(KEYS.pending) == 2)
+    await async_until(lambda: own_worker.redis.zcard(KEYS.pending) == 2)
     own_worker.finish(own_worker.take(), "hi")
     [poison] = (it.decode() for it in own_worker.redis.zrange(KEYS.pending, 0, -1))
     crash_until_dead(redis_url, poison)
@@ -376,7 +372,7 @@ async def test_one_process_at_a_time(
     command = ["batch", "run", str(source), "-o", str(output)]
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         start(*command)
-        await until(lambda: server.zcard(KEYS.pending) == 1)
+        await async_until(lambda: server.zcard(KEYS.pending) == 1)
     with pytest.raises(BatchIsRunningError, match="another process"):
         await run_beside(source, output, redis_url)
     write_lines(source, [line(1)])

@@ -28,6 +28,7 @@ from promptq.producer.batches import batch_job
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker
+from tests.processes import family_of, is_running, kill_all, until_ready
 from tests.producer.batches.batches import (
     KEYS,
     NUM_TOKENS,
@@ -37,14 +38,13 @@ from tests.producer.batches.batches import (
     line,
     pass_lease_time,
     texts_in,
-    until,
     write_lines,
 )
 from tests.producer.gateway.living import live_gateway
-from tests.producer.jobs.processes import family_of, is_running, kill_all, until_ready
 from tests.producer.playing import HandWorker, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, bring_in_roles
+from tests.waiting import async_until
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ async def test_batches_from_upload_to_answers(
 
     with redis.Redis.from_url(as_role("", redis_url)) as server:
         waiting = await create(client, good)
-        await until(lambda: server.zcard(KEYS.pending) == 4)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
         [score] = {int(server.hget(key, "priority")) for key in waiting_keys(server)}
         assert score == 100, "batches come after what people wait for"
         assert (await client.batches.cancel(waiting.id)).status == "cancelling"
@@ -180,7 +180,7 @@ async def test_a_batch_tells_how_far_it_is(
         assert now.usage is not None
         assert now.usage.output_tokens == done * len("hi")
         for _ in range(more):
-            await until(lambda: own_worker.redis.zcard(KEYS.pending) > 0)
+            await async_until(lambda: own_worker.redis.zcard(KEYS.pending) > 0)
             own_worker.finish(own_worker.take(), "hi")
     assert now.request_counts.failed == 1
     assert await running == "completed"
@@ -209,7 +209,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
             await Batches(AsyncRequestQueue(connection)).add(batch)
         first = start("jobs", url=url, **settings)
         with redis.Redis.from_url(as_role("", url)) as connection:
-            await until(lambda: connection.zcard(KEYS.pending) == 5)
+            await async_until(lambda: connection.zcard(KEYS.pending) == 5)
             kill_all(first.pid)
             first.wait()
         server.stop()
@@ -222,14 +222,15 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
                 client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))
             second = start("jobs", url=url, **settings)
             async with running_worker(url):
-                await until(lambda: running.exists() and running.read_bytes().count(b"\n") >= 5)
+                await async_until(running.exists)
+                await async_until(lambda: running.read_bytes().count(b"\n") >= 5)
                 second.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(second.wait) == 0
                 assert not connection.exists(KEYS.batch_runner(batch.id))
                 assert running.read_bytes().count(b"\n") < 60
                 third = start("jobs", url=url, **settings)
                 record = await finished_batch(url, batch.id)
-                await until(lambda: len(receiving.calls) == 1)
+                await async_until(lambda: len(receiving.calls) == 1)
             assert attempts(connection) == [1] * 61
         assert (record.status, record.completed, record.failed) == ("completed", 60, 0)
         assert record.usage.completion_tokens == 60 * NUM_TOKENS
@@ -239,7 +240,7 @@ async def test_everything_is_killed_and_restarted(tmp_path: Path, start: Start) 
         family = family_of(third.pid)
         third.kill()
         third.wait()
-        await until(lambda: not any(map(is_running, family)))
+        await async_until(lambda: not any(map(is_running, family)))
     finally:
         server.stop()
 
@@ -255,7 +256,7 @@ async def test_each_batch_is_handed_out_once(redis_url: str, tmp_path: Path, sta
         server.hset(KEYS.batch(garbled), mapping={"status": "[", b"\xff": b"\xff"})
         server.sadd(KEYS.unfinished_batches, b"caf\xe9", "batch_no", garbled)
         names = [f"rq:queue:{rq}", f"rq:queue:{rq}:intermediate", f"rq:wip:{rq}"]
-        await until(lambda: not server.exists(KEYS.unfinished_batches, *names))
+        await async_until(lambda: not server.exists(KEYS.unfinished_batches, *names))
         runs = [server.xlen(f"rq:results:promptq-{batch_id}") for batch_id in batches]
     assert runs == [1] * 8
     process.terminate()
@@ -287,7 +288,7 @@ async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
     process = start("jobs", **settings)
     await until_ready(process)
     batch_id = add_batch(redis_url, files, tmp_path, [line(n) for n in range(10)])
-    await until(lambda: server.zcard(KEYS.pending) == 3)
+    await async_until(lambda: server.zcard(KEYS.pending) == 3)
     family = family_of(process.pid)
     server.delete(f"rq:job:promptq-{batch_id}")
     process.terminate()
@@ -315,7 +316,7 @@ async def test_a_batch_that_began_owns_its_input(
     process = start("jobs", **settings)
     await until_ready(process)
     begun = await create(client, [line(n) for n in range(10)])
-    await until(lambda: server.zcard(KEYS.pending) == 3)
+    await async_until(lambda: server.zcard(KEYS.pending) == 3)
     own_worker.finish(own_worker.take(), "hi")
     await client.files.delete(begun.input_file_id)
     process.terminate()

@@ -26,6 +26,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.producer.playing import HandWorker
+from tests.waiting import async_until
 
 KEYS = Keys("default")
 NUM_STREAMS = 64
@@ -57,11 +58,6 @@ class Readers:
         async with aclosing(self._client.stream(request_id)) as stream:
             async for event in stream:
                 add(event)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 def subscriber_ids(worker: HandWorker) -> list[str]:
@@ -127,16 +123,16 @@ async def test_many_streams_and_one_connection(
     for claim in claims:
         readers.read(claim.request_id)
     for claim in claims:
-        await until(lambda claim=claim: num_following(own_worker, claim.request_id, sharded))
+        await async_until(lambda claim=claim: num_following(own_worker, claim.request_id, sharded))
     assert num_subscribers(own_worker) == 1
     for claim in claims:
         own_worker.send(claim, claim.request_id)
-    await until(lambda: all(readers.texts))
+    await async_until(lambda: all(readers.texts))
     for claim in claims:
         own_worker.finish(claim, "!")
     await asyncio.gather(*readers.tasks)
     assert readers.texts == [f"{claim.request_id}!" for claim in claims]
-    await until(lambda: num_subscribers(own_worker) == 0)
+    await async_until(lambda: num_subscribers(own_worker) == 0)
     assert asyncio.all_tasks() == before
 
 
@@ -148,14 +144,14 @@ async def test_two_streams_of_one_request(
     readers.read(claim.request_id)
     readers.read(claim.request_id)
     own_worker.send(claim, "a")
-    await until(lambda: readers.texts == ["a", "a"])
+    await async_until(lambda: readers.texts == ["a", "a"])
     readers.read(claim.request_id)
-    await until(lambda: readers.texts == ["a", "a", "a"])
+    await async_until(lambda: readers.texts == ["a", "a", "a"])
     readers.tasks[0].cancel()
     await asyncio.wait(readers.tasks[:1])
     assert num_following(own_worker, claim.request_id) == 1
     own_worker.send(claim, "b")
-    await until(lambda: readers.texts == ["a", "ab", "ab"])
+    await async_until(lambda: readers.texts == ["a", "ab", "ab"])
     own_worker.finish(claim)
     await asyncio.gather(*readers.tasks[1:])
 
@@ -174,7 +170,7 @@ async def test_a_lost_connection_of_many_streams(
         own_worker.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
         for claim in claims[NUM_STREAMS // 2 :]:
             own_worker.send(claim, text)
-        await until(lambda n=n: readers.texts == [texts[:n]] * NUM_STREAMS)
+        await async_until(lambda n=n: readers.texts == [texts[:n]] * NUM_STREAMS)
         assert num_subscribers(own_worker) <= 1
     for claim in claims:
         own_worker.finish(claim)
@@ -190,12 +186,12 @@ async def test_tokens_that_were_lost_and_replaced_unheard(
     [claim] = await enqueue(client, own_worker, 1)
     readers.read(claim.request_id)
     own_worker.send(claim, "abc")
-    await until(lambda: readers.texts == ["abc"])
+    await async_until(lambda: readers.texts == ["abc"])
     own_worker.redis.delete(KEYS.tokens(claim.request_id))
     own_worker.adopt(claim)
     own_worker.log_only(claim, "axc")
     own_worker.redis.client_kill_filter(_type="pubsub")
-    await until(lambda: num_following(own_worker, claim.request_id) == 1)
+    await async_until(lambda: num_following(own_worker, claim.request_id) == 1)
     own_worker.finish(claim, "d")
     with pytest.raises(StreamChangedError, match="from token 1 on"):
         await readers.tasks[0]
@@ -214,13 +210,13 @@ async def test_one_reconnection_for_all(
     claims = await enqueue(client, own_worker, 5)
     for claim in claims:
         readers.read(claim.request_id)
-        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        await async_until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
     begun = num_begun()
     [lost] = subscriber_ids(own_worker)
     own_worker.redis.execute_command("CLIENT", "KILL", "ID", lost)
-    await until(lambda: lost not in subscriber_ids(own_worker))
+    await async_until(lambda: lost not in subscriber_ids(own_worker))
     for claim in claims:
-        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        await async_until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
     assert num_subscribers(own_worker) == 1
     assert num_begun() == begun
     for claim in claims:
@@ -236,7 +232,7 @@ async def test_more_streams_than_connections(
     for claim in claims:
         readers.read(claim.request_id)
     for claim in claims:
-        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        await async_until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
     assert len(own_worker.redis.client_list(_type="normal")) < 50
     for claim in claims:
         own_worker.finish(claim, "a")
@@ -256,8 +252,8 @@ async def test_leaving_early_unsubscribes(
             async for event in stream:
                 assert event.text == "a"
                 break
-            await until(lambda: num_following(own_worker, leaving.request_id) == 1)
-        await until(lambda: num_following(own_worker, leaving.request_id) == 0)
+            await async_until(lambda: num_following(own_worker, leaving.request_id) == 1)
+        await async_until(lambda: num_following(own_worker, leaving.request_id) == 0)
         assert num_following(own_worker, staying.request_id) == 1
     own_worker.finish(staying, "b")
     await asyncio.gather(*readers.tasks)
@@ -273,10 +269,11 @@ async def test_a_cancelled_reader_leaves_alone(
     gone, other = await enqueue(client, own_worker, 2)
     for claim in (gone, other):
         readers.read(claim.request_id)
-        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
-    await until(lambda: num_subscribers(own_worker) == 1)  # an earlier test's may still be closing
+        await async_until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+    # An earlier test's may still be closing.
+    await async_until(lambda: num_subscribers(own_worker) == 1)
     readers.tasks[0].cancel()
-    await until(lambda: num_following(own_worker, gone.request_id) == 0)
+    await async_until(lambda: num_following(own_worker, gone.request_id) == 0)
     [connection] = own_worker.redis.client_list(_type="pubsub")
     own_worker.finish(other, "a")
     await asyncio.gather(*readers.tasks[1:])
@@ -293,7 +290,7 @@ async def test_a_reader_that_is_cancelled_again_and_again(
         [claim] = await enqueue(client, own_worker, 1)
         request_id, before = claim.request_id, other_tasks()
         reading = asyncio.create_task(client.result(request_id))
-        await until(lambda: num_following(own_worker, request_id) == 1)
+        await async_until(lambda: num_following(own_worker, request_id) == 1)
         while reading.cancel() and num_turns > 0:  # until it has ended, as anyio does
             await asyncio.sleep(0)
             num_turns -= 1
@@ -313,7 +310,7 @@ async def test_the_last_reader_leaves_as_the_connection_is_lost(
         before = other_tasks()
         for num_turns in range(24):
             reading = asyncio.create_task(client.result(claim.request_id))
-            await until(lambda: num_following(own_worker, claim.request_id) == 1)
+            await async_until(lambda: num_following(own_worker, claim.request_id) == 1)
             own_worker.redis.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
             for _ in range(num_turns):
                 await asyncio.sleep(0)
@@ -360,7 +357,7 @@ async def test_what_a_handler_gives_is_awaited(client: AsyncClient, own_worker: 
         own_worker.send(claim, "a")
         await asyncio.sleep(0)
     own_worker.finish(claim)
-    await until(lambda: 1 in indices)
+    await async_until(lambda: 1 in indices)
     await asyncio.sleep(0.05)
     assert indices == [0, 1]
     ready.set()
@@ -413,12 +410,13 @@ async def test_a_handler_that_fails(
     following = asyncio.create_task(client.follow(bad.request_id, fail))
     for claim in (bad, good):
         own_worker.send(claim, "a")
-    await until(lambda: num_heard == 1 and readers.texts == ["a"])  # the next comes by the channel
+    await async_until(lambda: num_heard == 1 and readers.texts == ["a"])
+    # The next comes by the channel.
     own_worker.send(bad, "!")
     own_worker.send(good, "b")
     with pytest.raises(ends_with):
         await following
-    await until(lambda: num_following(own_worker, bad.request_id) == 0)
+    await async_until(lambda: num_following(own_worker, bad.request_id) == 0)
     own_worker.finish(good, "c")
     await asyncio.gather(*readers.tasks)
     assert readers.texts == ["abc"]
@@ -444,11 +442,11 @@ async def test_closing_ends_all_streams(
     claims = await enqueue(client, own_worker, 5)
     for claim in claims:
         readers.read(claim.request_id)
-        await until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
+        await async_until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
     await client.close()
     ends = await asyncio.gather(*readers.tasks, return_exceptions=True)
     assert [type(end) for end in ends] == [QueueClosedError] * 5
-    await until(lambda: num_subscribers(own_worker) == 0)
+    await async_until(lambda: num_subscribers(own_worker) == 0)
 
 
 async def test_a_server_that_goes_away_ends_all_streams(
@@ -465,7 +463,7 @@ async def test_a_server_that_goes_away_ends_all_streams(
             readers = Readers(client, way)
             for claim in claims:
                 readers.read(claim.request_id)
-                await until(lambda claim=claim: num_following(worker, claim.request_id) == 1)
+                await async_until(lambda claim=claim: num_following(worker, claim.request_id) == 1)
             await asyncio.to_thread(server.stop)
             ends = await asyncio.gather(*readers.tasks, return_exceptions=True)
             assert [type(end) for end in ends] == [RedisUnavailableError] * 5

@@ -13,9 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,11 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.server.connection import without_password
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
-from tests.producer.jobs.processes import family_of
+from tests.processes import family_of, running
+from tests.processes import start as start_process
 from tests.producer.playing import PROMPTQ, HandWorker, Run, Start, old_server
 from tests.roles import as_role
+from tests.waiting import until
 
 KEYS = Keys("default")
 
@@ -47,11 +47,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
             raise AssertionError(f"it ended after {read!r}: {process.communicate()[1]}")
         read += letter
     return read
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -159,8 +154,8 @@ def test_tells_at_a_terminal_how_it_went(
         ours, theirs = pty.openpty()
         url = as_role("producer", redis_url)
         command = [*PROMPTQ, *args, "--redis", url]
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment
+        with running(
+            *command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment
         ) as process:
             os.close(theirs)
             seen = b""
@@ -185,7 +180,7 @@ def test_ctrl_c_in_submit_cancels(start: Start, own_worker: HandWorker) -> None:
     own_worker.send(claim, "ab")
     read_until(process, "ab")
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: own_worker.redis.hget(KEYS.request(claim.request_id), "cancelled"))
+    until(lambda: own_worker.redis.hget(KEYS.request(claim.request_id), "cancelled"))
     own_worker.send(claim, "more")
     assert process.communicate() == ("\n", "promptq: cancelled after 2 tokens\n")
     assert process.returncode == 130
@@ -195,7 +190,7 @@ def test_ctrl_c_while_waiting(start: Start, own_worker: HandWorker) -> None:
     """What no worker has yet is over at once."""
     process = start("submit", "Hi", "--id", "mine")
     channel = KEYS.events("mine")
-    wait_until(lambda: dict(own_worker.redis.pubsub_numsub(channel))[channel.encode()])
+    until(lambda: dict(own_worker.redis.pubsub_numsub(channel))[channel.encode()])
     process.send_signal(signal.SIGINT)
     assert process.communicate() == ("", "promptq: cancelled after 0 tokens\n")
     assert process.returncode == 130
@@ -215,8 +210,8 @@ def test_says_at_a_terminal_why_nothing_comes(
     """With what to do about it, and once."""
     own_worker.redis.hset(KEYS.config, "paused", int(is_paused))
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*PROMPTQ, "submit", "Hi", "--redis", as_role("producer", redis_url)],
+    process = start_process(
+        *[*PROMPTQ, "submit", "Hi", "--redis", as_role("producer", redis_url)],
         stdout=subprocess.DEVNULL,
         stderr=theirs,
         env=environment,
@@ -259,7 +254,7 @@ def test_a_reader_that_goes_away_cancels(start: Start, own_worker: HandWorker) -
     assert process.stdout is not None
     process.stdout.close()
     own_worker.send(claim, "c")
-    wait_until(lambda: own_worker.redis.hget(KEYS.request(claim.request_id), "cancelled"))
+    until(lambda: own_worker.redis.hget(KEYS.request(claim.request_id), "cancelled"))
     assert process.stderr is not None
     assert process.stderr.read() == ""
     assert process.wait() == 141
@@ -441,7 +436,7 @@ def test_worker_passes_everything_on(run: Run, start: Start, own_worker: HandWor
     process = start("worker", "--model", "model-free", "--queue", "other")
     assert "queue other" in read_until(process, "\n")
     control = Keys("other").control
-    wait_until(lambda: dict(own_worker.redis.pubsub_numsub(control))[control.encode()])
+    until(lambda: dict(own_worker.redis.pubsub_numsub(control))[control.encode()])
     process.terminate()
     assert process.wait() == 0
 
@@ -466,7 +461,7 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", asked) as answer:
         assert len(json.load(answer)["choices"][0]["text"]) == 3
     with redis.Redis.from_url(url) as connection:
-        wait_until(lambda: connection.exists(KEYS.upkeep))  # which is the jobs' work
+        until(lambda: connection.exists(KEYS.upkeep))  # which is the jobs' work
     assert run("submit", "Hi", "--max-tokens", "3", "--seed", "1", url="").stdout != ""
     workers = json.loads(run("stats", "--json", url="").stdout)["workers"]
     assert len(workers) == 2
@@ -475,7 +470,7 @@ def test_up_serves_and_ends_cleanly(run: Run, start: Start, tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    wait_until(lambda: not any(map(is_alive, family)))
+    until(lambda: not any(map(is_alive, family)))
     assert "there is no Redis server" in run("stats", url="").stderr
 
 
@@ -501,9 +496,9 @@ def test_up_that_is_killed_leaves_nothing(run: Run, start: Start, has_own_server
     [worker] = json.loads(run("stats", "--json", **where).stdout)["workers"]
     process.kill()
     process.wait()
-    wait_until(lambda: not is_alive(worker["pid"]))
+    until(lambda: not is_alive(worker["pid"]))
     if has_own_server:
-        wait_until(lambda: run("stats", url="").returncode == 1)
+        until(lambda: run("stats", url="").returncode == 1)
     else:
         assert run("stats").returncode == 0
 
@@ -583,8 +578,8 @@ def test_demo_in_a_terminal(environment: dict[str, str], columns: int, lines: in
     del environment["COLUMNS"]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    process = subprocess.Popen(
-        [*PROMPTQ, *DEMO], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    process = start_process(
+        *PROMPTQ, *DEMO, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
     os.close(theirs)
     screen = b""

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
+from tests.processes import start
 from tests.producer.playing import PROMPTQ, Run
 
 KEYS = Keys("default")
@@ -97,8 +97,8 @@ class Terminal:
 
     def __init__(self, environment: dict[str, str], redis_url: str, kind: str = "xterm") -> None:
         self._fd, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [*PROMPTQ, "top"],
+        self.process = start(
+            *[*PROMPTQ, "top"],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

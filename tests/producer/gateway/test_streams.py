@@ -34,6 +34,7 @@ from tests.model_free_worker import running_worker
 from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.playing import KEYS, HandWorker
+from tests.waiting import until
 
 PROMPT = {"prompt": "Hi", "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -105,11 +106,6 @@ def continued(http: httpx2.Client, url: str, event_id: str = "") -> Iterator[Rea
         yield Reading(response, read_frames(response))
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.005)
-
-
 def is_cancelled(worker: HandWorker, request_id: str) -> bool:
     return bool(worker.redis.hget(KEYS.request(request_id), "cancelled") == b"1")
 
@@ -175,7 +171,7 @@ def test_a_stream_that_is_read_twice_says_the_same_twice(
     chunk = frames[0][1]
     in_id = UUID(chunk["id"].removeprefix("chatcmpl-")).int >> 80
     assert chunk["created"] == in_id // 1000
-    wait_until(lambda: time.time() >= chunk["created"] + 1)
+    until(lambda: time.time() >= chunk["created"] + 1)
     with continued(http, url) as again:
         assert again.rest() == frames
 
@@ -214,7 +210,7 @@ def test_a_call_that_is_to_wait_a_while(
         assert 3_000_000 < due - seconds * 1000 <= 3_601_000
         assert own_worker.queue.take_batch(room) == []
         own_worker.redis.zadd(KEYS.delayed, {request_id: due - 3_600_000})
-        wait_until(lambda: own_worker.redis.time()[0] * 1000 > due - 3_600_000)
+        until(lambda: own_worker.redis.time()[0] * 1000 > due - 3_600_000)
         own_worker.finish(own_worker.take(), "a")
         assert texts_of(list(read_frames(response))) == "a"
 
@@ -295,7 +291,7 @@ def test_openai_client_gathers_several_answers_to_a_chat(
         own_worker.adopt(first)
         own_worker.adopt(second)
         own_worker.send(second, "x")
-        wait_until(lambda: has_begun.is_set() or reading.done())
+        until(lambda: has_begun.is_set() or reading.done())
         own_worker.finish(first, "ab")
         own_worker.finish(second, "y")
         assert reading.result() == ["ab", "xy"]
@@ -364,7 +360,7 @@ def test_one_of_several_answers_fails(
             answer = response.read().decode()
     assert "it broke" in answer
     assert "[DONE]" not in answer
-    wait_until(lambda: is_cancelled(own_worker, claims[1].request_id))
+    until(lambda: is_cancelled(own_worker, claims[1].request_id))
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -439,11 +435,11 @@ def test_a_client_that_leaves_cancels(http: httpx2.Client, own_worker: HandWorke
     """All answers of the call, so that a worker stops at its next step."""
     with opened(http, own_worker, {**PROMPT, "n": n}) as (reading, claim):
         reading.next()
-    wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+    until(lambda: is_cancelled(own_worker, claim.request_id))
     assert own_worker.queue.state(claim.request_id) == "active", "its worker ends it"
     if n == 2:
         other = claim.request_id[:-1] + "1"
-        wait_until(lambda: own_worker.queue.state(other) == "cancelled")
+        until(lambda: own_worker.queue.state(other) == "cancelled")
 
 
 def test_a_client_that_leaves_before_the_first_token_cancels(
@@ -457,7 +453,7 @@ def test_a_client_that_leaves_before_the_first_token_cancels(
             httpx2.post(
                 f"{gateway.url}/v1/completions", json=body, timeout=httpx2.Timeout(None, read=1.0)
             )
-        wait_until(own_worker.queue.is_empty)
+        until(own_worker.queue.is_empty)
     states = {own_worker.redis.hget(key, "state") for key in own_worker.redis.keys("*:request:*")}
     assert states == {b"cancelled"}
     answered = re.compile(r'requests_total{handler="/v1/completions",method="POST",(.*)} (.*)')
@@ -492,7 +488,7 @@ def test_whoever_reads_on_cancels_too_unless_it_said_otherwise(
         reading.next()
         with continued(http, url) as again:
             again.next()
-        wait_until(lambda: is_cancelled(own_worker, claim.request_id))
+        until(lambda: is_cancelled(own_worker, claim.request_id))
         assert own_worker.queue.state(claim.request_id) == "active", "its worker ends it"
 
 

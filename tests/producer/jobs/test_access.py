@@ -15,13 +15,13 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.faults.own_server import OwnServer
 from tests.model_free_worker import running_worker
 from tests.paths import ROOT
 from tests.producer.batches.batches import line, write_lines
 from tests.producer.playing import Run, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, forget_refusals
+from tests.servers import OwnServer
 
 ACL = ROOT / "deploy" / "redis.acl"
 

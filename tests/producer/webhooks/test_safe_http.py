@@ -5,20 +5,13 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from promptq.producer.webhooks import safe_http
 from promptq.producer.webhooks.safe_http import AddressRefusedError, is_public, post
-from tests.producer.webhooks.receiving import Receiver, receiver
-
-
-@pytest.fixture
-def receiving() -> Iterator[Receiver]:
-    with receiver() as found:
-        yield found
+from tests.producer.webhooks.receiving import Receiver
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ KEYS = Keys("default")
 
 
 @pytest.fixture
-def receiving() -> Iterator[Receiver]:
-    with receiver() as found:
-        yield found
-
-
-@pytest.fixture
 def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobsSettings:
     """Of jobs too, which read the environment."""
     monkeypatch.setenv("PROMPTQ_REDIS_URL", as_role("jobs", redis_url))

@@ -6,7 +6,7 @@ import re
 import select
 import socket
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway import app
 from promptq.producer.gateway.http import protocol
 from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.waiting import until
 
 MIB = 1 << 20
 GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -60,10 +61,6 @@ def is_served(gateway: LiveGateway, secret: str) -> bool:
     with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
         answer = http.post("/v1/completions", json=body)
     return answer.status_code == 400 and "n:" in answer.text
-
-
-def until(condition: Callable[[], bool]) -> None:
-    assert any(condition() for _ in range(500))
 
 
 def wait_until_closed(connection: socket.socket, piece: bytes, num_read: int = 65536) -> None:

@@ -11,7 +11,7 @@ import pytest
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.requests import ROOM, held, ids, last_event, put, row
+from tests.requests import ROOM, held, ids, last_event, put, row
 
 PAYLOAD = '{"prompt":"a"}'
 
@@ -111,7 +111,7 @@ def test_a_request_that_is_nowhere_ends_and_expires(
     age(client, queue)
     assert sweep(queue) == 1
     assert queue.state("x") is RequestState.FAILED
-    assert "stood in no queue" in last_event(client, queue, "x")["error"]["message"]
+    assert "stood in no queue" in last_event(queue, "x")["error"]["message"]
     assert 0 < client.pttl(queue.keys.request("x")) <= 3_600_000
     assert 0 < client.pttl(queue.keys.tokens("x")) <= 60_000
     assert queue.take_batch(ROOM) == []

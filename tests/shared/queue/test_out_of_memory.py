@@ -15,10 +15,9 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from promptq.shared.server.embedded import EmbeddedServer
-from tests.roles import QueueClient, bring_in_roles
-from tests.servers import redis_server
-from tests.shared.requests import ROOM, held, ids, last_event, log_of, new, put, row
+from tests.requests import ROOM, entries_of, held, ids, last_event, new, put, row
+from tests.roles import QueueClient
+from tests.servers import embedded_server, redis_server
 
 Snapshot = dict[bytes, Any]
 
@@ -31,9 +30,8 @@ def own_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def own_embedded_server() -> Iterator[str]:
-    with EmbeddedServer() as server:
-        bring_in_roles(server.url)
-        yield server.url
+    with embedded_server() as url:
+        yield url
 
 
 @pytest.fixture(params=["own_embedded_server", "own_redis_server"])
@@ -83,7 +81,7 @@ def test_rows_are_refused_together_and_written_when_sent_again(
     refused_whole(client, lambda: queue.publish(rows, [held(a)]))
     assert queue.state("b") is RequestState.ACTIVE
     assert queue.publish(rows, [held(a)]).rows == ["ok", "ok"]
-    assert [at for at, _ in log_of(client, queue, "b")] == ["1-0", "2-1"]
+    assert [at for at, _ in entries_of(client, queue, "b")] == ["1-0", "2-1"]
     assert queue.state("b") is RequestState.COMPLETED
 
 
@@ -134,7 +132,7 @@ def test_what_is_cancelled_ends_whole(client: Any, queue: RequestQueue) -> None:
     assert queue.publish([], [held(a)]).held == ["cancelled"]
     for name in ("waits", "a"):
         assert queue.state(name) is RequestState.CANCELLED
-        assert last_event(client, queue, name)["finish_reason"] == "cancelled"
+        assert last_event(queue, name)["finish_reason"] == "cancelled"
     assert client.zrange(queue.keys.leases, 0, -1) == [b"b"]
 
 

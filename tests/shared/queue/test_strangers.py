@@ -17,7 +17,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
+from tests.requests import ROOM, held, ids, last_event, new, put, put_plainly, row
 
 
 def test_what_finished_is_not_run_again_and_its_end_is_told_again(
@@ -67,7 +67,7 @@ def test_ids_without_a_proper_request_end_with_an_error(client: Any, queue: Requ
     assert ids(queue.take_batch(ROOM)) == ["good"]
     assert queue.is_empty()
     messages = {
-        name: last_event(client, queue, name)["error"]["message"]
+        name: last_event(queue, name)["error"]["message"]
         for name in ("no-hash", "with space", "wrong-type")
     }
     assert messages["no-hash"].startswith("payload: ")
@@ -146,7 +146,7 @@ def test_a_spoilt_field_hinders_neither_the_request_nor_others(
     assert queue.release([held(claims["bad"]), held(claims["good"])]) == ["waiting", "waiting"]
     assert queue.contains("bad")
     assert queue.cancel("bad") is CancelStatus.CANCELLED
-    assert last_event(client, queue, "bad")["finish_reason"] == "cancelled"
+    assert last_event(queue, "bad")["finish_reason"] == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_request_whose_hash_was_deleted_while_it_ran_gets_its_last_event(clien
     assert queue.publish([row(claim, 1)], [held(claim)]).rows == [RowStatus.FENCED]
     time.sleep(0.01)
     assert queue.reap().ended == 1
-    end = last_event(client, queue, "a")
+    end = last_event(queue, "a")
     assert end["error"]["message"].startswith("request: ")
     assert end["usage"]["completion_tokens"] == 1
     assert client.pttl(queue.keys.tokens("a")) > 0
@@ -201,8 +201,8 @@ def test_a_payload_beyond_the_limit_is_refused_before_it_travels(
     put_plainly(client, queue, "huge", 1, '{"prompt":"' + "x" * 2**23 + '"}')
     put_plainly(client, queue, "b" * 201, 2, '{"prompt":"a"}')
     assert queue.take_batch(ROOM) == []
-    assert last_event(client, queue, "huge")["error"]["message"].startswith("payload: 83886")
-    assert last_event(client, queue, "b" * 201)["error"]["message"].startswith("id: ")
+    assert last_event(queue, "huge")["error"]["message"].startswith("payload: 83886")
+    assert last_event(queue, "b" * 201)["error"]["message"].startswith("id: ")
 
 
 def test_a_log_that_takes_no_more_events_ends_its_request_at_once(
@@ -358,7 +358,7 @@ def test_the_flag_of_what_was_never_enqueued_goes_away(client: Any, queue: Reque
     put(queue, "never")
     assert client.pttl(queue.keys.request("never")) == -1
     assert queue.take_batch(ROOM) == []
-    assert last_event(client, queue, "never")["finish_reason"] == "cancelled"
+    assert last_event(queue, "never")["finish_reason"] == "cancelled"
 
 
 def test_an_enqueue_that_is_sent_again_is_known(client: Any, queue: RequestQueue) -> None:

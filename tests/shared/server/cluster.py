@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import tempfile
 import time
@@ -11,7 +10,10 @@ from typing import Any, Self
 
 import redis
 
+from tests.ports import free_ports
+from tests.processes import start
 from tests.roles import acl_file_for_tests
+from tests.servers import answers
 
 NUM_SLOTS = 16384
 
@@ -21,12 +23,12 @@ class Cluster:
 
     def __init__(self, binary: str, num_nodes: int = 3) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="promptq-cluster-")
-        free = _free_ports(2 * num_nodes)
+        free = free_ports(2 * num_nodes)
         self.ports, bus_ports = free[:num_nodes], free[num_nodes:]
         folder = Path(self._folder.name)
         acl_file = acl_file_for_tests(folder)
         self._nodes = [
-            _start(binary, folder, acl_file, *ports)
+            _start_node(binary, folder, acl_file, *ports)
             for ports in zip(self.ports, bus_ports, strict=True)
         ]
         self.clients: list[Any] = [redis.Redis(port=port) for port in self.ports]
@@ -76,32 +78,18 @@ class Cluster:
                 time.sleep(0.02)
 
 
-def _start(
+def _start_node(
     binary: str, folder: Path, acl_file: Path, port: int, bus_port: int
 ) -> subprocess.Popen[bytes]:
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
     command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(folder)]
     command += ["--aclfile", str(acl_file)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    return start(*command, stdout=subprocess.DEVNULL)
 
 
 def _wait_for(client: Any, node: subprocess.Popen[bytes]) -> None:
-    while True:
-        try:
-            client.ping()
-            return
-        except redis.ConnectionError:
-            if node.poll() is not None:
-                raise RuntimeError("a node of the cluster did not start") from None
-            time.sleep(0.01)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    while not answers(client):
+        if node.poll() is not None:
+            raise RuntimeError("a node of the cluster did not start")
+        time.sleep(0.01)

@@ -24,8 +24,9 @@ from promptq.shared.server.connection import (
     open_redis,
     without_password,
 )
-from tests.faults.own_server import Network, OwnServer, check_that_answers_are_ones_own
+from tests.faults.network import Network, check_that_answers_are_ones_own
 from tests.roles import as_role
+from tests.servers import OwnServer
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ import redis
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.embedded import EmbeddedServer
+from tests.processes import read_line, running
+from tests.waiting import until
 
 OWNER = """
 import sys, time
@@ -48,16 +49,13 @@ def test_runs_until_it_is_stopped_and_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_stops_with_its_owner_however_that_dies(end: signal.Signals) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    with owner.stdout:
-        url = owner.stdout.readline().strip()
-    with redis.Redis.from_url(url) as client:
-        folder = client.config_get("dir")["dir"]
-    owner.send_signal(end)
-    owner.wait()
-    while answers(url) or Path(folder).exists():
-        time.sleep(0.01)
+    with running(sys.executable, "-c", OWNER, stdout=subprocess.PIPE, text=True) as owner:
+        url = read_line(owner).strip()
+        with redis.Redis.from_url(url) as client:
+            folder = client.config_get("dir")["dir"]
+        owner.send_signal(end)
+        owner.wait()
+        until(lambda: not answers(url) and not Path(folder).exists())
 
 
 def test_several_run_side_by_side() -> None:

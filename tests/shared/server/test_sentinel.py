@@ -13,16 +13,13 @@ from promptq import AsyncClient, Client
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.connection import open_async_redis, open_redis
 from tests.certificates import make_certificates, tls_settings
-from tests.faults.own_server import (
-    Network,
-    OwnServer,
-    check_that_answers_are_ones_own,
-    until,
-)
+from tests.faults.network import Network, check_that_answers_are_ones_own
 from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
 from tests.integration.reading import KINDS
 from tests.ports import free_port
 from tests.roles import as_role
+from tests.servers import OwnServer
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
-import pytest
-import redis.asyncio
-
-from promptq.shared.protocol.request import NewRequest, Request, RequestState
+from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.requests import async_put, until_active
 
 
 class WaitingTokenizer(ByteTokenizer):
@@ -28,22 +24,6 @@ class WaitingTokenizer(ByteTokenizer):
         if request.prompt == "wait":
             self.go_on.wait()
         return super().encode_prompt(request)
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
-    client = redis.asyncio.Redis.from_url(redis_url)
-    yield AsyncRequestQueue(client)
-    await client.aclose()
-
-
-async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
-    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
-
-
-async def until_held(queue: AsyncRequestQueue, request_id: str) -> None:
-    while await queue.state(request_id) is not RequestState.ACTIVE:
-        await asyncio.sleep(0.002)
 
 
 async def test_a_preparation_that_takes_longer_than_a_lease_loses_nothing(
@@ -59,7 +39,7 @@ async def test_a_preparation_that_takes_longer_than_a_lease_loses_nothing(
             for n, it in enumerate(prompts)
         ]
         ids = await queue.enqueue(requests)
-        await until_held(queue, ids[1])
+        await until_active(queue, ids[1])
         await asyncio.sleep(1.5)
         tokenizer.go_on.set()
         for n, request_id in enumerate(ids):
@@ -75,11 +55,11 @@ async def test_a_cancel_does_not_wait_for_the_end_of_a_preparation(
     tokenizer = WaitingTokenizer()
     served = replace(served_model_free(), tokenizer=tokenizer)
     async with running_worker(redis_url, served, lease_ms=400) as worker:
-        request_id = await put(queue, prompt="wait")
-        await until_held(queue, request_id)
+        request_id = await async_put(queue, prompt="wait")
+        await until_active(queue, request_id)
         await queue.cancel(request_id)
         assert (await finished(queue, request_id))["finish_reason"] == "cancelled"
-        other = await put(queue, prompt="a", seed=1, max_tokens=5)
+        other = await async_put(queue, prompt="a", seed=1, max_tokens=5)
         tokenizer.go_on.set()
         assert (await finished(queue, other))["text"] == text_of(1, 5)
         assert worker.intake.metrics.num_handed_out == 1, "what was cancelled is not run"

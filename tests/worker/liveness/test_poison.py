@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import redis
 
 from promptq import Client
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
-from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
 from tests.model_free_worker import text_of
 from tests.paths import ROOT
+from tests.processes import start
+from tests.requests import result_of
 from tests.roles import as_role
 from tests.worker.liveness.deadly_worker import EXIT_CODE
 
@@ -41,7 +40,7 @@ class Supervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.worker.liveness.deadly_worker", self.url]
-        return subprocess.Popen(command, cwd=ROOT)
+        return start(*command, cwd=ROOT)
 
 
 @pytest.fixture
@@ -51,12 +50,6 @@ def supervisor(redis_url: str) -> Iterator[Supervisor]:
     for process in supervisor.processes:
         process.kill()
         process.wait()
-
-
-def result_of(queue: RequestQueue, request_id: str) -> dict[str, Any]:
-    record = queue.run(lookups.record(queue.keys, request_id))
-    result: dict[str, Any] = json.loads(record["result"])
-    return result
 
 
 def test_one_poison_among_63_innocents(redis_url: str, supervisor: Supervisor) -> None:

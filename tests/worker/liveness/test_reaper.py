@@ -17,6 +17,7 @@ from promptq.shared.queue.call import Call
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.liveness.reaper import Reaper
 from tests.roles import AsyncQueueClient, as_role
+from tests.worker.clock import Clock
 
 LEASE_SECONDS = 10.0
 
@@ -34,13 +35,6 @@ class Unreachable(AsyncRequestQueue):
 async def queue(redis_url: str) -> AsyncIterator[Unreachable]:
     async with AsyncQueueClient.from_url(as_role("", redis_url)) as client:
         yield Unreachable(client, lease_ms=int(LEASE_SECONDS * 1000))
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def held_past_its_lease(queue: AsyncRequestQueue, redis_url: str) -> str:

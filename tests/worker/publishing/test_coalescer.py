@@ -12,16 +12,9 @@ from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import SequenceOutput, SequenceTiming
 from promptq.worker.publishing.coalescer import LONGEST_SECONDS, Coalescer
+from tests.worker.clock import Clock
 
 RATE = 1000.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def told(outputs: Iterable[SequenceOutput]) -> list[tuple[int, list[int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -22,6 +21,7 @@ from promptq.shared.runtime import metrics
 from promptq.worker.prometheus import MetricsServer
 from promptq.worker.service import Worker
 from tests.model_free_worker import running_worker, served_model_free, text_of
+from tests.processes import read_line, running
 from tests.roles import as_role
 
 Families = dict[str, Metric]
@@ -234,13 +234,9 @@ async def test_a_port_that_is_taken_is_named(redis_url: str) -> None:
 def test_the_command_serves_metrics_where_it_says(redis_url: str) -> None:
     url = as_role("worker", redis_url)
     command = [sys.executable, "-m", "promptq.worker", "--model", "model-free", "--redis", url]
-    process = subprocess.Popen([*command, "--metrics-port", "0"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        url = line.rsplit("metrics at ", 1)[1].strip()
+    command += ["--metrics-port", "0"]
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        url = read_line(process).rsplit("metrics at ", 1)[1].strip()
         assert value(families_at(url), metrics.RUNNING) == 0
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
-    assert process.returncode == 0
+        process.terminate()
+        assert process.wait() == 0

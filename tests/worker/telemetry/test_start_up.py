@@ -22,15 +22,9 @@ from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.served_model import build
 from promptq.worker.telemetry.start_up import StartUp
+from tests.processes import start
 from tests.roles import as_role
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.worker.clock import Clock
 
 
 def test_each_stage_is_measured_until_the_next_begins() -> None:
@@ -82,8 +76,8 @@ def test_building_the_shipped_model_goes_through_all_stages() -> None:
 def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: str) -> None:
     terminal, worker_side = pty.openpty()
     url = as_role("worker", redis_url)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "promptq.worker", "--redis", url, "--device", "cpu"],
+    process = start(
+        *[sys.executable, "-m", "promptq.worker", "--redis", url, "--device", "cpu"],
         stdout=subprocess.PIPE,
         stderr=worker_side,
         text=True,

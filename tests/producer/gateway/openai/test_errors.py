@@ -24,7 +24,7 @@ from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.faults.own_server import Network
+from tests.faults.network import Network
 from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker

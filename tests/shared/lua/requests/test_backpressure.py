@@ -13,25 +13,16 @@ import pytest
 from promptq.shared.errors import QueueFullError
 from promptq.shared.protocol.claims import Claim, Held, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
-from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue.request_queue import RequestQueue
+from tests.requests import ROOM, new, put
 from tests.servers import Server
-from tests.shared.requests import ROOM
 
 
 @pytest.fixture
 def queue(client: Any) -> RequestQueue:
     return RequestQueue(client, lease_ms=1, max_crashes=2)
-
-
-def new(request_id: str, *, delay_ms: int = 0, **fields: Any) -> NewRequest:
-    request = Request.build({"prompt": "a", "max_tokens": 100, **fields})
-    return NewRequest(request_id, request, delay_ms)
-
-
-def put(queue: RequestQueue, request_id: str, **fields: Any) -> str:
-    return queue.enqueue([new(request_id, **fields)])[0]
 
 
 def limit(client: Any, queue: RequestQueue, **settings: int) -> None:

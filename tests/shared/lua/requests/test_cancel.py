@@ -10,7 +10,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.requests import ROOM, held, last_event, log_of, new, put, put_plainly, row
+from tests.requests import ROOM, entries_of, held, last_event, new, put, put_plainly, row
 
 
 def test_cancelling_a_waiting_request_ends_it_at_once(client: Any, queue: RequestQueue) -> None:
@@ -18,10 +18,10 @@ def test_cancelling_a_waiting_request_ends_it_at_once(client: Any, queue: Reques
     assert queue.cancel("a") is CancelStatus.CANCELLED
     assert queue.take_batch(ROOM) == []
     assert queue.state("a") is RequestState.CANCELLED
-    assert last_event(client, queue, "a")["finish_reason"] == "cancelled"
+    assert last_event(queue, "a")["finish_reason"] == "cancelled"
     assert queue.cancel("a") is CancelStatus.FINISHED
     assert queue.cancel("never") is CancelStatus.UNKNOWN
-    assert len(log_of(client, queue, "a")) == 1
+    assert len(entries_of(client, queue, "a")) == 1
 
 
 def test_cancelling_a_running_request_ends_it_with_its_next_row(
@@ -32,7 +32,7 @@ def test_cancelling_a_running_request_ends_it_with_its_next_row(
     queue.publish([row(claim, 0)], [Held("a", claim.fence, prompt_tokens=3)])
     assert queue.cancel("a") is CancelStatus.FLAGGED
     assert queue.publish([row(claim, 1)]).rows == [RowStatus.CANCELLED]
-    entries = log_of(client, queue, "a")
+    entries = entries_of(client, queue, "a")
     assert [at for at, _ in entries] == ["1-0", "1-1"]
     assert entries[-1][1]["usage"] == {
         "prompt_tokens": 3, "completion_tokens": 1, "cached_tokens": 0,
@@ -49,7 +49,7 @@ def test_the_flag_alone_cancels(client: Any, queue: RequestQueue) -> None:
     assert queue.take_batch(ROOM) == []
     assert queue.publish([], [held(claim)]).held == [RowStatus.CANCELLED]
     for name in ("waiting", "running"):
-        assert last_event(client, queue, name)["finish_reason"] == "cancelled"
+        assert last_event(queue, name)["finish_reason"] == "cancelled"
 
 
 def test_remove_takes_out_what_waits_only(queue: RequestQueue) -> None:

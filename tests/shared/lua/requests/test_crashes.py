@@ -16,7 +16,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.call import script_text
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.requests import ROOM, held, ids, last_event, put, row
+from tests.requests import ROOM, held, ids, last_event, put, row
 
 BUSY = Room(max_count=1000, token_budget=10**9, num_held=1)
 
@@ -191,7 +191,7 @@ def test_only_a_suspect_that_crashes_a_worker_alone_is_buried(
     assert queue.state("2-innocent") is RequestState.WAITING
     (innocent,) = queue.take_batch(ROOM)
     assert queue.publish([row(innocent, 0, reason=FinishReason.STOP)]).rows == ["ok"]
-    assert "3 crashes" in last_event(client, queue, "1-poison")["error"]["message"]
+    assert "3 crashes" in last_event(queue, "1-poison")["error"]["message"]
 
 
 def test_crashes_in_company_never_bury(client: Any, queue: RequestQueue) -> None:

@@ -12,7 +12,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.requests import ROOM, event, held, ids, log_of, put, row
+from tests.requests import ROOM, entries_of, event, held, ids, put, row
 
 
 def test_publishes_to_log_and_channel_and_finishes(client: Any, queue: RequestQueue) -> None:
@@ -24,7 +24,7 @@ def test_publishes_to_log_and_channel_and_finishes(client: Any, queue: RequestQu
         rows = [row(claim, 0, "Hé"), row(claim, 1, " 🦊", FinishReason.STOP)]
         assert queue.publish(rows).rows == [RowStatus.OK, RowStatus.OK]
         live = [channel.get_message(timeout=5)["data"].decode() for _ in rows]
-    assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
+    assert [at for at, _ in entries_of(client, queue, "a")] == ["1-0", "2-1"]
     assert live == [entry.event_json for entry in rows]
     assert queue.state("a") is RequestState.COMPLETED
     record = queue.run(lookups.record(queue.keys, "a"))
@@ -47,7 +47,7 @@ def test_a_row_is_written_once_however_often_it_is_sent(client: Any, queue: Requ
     last = row(claim, 1, reason=FinishReason.LENGTH)
     assert queue.publish([last]).rows == [RowStatus.OK]
     assert queue.publish([last]).rows == [RowStatus.FINISHED]
-    assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
+    assert [at for at, _ in entries_of(client, queue, "a")] == ["1-0", "2-1"]
 
 
 def test_a_row_that_is_refused_does_not_stop_the_others(client: Any, queue: RequestQueue) -> None:
@@ -61,8 +61,8 @@ def test_a_row_that_is_refused_does_not_stop_the_others(client: Any, queue: Requ
         [row(a, 0), row(b, 0), row(c, 5), row(d, 0), row(e, 0), row(b, 1)]
     ).rows
     assert statuses == ["ok", "duplicate", "gap", "cancelled", "fenced", "ok"]
-    assert len(log_of(client, queue, "a")) == 1
-    assert len(log_of(client, queue, "b")) == 2
+    assert len(entries_of(client, queue, "a")) == 1
+    assert len(entries_of(client, queue, "b")) == 2
 
 
 def test_an_earlier_attempt_is_fenced_off(client: Any) -> None:
@@ -81,7 +81,7 @@ def test_an_earlier_attempt_is_fenced_off(client: Any) -> None:
     assert quick.publish([], [held(old)]).held == [RowStatus.FENCED]
     assert quick.release([held(old)]) == ["fenced"]
     assert other.publish([row(fresh, 1, "two", FinishReason.STOP)]).rows == [RowStatus.OK]
-    assert [item["text"] for _, item in log_of(client, quick, "a")] == ["one", "two"]
+    assert [item["text"] for _, item in entries_of(client, quick, "a")] == ["one", "two"]
 
 
 def test_leases_are_renewed_for_all_that_is_held(client: Any) -> None:
@@ -136,8 +136,8 @@ def test_statuses_are_settled_row_by_row_before_any_is_written(
     published = queue.publish(sent, [held(a), held(b)])
     assert published.rows == ["ok", "ok", "finished", "cancelled", "finished"]
     assert published.held == ["finished", "finished"]
-    assert [at for at, _ in log_of(client, queue, "a")] == ["1-0", "2-1"]
-    assert [at for at, _ in log_of(client, queue, "b")] == ["0-1"]
+    assert [at for at, _ in entries_of(client, queue, "a")] == ["1-0", "2-1"]
+    assert [at for at, _ in entries_of(client, queue, "b")] == ["0-1"]
 
 
 def test_a_row_that_cannot_be_written_does_not_stop_the_others(
@@ -148,7 +148,7 @@ def test_a_row_that_cannot_be_written_does_not_stop_the_others(
     spoilt, good = queue.take_batch(ROOM)
     client.set(queue.keys.tokens("spoilt"), "no stream any more")
     assert queue.publish([row(spoilt, 0), row(good, 0)]).rows == ["error", "ok"]
-    assert len(log_of(client, queue, "good")) == 1
+    assert len(entries_of(client, queue, "good")) == 1
 
 
 def test_a_result_that_the_worker_gives_is_kept_as_it_is(queue: RequestQueue) -> None:
@@ -189,7 +189,7 @@ def test_nothing_is_added_behind_a_last_event(client: Any, queue: RequestQueue) 
     client.delete(queue.keys.request("forgotten"))
     client.zadd(queue.keys.pending, {"forgotten": 1})
     assert queue.take_batch(ROOM) == []
-    assert [at for at, _ in log_of(client, queue, "forgotten")] == ["1-1"]
+    assert [at for at, _ in entries_of(client, queue, "forgotten")] == ["1-1"]
     assert not queue.contains("forgotten")
 
 

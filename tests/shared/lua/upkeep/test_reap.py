@@ -14,7 +14,7 @@ from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue import lookups, scripts
 from promptq.shared.queue.request_queue import RequestQueue
-from tests.shared.requests import ROOM, held, last_event, new, put, put_plainly, row
+from tests.requests import ROOM, held, last_event, new, put, put_plainly, row
 
 
 def test_a_deadline_ends_a_waiting_request(client: Any, queue: RequestQueue) -> None:
@@ -22,7 +22,7 @@ def test_a_deadline_ends_a_waiting_request(client: Any, queue: RequestQueue) -> 
     put(queue, "b", deadline_ms=50)
     time.sleep(0.1)
     assert queue.take_batch(ROOM) == []
-    assert last_event(client, queue, "a")["finish_reason"] == "expired"
+    assert last_event(queue, "a")["finish_reason"] == "expired"
     assert queue.state("b") is RequestState.EXPIRED
 
 
@@ -32,7 +32,7 @@ def test_a_deadline_ends_a_running_request(client: Any, queue: RequestQueue) -> 
     queue.publish([row(claim, 0)])
     time.sleep(0.15)
     assert queue.publish([row(claim, 1)]).rows == [RowStatus.EXPIRED]
-    assert last_event(client, queue, "a")["usage"]["completion_tokens"] == 1
+    assert last_event(queue, "a")["usage"]["completion_tokens"] == 1
 
 
 def test_a_deadline_counts_however_many_others_have_passed(
@@ -86,7 +86,7 @@ def test_what_crashes_its_workers_becomes_a_dead_letter(client: Any) -> None:
         reaped = queue.reap()
     assert (reaped.returned, reaped.dead) == (0, 1)
     assert queue.state("poison") is RequestState.DEAD
-    end = last_event(client, queue, "poison")
+    end = last_event(queue, "poison")
     assert end["error"]["type"] == "dead_letter"
     assert "2 crashes" in end["error"]["message"]
     assert client.pttl(queue.keys.request("poison")) == -1, "dead letters are kept"
