@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +21,9 @@ from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.roles import as_role
+
+BY_ITSELF = {"max_events_per_second": math.inf}
+"""Settings of a worker that sends each token by itself."""
 
 
 def served_model_free(**options: Any) -> Served:
