@@ -13,7 +13,7 @@ from promptq import Client
 from promptq.producer.gateway.context.access import Caller
 from tests.producer.gateway.context.test_access import make_key
 from tests.producer.gateway.living import LiveGateway
-from tests.producer.gateway.test_streams import PROMPT, is_cancelled, opened
+from tests.producer.gateway.streams.reading import PROMPT, is_cancelled, opened
 from tests.producer.playing import HandWorker
 
 

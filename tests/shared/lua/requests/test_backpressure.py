@@ -220,7 +220,7 @@ def test_what_is_counted_is_what_waits(client: Any, queue: RequestQueue) -> None
 
 def test_counts_are_mended_when_nothing_waits(client: Any, queue: RequestQueue) -> None:
     """Somebody deleted what waited, by hand."""
-    limit(client, queue, max_pending_tokens=150)
+    limit(client, queue, max_pending_tokens=tokens_of(new("a")))
     put(queue, "a")
     client.delete(queue.keys.pending, queue.keys.request("a"))
     put(queue, "b")
