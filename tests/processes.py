@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -98,6 +104,72 @@ def started(
     finally:
         worker.process.kill()
         worker.process.wait()
+
+
+class Terminal:
+    """A process that has a terminal of its own in the place of these streams.
+
+    `shown` is what was read of what came there.
+    """
+
+    def __init__(
+        self,
+        *command: str | Path,
+        streams: Sequence[str] = ("stdin", "stdout", "stderr"),
+        columns: int = 0,
+        lines: int = 0,
+        **options: Any,
+    ) -> None:
+        self._fd, theirs = pty.openpty()
+        if columns:
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        options |= dict.fromkeys(streams, theirs)
+        self.process = start(*command, start_new_session=True, **options)
+        os.close(theirs)
+        self.shown = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    @property
+    def plain(self) -> str:
+        """What was shown, without colours and moves of the cursor."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.shown)
+
+    def read(self) -> bool:
+        """Read what is there, or comes next; False where nobody writes any more."""
+        try:
+            piece = os.read(self._fd, 65536)
+        except OSError:  # how a terminal says that nobody is at the other end
+            return False
+        self.shown += self._decoder.decode(piece)
+        return bool(piece)
+
+    def read_until(self, pattern: str) -> None:
+        while not re.search(pattern, self.shown):
+            assert self.read(), self.shown
+
+    def read_rest(self) -> None:
+        while self.read():
+            pass
+
+    def press(self, key: bytes) -> None:
+        os.write(self._fd, key)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Its standard output up to and including `text`; its standard error is a pipe, too."""
+    assert process.stdout is not None
+    read = ""
+    while not read.endswith(text):
+        letter = process.stdout.read(1)
+        if not letter:
+            raise AssertionError(f"it ended after {read!r}: {process.communicate()[1]}")
+        read += letter
+    return read
 
 
 def read_line(process: subprocess.Popen[str]) -> str:

@@ -1,4 +1,4 @@
-"""A queue on the embedded server, for tests with a worker in their event loop."""
+"""A queue on the embedded server, and its address for workers."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
     client = AsyncQueueClient.from_url(as_role("", redis_url))
     yield AsyncRequestQueue(client)
     await client.aclose()
+
+
+@pytest.fixture
+def worker_url(redis_url: str) -> str:
+    return as_role("worker", redis_url)

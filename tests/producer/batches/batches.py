@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import redis
 import redis.asyncio
 
-from promptq.producer.batch_store.batch_records import Batches
+from promptq.producer.admin.api_keys import ApiKey
+from promptq.producer.batch_store.batch_records import Batches, new_batch
+from promptq.producer.batch_store.files import FileStore
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import text_of
@@ -82,3 +86,42 @@ async def finished_batch(url: str, batch_id: str) -> Any:
             if record.is_final:
                 return record
             await asyncio.sleep(0.05)
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> openai.types.Batch:
+    while True:
+        batch = await client.batches.retrieve(batch_id)
+        if batch.status in ("completed", "failed", "cancelled", "expired"):
+            return batch
+        await asyncio.sleep(0.05)
+
+
+async def upload(client: openai.AsyncOpenAI, lines: list[Any]) -> str:
+    text = "".join(it if isinstance(it, str) else json.dumps(it) + "\n" for it in lines)
+    file = await client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+    return file.id
+
+
+async def create(client: openai.AsyncOpenAI, lines: list[Any]) -> openai.types.Batch:
+    return await client.batches.create(
+        input_file_id=await upload(client, lines),
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"my": "batch"},
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+
+
+def add_batch(url: str, files: Path, tmp_path: Path, lines: list[Any]) -> str:
+    """As the gateway does it."""
+    with write_lines(tmp_path / "in.jsonl", lines).open("rb") as stream:
+        stored = FileStore(files).add(stream, filename="in.jsonl", purpose="batch")
+    batch = new_batch("/v1/completions", stored.id, ApiKey(name="k"))
+
+    async def add() -> None:
+        async with redis.asyncio.Redis.from_url(url) as connection:
+            await Batches(AsyncRequestQueue(connection)).add(batch)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(asyncio.run, add()).result()
+    return batch.id

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -23,7 +21,7 @@ from promptq.producer.batches.run_options import BatchProgress
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker, text_of
-from tests.processes import start as start_process
+from tests.processes import Terminal
 from tests.producer.batches.batches import (
     KEYS,
     NUM_TOKENS,
@@ -186,26 +184,22 @@ def test_a_terminal_sees_how_far_it_is(
     """A bar with counts, which follows what is done."""
     lines = ["{broken", *(line(n) for n in range(5))]
     source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    ours, theirs = pty.openpty()
-    process = start_process(
+    terminal = Terminal(
         *[*PROMPTQ, "batch", "run", str(source), "-o", str(output), "--in-flight", "3"],
+        streams=["stderr"],
         stdout=subprocess.PIPE,
-        stderr=theirs,
         env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm"},
     )
-    os.close(theirs)
-    shown, plain = "", ""
     for done, in_flight in ((0, 3), (1, 3), (2, 3), (3, 2), (4, 1), (5, 0)):
         wanted = f"{done + 1}/6 1 failed, {in_flight} in flight"
-        while wanted not in plain:
-            shown += os.read(ours, 65536).decode(errors="ignore")
-            plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+        while wanted not in terminal.plain:
+            assert terminal.read(), terminal.shown
         if in_flight:
             own_worker.finish(own_worker.take())
-    assert "in.jsonl ━" in plain
-    told, _ = process.communicate()
-    os.close(ours)
-    assert process.returncode == 0
+    assert "in.jsonl ━" in terminal.plain
+    told, _ = terminal.process.communicate()
+    terminal.close()
+    assert terminal.process.returncode == 0
     where = f"1 in {errors_beside(output)}"
     assert told.decode() == f"5 of 6 lines answered in {output}, {where}\n"
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +20,7 @@ from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.served_model import build
 from promptq.worker.telemetry.start_up import StartUp
-from tests.processes import start
+from tests.processes import Terminal, read_line
 from tests.roles import as_role
 from tests.worker.clock import Clock
 
@@ -74,39 +72,27 @@ def test_building_the_shipped_model_goes_through_all_stages() -> None:
 
 
 def test_a_terminal_shows_a_bar_and_the_ready_line_names_the_stages(redis_url: str) -> None:
-    terminal, worker_side = pty.openpty()
     url = as_role("worker", redis_url)
-    process = start(
+    terminal = Terminal(
         *[sys.executable, "-m", "promptq.worker", "--redis", url, "--device", "cpu"],
+        streams=["stderr"],
         stdout=subprocess.PIPE,
-        stderr=worker_side,
         text=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
     )
-    seen = bytearray()
-
-    def watch() -> None:  # a terminal that nobody reads stops whoever writes to it
-        with suppress(OSError):  # its other end is closed
-            while piece := os.read(terminal, 1 << 16):
-                seen.extend(piece)
-
-    watching = threading.Thread(target=watch)
-    try:
-        os.close(worker_side)
-        watching.start()
-        assert process.stdout is not None
-        with process.stdout:
-            ready = process.stdout.readline()
-    finally:
-        process.kill()
-        process.wait()
-        watching.join()
-        os.close(terminal)
+    # A terminal that nobody reads stops whoever writes to it.
+    watching = threading.Thread(target=terminal.read_rest)
+    watching.start()
+    with terminal.process:
+        ready = read_line(terminal.process)
+        terminal.process.kill()
+    watching.join()
+    terminal.close()
     assert ready.startswith("ready after ")
     for stage in ("libraries", "weights", "checking", "KV cache"):
         assert f"{stage} " in ready
     assert ", native code, " in ready
-    assert b"libraries" in seen
+    assert "libraries" in terminal.shown
 
 
 def test_the_way_a_model_is_computed_is_said() -> None:

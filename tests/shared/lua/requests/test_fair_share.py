@@ -172,7 +172,9 @@ def test_weights_set_the_proportions(world: World) -> None:
 
 
 def put_for(queue: RequestQueue, request_id: str, tenant: str | None = None, **fields: Any) -> str:
-    return put(queue, request_id, **{"max_tokens": 4, "tenant": tenant, **fields})
+    return put(
+        queue, request_id, **{"prompt": "hello", "max_tokens": 4, "tenant": tenant, **fields}
+    )
 
 
 def taken(queue: RequestQueue, count: int = 1000) -> list[str]:
