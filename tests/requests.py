@@ -8,7 +8,13 @@ from typing import Any
 
 from promptq.shared.protocol.claims import Claim, Held, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
-from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
+from promptq.shared.protocol.request import (
+    FinishReason,
+    NewRequest,
+    Request,
+    RequestState,
+    TokenAccount,
+)
 from promptq.shared.protocol.rows import Row
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
@@ -20,10 +26,14 @@ PROMPT = "Once upon a time"
 ROOM = Room(max_count=1000, token_budget=10**9)
 
 
-def new(request_id: str = "", *, delay_ms: int = 0, **fields: Any) -> NewRequest:
+def new(
+    request_id: str = "", *, delay_ms: int = 0, account: TokenAccount | None = None, **fields: Any
+) -> NewRequest:
     if "messages" not in fields:
         fields.setdefault("prompt", PROMPT)
-    return NewRequest(request_id or new_request_id(), Request.build(fields), delay_ms)
+    return NewRequest(
+        request_id or new_request_id(), Request.build(fields), delay_ms, account=account
+    )
 
 
 def put(queue: RequestQueue, request_id: str = "", **fields: Any) -> str:

@@ -1,4 +1,4 @@
-"""Batch files as tests write and read them."""
+"""Batches as tests make them, by files and by OpenAI's client, and what they read of them."""
 
 from __future__ import annotations
 

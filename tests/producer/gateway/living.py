@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import uvicorn
 
 from promptq.producer.gateway.app import create_app
@@ -33,6 +34,19 @@ class LiveGateway:
     def base_url(self) -> str:
         """What OpenAI's clients are told."""
         return f"{self.url}/v1"
+
+
+def error_of(answer: httpx2.Response) -> tuple[int, str]:
+    """The status and the code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@contextmanager
+def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
+    """A connection to it, on which a test sends what no client would."""
+    parts = urlsplit(gateway.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+        yield connection
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import re
 import select
 import socket
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,22 +14,14 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from promptq import Client
-from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway import app
 from promptq.producer.gateway.http import protocol
-from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.producer.gateway.api_keys import bearer, make_key
+from tests.producer.gateway.living import LiveGateway, connected, live_gateway
 from tests.waiting import until
 
 MIB = 1 << 20
 GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@contextmanager
-def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
-    parts = urlsplit(gateway.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
-        yield connection
 
 
 def head(path: str, secret: str, num_bytes: int) -> bytes:
@@ -50,13 +41,8 @@ def answer_of(connection: socket.socket) -> tuple[bytes, bytes]:
         return start, incoming.read(int(length[1]))
 
 
-def make_key(redis_url: str, name: str, **fields: object) -> str:
-    with Client(redis_url) as client:
-        return client.create_api_key(ApiKey.build(name=name, **fields))[0]
-
-
 def is_served(gateway: LiveGateway, secret: str) -> bool:
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = bearer(secret)
     body = {"prompt": "Hi", "n": 0}  # which is refused, once all of it was read
     with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
         answer = http.post("/v1/completions", json=body)
@@ -216,7 +202,7 @@ def stalled(gateway: LiveGateway, path: str, secret: str) -> socket.socket:
 
 def code_of(gateway: LiveGateway, path: str, secret: str) -> tuple[int, str]:
     """What half as large a body gets, whose end is wrong."""
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = bearer(secret)
     kind = "multipart/form-data; boundary=b" if path == FILES else "application/json"
     body = FORM + b" " * (MIB // 2)
     with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
@@ -281,7 +267,7 @@ def test_what_a_call_becomes_counts_too(redis_url: str) -> None:
     limits = {"http_max_body_bytes": MIB, "http_body_bytes_per_tenant": MIB}
     body = {"prompt": "x" * 50_000, "n": 64, "wait_for_worker": False}
     with live_gateway(redis_url, **limits) as gateway:
-        headers = {"Authorization": f"Bearer {secret}"}
+        headers = bearer(secret)
         with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
             refused = http.post("/v1/completions", json=body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (

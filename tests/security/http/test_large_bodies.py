@@ -19,13 +19,12 @@ import httpx2
 import pytest
 import redis
 
-from promptq import Client
-from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.answering import preparing
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.roles import as_role
 
@@ -33,11 +32,6 @@ MANY = [{"role": "user", "content": ""}] * 60_000
 PARTS = [{"type": "text", "text": ""}] * 600
 LARGE = json.dumps({"messages": [{"role": "user", "content": PARTS}] * 400}).encode()
 LARGE_AND_WRONG = json.dumps({"messages": MANY, "temperature": 9}).encode()
-
-
-def make_key(redis_url: str, name: str, **fields: Any) -> str:
-    with Client(redis_url) as client:
-        return client.create_api_key(ApiKey.build(name=name, **fields))[0]
 
 
 @contextmanager
@@ -63,7 +57,7 @@ def test_others_are_answered_while_a_large_body_is_read(
     redis_url: str, queue: RequestQueue
 ) -> None:
     secret, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
-    headers = {"Authorization": f"Bearer {other}"}
+    headers = bearer(other)
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
@@ -93,7 +87,7 @@ def test_a_body_that_takes_too_long_fails_alone(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = make_key(redis_url, "greedy")
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = bearer(secret)
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
@@ -120,7 +114,7 @@ def helpers() -> dict[int, str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int) -> None:
-    headers = {"Authorization": f"Bearer {make_key(redis_url, 'web')}"}
+    headers = bearer(make_key(redis_url, "web"))
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
@@ -138,7 +132,7 @@ def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int
 def test_where_no_process_starts_or_gets_time_the_call_is_to_come_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    headers = {"Authorization": f"Bearer {make_key(redis_url, 'web')}"}
+    headers = bearer(make_key(redis_url, "web"))
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
@@ -157,7 +151,7 @@ def test_the_processes_know_no_password_and_run_no_file_of_the_working_directory
     (tmp_path / "structlog.py").write_text("open('ran', 'w')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://x:a-password@localhost")
-    headers = {"Authorization": f"Bearer {make_key(redis_url, 'web')}"}
+    headers = bearer(make_key(redis_url, "web"))
     with live_gateway(redis_url) as gateway:
         url = f"{gateway.url}/v1/chat/completions"
         wrong = httpx2.post(url, content=LARGE_AND_WRONG, headers=headers, timeout=60)
@@ -169,7 +163,7 @@ def test_the_processes_know_no_password_and_run_no_file_of_the_working_directory
 
 def test_an_invalid_body_counts_as_a_call(redis_url: str) -> None:
     secret = make_key(redis_url, "web", requests_per_minute=2)
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = bearer(secret)
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,

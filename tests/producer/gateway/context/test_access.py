@@ -26,6 +26,7 @@ from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
+from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import Run
 from tests.roles import as_role
@@ -65,15 +66,6 @@ async def calling(
         transport = httpx2.ASGITransport(app=app, client=client)
         async with httpx2.AsyncClient(transport=transport, base_url=base, timeout=None) as http:
             yield http
-
-
-def bearer(secret: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {secret}"}
-
-
-def make_key(url: str, weight: float | None = None, **fields: Any) -> str:
-    with Client(url) as client:
-        return client.create_api_key(ApiKey.build(**fields), weight)[0]
 
 
 async def test_without_any_key_this_machine_may_do_everything(redis_url: str) -> None:
@@ -121,7 +113,7 @@ async def test_without_any_key_nobody_else_is_answered(
 
 
 async def test_from_the_first_key_on_nobody_gets_in_without_one(redis_url: str) -> None:
-    secret = make_key(redis_url, name="web", tenant="shop")
+    secret = make_key(redis_url, "web", tenant="shop")
     async with calling(redis_url) as http:
         without = await http.get("/who")
         wrong = await http.get("/who", headers=bearer(secret[:-1] + "!"))
@@ -141,7 +133,7 @@ async def test_from_the_first_key_on_nobody_gets_in_without_one(redis_url: str) 
 
 async def test_what_answers_without_a_key(redis_url: str) -> None:
     """Nothing of the API; what probes, Prometheus and browsers ask before they have a key."""
-    make_key(redis_url, name="web")
+    make_key(redis_url, "web")
     async with calling(redis_url) as http:
         paths = (await http.get("/openapi.json")).json()["paths"]
         api = [(way, it) for it in paths if it.startswith("/v1/") for way in paths[it]]
@@ -155,15 +147,15 @@ async def test_what_answers_without_a_key(redis_url: str) -> None:
 
 
 async def test_only_an_admin_may_steer(redis_url: str) -> None:
-    plain = make_key(redis_url, name="web")
-    admin = make_key(redis_url, name="operator", is_admin=True)
+    plain = make_key(redis_url, "web")
+    admin = make_key(redis_url, "operator", is_admin=True)
     async with calling(redis_url) as http:
         assert (await http.get("/admin", headers=bearer(plain))).status_code == 403
         assert (await http.get("/admin", headers=bearer(admin))).json() == "operator"
 
 
 async def test_rates_are_taken_whole_or_not_at_all(redis_url: str) -> None:
-    secret = make_key(redis_url, name="web", requests_per_minute=4, tokens_per_minute=1000)
+    secret = make_key(redis_url, "web", requests_per_minute=4, tokens_per_minute=1000)
     async with calling(redis_url) as http:
 
         async def take(requests: int, prompt_tokens: int) -> httpx2.Response:
@@ -195,7 +187,7 @@ async def test_rates_are_taken_whole_or_not_at_all(redis_url: str) -> None:
 
 
 async def test_what_was_taken_comes_back_evenly(redis_url: str) -> None:
-    secret = make_key(redis_url, name="web", requests_per_minute=2)
+    secret = make_key(redis_url, "web", requests_per_minute=2)
     async with calling(redis_url) as http, redis.asyncio.Redis.from_url(redis_url) as connection:
 
         async def take(requests: int) -> httpx2.Response:
@@ -213,7 +205,7 @@ async def test_what_was_taken_comes_back_evenly(redis_url: str) -> None:
 
 
 async def test_two_gateways_share_the_rates(redis_url: str) -> None:
-    secret = make_key(redis_url, name="web", requests_per_minute=5)
+    secret = make_key(redis_url, "web", requests_per_minute=5)
     async with calling(redis_url) as one, calling(redis_url) as two:
         answers = await asyncio.gather(
             *(
@@ -226,7 +218,7 @@ async def test_two_gateways_share_the_rates(redis_url: str) -> None:
 
 async def test_many_callers_at_once_are_all_answered(redis_url: str) -> None:
     """More than there are connections to the server, as when all of another gateway's come over."""
-    secret = make_key(redis_url, name="web", requests_per_minute=1000)
+    secret = make_key(redis_url, "web", requests_per_minute=1000)
     options: dict[str, Any] = {
         "params": {"requests": 1}, "headers": bearer(secret),
     }  # fmt: skip
@@ -242,7 +234,7 @@ async def test_a_gateway_gets_on_with_the_connections_that_its_url_allows(
     async with AsyncClient(redis_url) as client:
         followed = {"id": await client.enqueue("x")}
     gateway = start_gateway(redis_url=f"{redis_url}?max_connections=4")
-    secret = make_key(redis_url, name="web", is_admin=True)
+    secret = make_key(redis_url, "web", is_admin=True)
     paths = ["/metrics", "/v1/batches", "/dashboard/api/requests", "/dashboard/api/dead"]
     options: Any = {"headers": bearer(secret), "timeout": 60, "limits": httpx2.Limits()}
     async with (
@@ -380,7 +372,7 @@ def test_openai_client_beyond_its_tokens(
 ) -> None:
     """Now, and for good: what a key never has is not asked for again."""
     gateway = start_gateway(http_header_seconds=0)
-    secret = make_key(redis_url, name="web", tokens_per_minute=100)
+    secret = make_key(redis_url, "web", tokens_per_minute=100)
     asked: dict[str, Any] = {"model": "", "prompt": "Once " * 30, "max_tokens": 60}
     with openai.OpenAI(base_url=gateway.base_url, api_key=secret, max_retries=0) as client:
         first = client.completions.with_raw_response.create(**asked, stream=True)
@@ -412,7 +404,7 @@ def test_a_tenant_over_its_limit_of_the_queue(
         answer.http_response.close()
 
     options = {"base_url": gateway.base_url, "max_retries": 0}
-    shop, other = (make_key(redis_url, name=it, tenant=it) for it in ("shop", "other"))
+    shop, other = (make_key(redis_url, it, tenant=it) for it in ("shop", "other"))
     with (
         openai.OpenAI(api_key=shop, **options) as ours,
         openai.OpenAI(api_key=other, **options) as theirs,

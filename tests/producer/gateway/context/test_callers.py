@@ -11,7 +11,7 @@ import pytest
 
 from promptq import Client
 from promptq.producer.gateway.context.access import Caller
-from tests.producer.gateway.context.test_access import make_key
+from tests.producer.gateway.api_keys import make_key
 from tests.producer.gateway.living import LiveGateway
 from tests.producer.gateway.streams.reading import PROMPT, is_cancelled, opened
 from tests.producer.playing import HandWorker
@@ -120,7 +120,7 @@ def test_the_same_idempotency_key_after_the_api_key_went_to_another_tenant(
     gateway = start_gateway(http_header_seconds=0)
     ids = []
     for tenant in ("us", "them", "us"):
-        secret = make_key(redis_url, name="app", tenant=tenant)
+        secret = make_key(redis_url, "app", tenant=tenant)
         ids.append(id_of_call(gateway, secret=secret))
         with Client(redis_url) as client:
             client.revoke_api_key("app")

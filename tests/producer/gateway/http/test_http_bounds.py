@@ -6,9 +6,7 @@ import json
 import re
 import socket
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from urllib.parse import urlsplit
+from collections.abc import Callable
 
 import httpx2
 import pytest
@@ -18,18 +16,11 @@ from promptq.producer.gateway.http.protocol import MAX_HEAD_BYTES
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row
-from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.living import LiveGateway, connected
 from tests.producer.playing import HandWorker
 
 LINE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-@contextmanager
-def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
-    parts = urlsplit(gateway.url)
-    with socket.create_connection((parts.hostname, parts.port)) as connection:
-        yield connection
 
 
 def all_of(connection: socket.socket) -> bytes:
