@@ -30,7 +30,7 @@ sys.exit(asyncio.run(main()))
 
 
 @pytest.mark.parametrize(("name", "number"), [("INT", 2), ("TERM", 15)])
-@pytest.mark.parametrize("program", [STARTED_BY_A_TEST, STARTED_BY_CHAOS])
+@pytest.mark.parametrize("program", [STARTED_BY_A_TEST, STARTED_BY_CHAOS], ids=["test", "chaos"])
 def test_a_child_hears_what_its_parent_was_started_to_ignore(
     program: str, name: str, number: int
 ) -> None:

@@ -28,8 +28,8 @@ from promptq.producer.webhooks.turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready
-from tests.producer.batches.batches import KEYS, finished_batch, line, write_lines
-from tests.producer.playing import HandWorker, Start
+from tests.producer.batches.batches import finished_batch, line, write_lines
+from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import MASTER, Receiver, receiver, secret_of
 from tests.producer.webhooks.test_webhooks import ask
 from tests.roles import as_role, forget_refusals, refusals

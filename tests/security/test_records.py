@@ -13,14 +13,11 @@ import redis
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.keys import Keys
 from tests.model_free_worker import running_worker
 from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.producer.playing import Run
+from tests.producer.playing import KEYS, Run
 from tests.roles import as_role
-
-KEYS = Keys()
 
 
 @pytest.fixture

@@ -19,12 +19,11 @@ from promptq.shared.server.acl import FAMILIES, ROLES
 from tests.model_free_worker import text_of
 from tests.paths import ROOT
 from tests.processes import started
-from tests.producer.playing import Run
+from tests.producer.playing import KEYS, Run
 from tests.roles import ACL_FILE, as_role, password_of
 from tests.servers import OwnServer
 
 DOCS = ROOT / "docs" / "security.md"
-KEYS = Keys("default")
 FAULTY = "tests.faults.worker.faulty_worker"
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {

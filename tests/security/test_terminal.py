@@ -14,15 +14,12 @@ from promptq import Client
 from promptq.producer.commands.screens.demo_view import Shown, finished_text
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.protocol.events import ErrorInfo
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
 from tests.processes import Terminal
-from tests.producer.playing import PROMPTQ, HandWorker, old_server
-
-KEYS = Keys("default")
+from tests.producer.playing import KEYS, PROMPTQ, HandWorker, old_server
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[666mc\x9b777md\u202ee\u2066f\rg\x7fh\x08i\x85j"
 """A title, two colours that nobody has, an order, an overwriting, and more that acts."""

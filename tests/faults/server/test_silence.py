@@ -35,12 +35,6 @@ def network(redis_url: str) -> Iterator[Network]:
 
 
 @pytest.fixture
-def beside() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
-
-
-@pytest.fixture
 def hand(redis_url: str) -> Iterator[HandWorker]:
     """With a way of its own to the server."""
     with QueueClient.from_url(as_role("", redis_url)) as client:

@@ -78,12 +78,6 @@ def server(tmp_path: Path) -> Iterator[SlowServer]:
         yield server
 
 
-@pytest.fixture
-def beside() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_worker_and_stream_wait_for_a_server_that_loads(
     server: SlowServer, beside: ThreadPoolExecutor, tmp_path: Path, kind: str

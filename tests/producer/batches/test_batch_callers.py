@@ -26,15 +26,8 @@ from promptq.producer.batches.batch_job import run_batch_job
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
-from tests.producer.batches.batches import (
-    KEYS,
-    NUM_TOKENS,
-    keys_of,
-    line,
-    read_lines,
-    write_lines,
-)
-from tests.producer.playing import HandWorker
+from tests.producer.batches.batches import NUM_TOKENS, keys_of, line, read_lines, write_lines
+from tests.producer.playing import KEYS, HandWorker
 from tests.roles import as_role
 from tests.waiting import async_until
 

@@ -23,7 +23,6 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker, text_of
 from tests.processes import Terminal
 from tests.producer.batches.batches import (
-    KEYS,
     NUM_TOKENS,
     attempts,
     expected_texts,
@@ -34,7 +33,7 @@ from tests.producer.batches.batches import (
     write_lines,
 )
 from tests.producer.commands.test_queue_commands import crash_until_dead
-from tests.producer.playing import PROMPTQ, HandWorker, Run, Start
+from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role, bring_in_roles
 from tests.waiting import async_until
 

@@ -19,7 +19,6 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready
 from tests.producer.batches.batches import (
-    KEYS,
     NUM_TOKENS,
     create,
     ended,
@@ -28,7 +27,7 @@ from tests.producer.batches.batches import (
     texts_in,
     upload,
 )
-from tests.producer.playing import HandWorker, Start
+from tests.producer.playing import KEYS, HandWorker, Start
 from tests.roles import as_role
 from tests.waiting import async_until
 

@@ -15,12 +15,8 @@ import pytest
 from promptq.producer.batch_store.files import FileMissingError, FileStore
 from promptq.producer.batches import batch_job
 from tests.model_free_worker import running_worker
-from tests.producer.batches.batches import (
-    KEYS,
-    add_batch,
-    line,
-)
-from tests.producer.playing import HandWorker
+from tests.producer.batches.batches import add_batch, line
+from tests.producer.playing import KEYS, HandWorker
 from tests.roles import as_role
 
 

@@ -19,7 +19,6 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker
 from tests.processes import family_of, is_running, kill_all, until_ready
 from tests.producer.batches.batches import (
-    KEYS,
     NUM_TOKENS,
     add_batch,
     attempts,
@@ -32,7 +31,7 @@ from tests.producer.batches.batches import (
     texts_in,
     write_lines,
 )
-from tests.producer.playing import HandWorker, Start
+from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, bring_in_roles
 from tests.waiting import async_until

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -29,23 +28,16 @@ from promptq.shared.errors import (
     RequestFailedError,
 )
 from promptq.shared.protocol.events import ErrorInfo
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, FinishReason, RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
-from tests.producer.playing import losing_one_reply, old_server
+from tests.producer.playing import KEYS, losing_one_reply, old_server
 from tests.roles import as_role
 
-KEYS = Keys("default")
 Make = Callable[..., Any]
-
-
-def payload(worker: Any, request_id: str) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(worker.redis.hget(KEYS.request(request_id), "payload"))
-    return fields
 
 
 def test_enqueue_sends_the_fields(any_client: Any, own_worker: Any) -> None:
@@ -53,15 +45,15 @@ def test_enqueue_sends_the_fields(any_client: Any, own_worker: Any) -> None:
     fields = {"max_tokens": 5, "priority": -3, "stop": ["x"], "metadata": {"a": 1}}
     request_id = any_client.enqueue("Hi", request_id="mine", **fields)
     assert request_id == "mine"
-    assert payload(own_worker, "mine") == {"prompt": "Hi", **fields}
+    assert own_worker.payload("mine") == {"prompt": "Hi", **fields}
     assert own_worker.take().request_id == "mine"
 
 
 def test_enqueue_takes_messages_and_token_ids(any_client: Any, own_worker: Any) -> None:
     """A prompt may be token ids, or a chat."""
     messages = [{"role": "user", "content": "Hi"}]
-    assert payload(own_worker, any_client.enqueue([1, 2])) == {"prompt": [1, 2]}
-    assert payload(own_worker, any_client.enqueue(messages=messages)) == {"messages": messages}
+    assert own_worker.payload(any_client.enqueue([1, 2])) == {"prompt": [1, 2]}
+    assert own_worker.payload(any_client.enqueue(messages=messages)) == {"messages": messages}
 
 
 def test_enqueue_refuses_what_no_worker_would_take(any_client: Any) -> None:
@@ -131,11 +123,11 @@ def test_samples_are_requests_with_seeds_of_their_own(any_client: Any, own_worke
     """`n` requests, one id and one seed apart, enqueued at once."""
     ids = any_client.enqueue_samples(3, "Hi", request_id="s", seed=7, idempotency_key="k")
     assert ids == ["s:0", "s:1", "s:2"]
-    assert [payload(own_worker, request_id)["seed"] for request_id in ids] == [7, 8, 9]
+    assert [own_worker.payload(request_id)["seed"] for request_id in ids] == [7, 8, 9]
     assert any_client.enqueue_samples(3, "Hi", request_id="t", idempotency_key="k") == ids
     [alone] = any_client.enqueue_samples(1, "Hi", request_id="u")
     assert alone == "u:0"
-    assert "seed" not in payload(own_worker, "u:0")
+    assert "seed" not in own_worker.payload("u:0")
     with pytest.raises(InvalidRequestError, match="n: 0"):
         any_client.enqueue_samples(0, "Hi")
 

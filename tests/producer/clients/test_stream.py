@@ -10,11 +10,10 @@ import pytest
 from promptq import Client
 from promptq.shared.errors import RequestNotFoundError, StreamChangedError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
+from tests.producer.playing import KEYS
 
 Read = Callable[..., Any]
-KEYS = Keys("default")
 
 
 def wait_until_subscribed(worker: Any, request_id: str) -> None:

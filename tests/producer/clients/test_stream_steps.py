@@ -26,11 +26,9 @@ from promptq.producer.clients.stream import (
 from promptq.producer.commands.screens.demo_view import Board, Shown, requests_table
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
-from tests.producer.playing import HandWorker
+from tests.producer.playing import KEYS, HandWorker
 
-KEYS = Keys("default")
 Send = Callable[[Any], tuple[list[str], Action | None]]
 
 

@@ -22,13 +22,11 @@ from promptq.shared.errors import (
 )
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.playing import HandWorker
+from tests.producer.playing import KEYS, HandWorker
 from tests.waiting import async_until
 
-KEYS = Keys("default")
 NUM_STREAMS = 64
 _NO_SILENCE = 3600.0  # so nothing but the rule under test brings the events
 

@@ -11,15 +11,12 @@ import pytest
 
 from promptq import Client
 from promptq.shared.errors import RequestNotFoundError
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.model_free_worker import text_of
-from tests.producer.playing import HandWorker, Run, Start
+from tests.producer.playing import KEYS, HandWorker, Run, Start
 from tests.roles import QueueClient, as_role
-
-KEYS = Keys("default")
 
 
 def bury(redis_url: str, *request_ids: str) -> None:

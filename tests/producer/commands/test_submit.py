@@ -19,11 +19,6 @@ from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role
 
 
-def payload_of(worker: HandWorker, request_id: str) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(worker.redis.hget(KEYS.request(request_id), "payload"))
-    return fields
-
-
 def test_submit_prints_the_text(start: Start, own_worker: HandWorker) -> None:
     """Tokens come as they are made, and a newline ends them; nothing else is printed."""
     process = start("submit", "Hi")
@@ -54,7 +49,7 @@ def test_submit_sends_the_fields(run: Run, own_worker: HandWorker) -> None:
         *("--priority", "-2", "--deadline-ms", "90000", "--param", 'metadata={"a": 1}'),
     )
     assert done.stdout == "mine\n"
-    assert payload_of(own_worker, "mine") == {
+    assert own_worker.payload("mine") == {
         "prompt": "Hi",
         "max_tokens": 5,
         "temperature": 0.0,
@@ -91,7 +86,7 @@ def test_submit_prompts(
 ) -> None:
     """A prompt is an argument, standard input, token ids or a chat message."""
     request_id = run("submit", "--detach", *args, stdin="from a pipe\n").stdout.strip()
-    assert payload_of(own_worker, request_id) == fields
+    assert own_worker.payload(request_id) == fields
 
 
 def test_watch_replays_and_follows(run: Run, start: Start, own_worker: HandWorker) -> None:

@@ -17,7 +17,6 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import kill_all, until_ready
 from tests.producer.batches.batches import (
-    KEYS,
     attempts,
     finished_batch,
     give_up,
@@ -25,7 +24,7 @@ from tests.producer.batches.batches import (
     read_lines,
     write_lines,
 )
-from tests.producer.playing import HandWorker, Start
+from tests.producer.playing import KEYS, HandWorker, Start
 from tests.producer.webhooks.receiving import Receiver, receiver
 from tests.producer.webhooks.test_webhooks import ask
 from tests.roles import as_role

@@ -21,8 +21,8 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready
-from tests.producer.batches.batches import KEYS, finished_batch, line, write_lines
-from tests.producer.playing import Run, Start
+from tests.producer.batches.batches import finished_batch, line, write_lines
+from tests.producer.playing import KEYS, Run, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, refusals
 from tests.servers import embedded_server

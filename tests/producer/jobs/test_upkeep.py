@@ -16,11 +16,9 @@ from promptq.producer.settings import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.playing import HandWorker, Start
+from tests.producer.playing import KEYS, HandWorker, Start
 from tests.requests import put
 from tests.roles import as_role, bring_in_roles
-
-KEYS = Keys("default")
 
 
 @pytest.fixture(autouse=True)

@@ -29,16 +29,13 @@ from promptq.producer.webhooks.webhook_signature import (
 )
 from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.certificates import make_certificates
-from tests.producer.playing import HandWorker, Run
+from tests.producer.playing import KEYS, HandWorker, Run
 from tests.producer.webhooks.receiving import MASTER, Receiver, is_signed, receiver
 from tests.roles import as_role
 from tests.servers import Server
-
-KEYS = Keys("default")
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ import pytest
 from playwright.async_api import Page, expect
 
 from promptq import AsyncClient
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from tests.model_free_worker import running_worker, served_model_free
 from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
+from tests.producer.playing import KEYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-KEYS = Keys("default")
 LOOKS = [("phone", PHONE), ("desktop", DESKTOP)]
 SCHEMES = ["light", "dark"]
 

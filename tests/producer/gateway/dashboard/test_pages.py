@@ -13,7 +13,6 @@ from playwright.async_api import Page, expect
 from promptq import AsyncClient
 from promptq.shared.protocol.claims import Held, Room
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import Row
 from promptq.shared.protocol.worker_stats import WorkerStats
@@ -25,9 +24,9 @@ from tests.producer.commands.test_queue_commands import bury
 from tests.producer.gateway.dashboard.conftest import Open
 from tests.producer.gateway.dashboard.test_looks import write_an_hour
 from tests.producer.gateway.living import serving
+from tests.producer.playing import KEYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-KEYS = Keys("default")
 ONE = Room(max_count=1, token_budget=10**6)
 
 
