@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from promptq.shared.protocol.keys import Keys
 from tests.processes import StartedWorker, started
 from tests.roles import as_role
 from tests.servers import embedded_server
+from tests.waiting import until
 
 LEASE_MS = 1500
 NUM_TOKENS = 300
@@ -131,8 +131,7 @@ def told(events: list[TokenEvent]) -> list[Any]:
 def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
     """Until every request has some tokens, and none of them all."""
     keys = Keys("default")
-    while not all(server.xlen(keys.tokens(request_id)) >= 5 for request_id in ids):
-        time.sleep(0.002)
+    until(lambda: all(server.xlen(keys.tokens(request_id)) >= 5 for request_id in ids))
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "short of memory"])

@@ -48,7 +48,7 @@ from tests.model_free_worker import finished, running_worker, served_model_free,
 from tests.processes import started
 from tests.requests import async_put, put, result_of, until_active
 from tests.roles import QueueClient, as_role
-from tests.waiting import until
+from tests.waiting import async_until, until
 from tests.worker.text.structured import json_schema
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -350,15 +350,13 @@ async def test_a_long_preparation_holds_up_neither_short_nor_other_tenants_long_
     served = replace(served_model_free(num_blocks=64), tokenizer=tokenizer)
     async with running_worker(redis_url, served):
         attacks = [await async_put(queue, prompt=LONG, tenant="a", max_tokens=1) for _ in range(5)]
-        while len(tokenizer.standing) < 2:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: len(tokenizer.standing) >= 2)
         short = await async_put(queue, prompt="a", seed=1, max_tokens=3, tenant="b")
         assert (await finished(queue, short))["text"] == text_of(1, 3)
         same = await async_put(queue, prompt="a", seed=2, max_tokens=3, tenant="a")
         assert (await finished(queue, same))["text"] == text_of(2, 3)
         long = await async_put(queue, prompt=LONG, tenant="b", max_tokens=1)
-        while "b" not in tokenizer.standing:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: "b" in tokenizer.standing)
         assert tokenizer.standing.count("a") == 2, "a tenant leaves threads to others"
         tokenizer.go_on.set()
         for request_id in [*attacks, long]:
@@ -378,8 +376,7 @@ async def test_more_long_preparations_than_a_worker_has_place_for_take_no_slots(
         attack = Request.build({"prompt": LONG[:33_000], "max_tokens": 1, **of_attacker})
         attacks = [NewRequest(new_request_id(), attack) for _ in range(num_attacks)]
         await queue.enqueue(attacks)
-        while len(tokenizer.standing) < 2:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: len(tokenizer.standing) >= 2)
         for seed, of in enumerate(({"tenant": "b"}, of_attacker)):
             victim = await async_put(queue, prompt="a", seed=seed, max_tokens=3, **of)
             assert (await finished(queue, victim))["text"] == text_of(seed, 3)
@@ -412,8 +409,7 @@ async def test_turns_go_by_tenant() -> None:
         await lane.run(name[0], lambda: stand(name))
 
     async def until_started(*names: str) -> None:
-        while not {*names} <= {*started_in}:
-            await asyncio.sleep(0.001)
+        await async_until(lambda: {*names} <= {*started_in})
 
     tasks = [asyncio.create_task(run(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "d1")]
     await until_started("a1", "a2", "b1", "c1")

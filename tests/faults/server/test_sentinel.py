@@ -16,7 +16,7 @@ from tests.model_free_worker import text_of
 from tests.processes import started
 from tests.requests import check_log, num_tokens, put, result_of
 from tests.roles import as_role
-from tests.waiting import until
+from tests.waiting import async_until, until
 
 FAULTY = "tests.faults.worker.faulty_worker"
 
@@ -49,8 +49,9 @@ async def test_streams_outlive_a_failover(guarded: Guarded, tmp_path: Path) -> N
             reading = [asyncio.create_task(client.result(request_id)) for request_id in ids]
             with guarded.master.client() as own:
                 queue = RequestQueue(own)
-                while not all(num_tokens(queue, request_id) > 50 for request_id in ids):
-                    await asyncio.sleep(0.01)
+                await async_until(
+                    lambda: all(num_tokens(queue, request_id) > 50 for request_id in ids)
+                )
             guarded.kill_master()
             for n, result in enumerate(await asyncio.gather(*reading)):
                 assert result.text == text_of(n, 1500)

@@ -22,6 +22,7 @@ from promptq.shared.server.acl import ROLES
 from promptq.worker.served_model import Served
 from tests.model_free_worker import running_worker
 from tests.roles import as_role
+from tests.waiting import async_until
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ async def serving(
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await async_until(lambda: server.started)
     try:
         yield LiveGateway(f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:

@@ -22,6 +22,7 @@ from tests.producer.playing import Run, Start
 from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, forget_refusals
 from tests.servers import OwnServer
+from tests.waiting import async_until
 
 ACL = ROOT / "deploy" / "redis.acl"
 
@@ -56,8 +57,8 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
                 await asyncio.sleep(0.05)
             assert (await batches.get(batch.id)).status == "completed"
             assert [it.id for it in (await batches.page(("",), 9, None))[0]]
-        while not (receiving.calls and everything.exists("rq:finished:promptq-default-upkeep")):
-            await asyncio.sleep(0.05)
+        await async_until(lambda: receiving.calls)
+        await async_until(lambda: everything.exists("rq:finished:promptq-default-upkeep"))
         process.terminate()
         await asyncio.to_thread(process.wait)
         refused = {entry["object"] for entry in everything.acl_log()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +18,7 @@ from tests.producer.gateway.living import LiveGateway
 from tests.producer.playing import KEYS, HandWorker
 from tests.requests import ROOM, held, put, row
 from tests.roles import QueueClient, as_role
+from tests.waiting import until
 
 IN_DEBT = r"has used more than its 200 tokens a minute; try again in [345] min"
 
@@ -164,8 +164,7 @@ def test_a_chat_without_max_tokens_is_charged_what_it_makes(
                 for chunk in client.chat.completions.create(**asked, stream=True)
             ]
         )
-        while not worker.queue.count():
-            time.sleep(0.002)
+        until(worker.queue.count)
         claim = worker.take()
         for _ in range(4):
             worker.send(claim, "x" * 200)

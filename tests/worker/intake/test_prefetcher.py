@@ -32,6 +32,7 @@ from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.roles import AsyncQueueClient, as_role
+from tests.waiting import async_until
 from tests.worker.fake_engine import FakeEngine
 
 
@@ -125,8 +126,7 @@ class House:
         return self.leases.by_sequence(self.engine.sequences[-1])
 
     async def until_available(self, count: int) -> None:
-        while self.available < count:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: self.available >= count)
 
     async def put(self, **fields: Any) -> str:
         request = Request.build({"prompt": "a", **fields})
@@ -234,8 +234,7 @@ async def test_adapts_its_depth_to_the_rate_of_hand_outs(client: Any) -> None:
         house.leases.answered(held, RowStatus.FENCED)
         assert house.policy.depth <= 1 + n // 20
     assert house.policy.depth > 1
-    while house.policy.depth > 1:  # and back, when nothing was asked for
-        await asyncio.sleep(0.05)
+    await async_until(lambda: house.policy.depth <= 1)
     await house.intake.stop()
 
 
@@ -246,8 +245,7 @@ async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any
     good = await house.put()
     house.intake.start()
     await house.until_available(1)
-    while len(house.publisher.refused) < 2:
-        await asyncio.sleep(0.002)
+    await async_until(lambda: len(house.publisher.refused) >= 2)
     reasons = house.publisher.refused
     assert str(reasons[bad]).startswith("prompt: ")
     assert reasons[boom].error_type == "internal_error"
@@ -267,8 +265,7 @@ async def test_an_end_that_cannot_be_told_is_told_later_and_holds_up_nobody(clie
     giving_back = asyncio.create_task(house.give_back.run())
     house.intake.start()
     await house.until_available(1)
-    while not house.publisher.refused:
-        await asyncio.sleep(0.002)
+    await async_until(lambda: house.publisher.refused)
     assert [*house.publisher.refused] == [bad]
     giving_back.cancel()
     await house.intake.stop()
@@ -282,8 +279,7 @@ async def test_stopping_does_not_wait_for_a_tokenizer_and_loses_nothing(client: 
     for _ in range(3):
         await house.put(prompt="wait")
     house.intake.start()
-    while not tokenizer.reached.is_set():
-        await asyncio.sleep(0.002)
+    await async_until(tokenizer.reached.is_set)
     await house.intake.stop()
     tokenizer.go_on.set()
     assert await house.queue.count() == 3
@@ -296,8 +292,7 @@ async def test_stopping_while_an_end_is_told_loses_nothing(client: Any) -> None:
     for n in range(4):
         await house.put(prompt=[99999 if n == 0 else 1])
     house.intake.start()
-    while house.publisher.obstacles:
-        await asyncio.sleep(0.002)
+    await async_until(lambda: not house.publisher.obstacles)
     await house.intake.stop()
     assert await house.queue.count() == 4
     assert await client.zcard(house.queue.keys.leases) == 0
@@ -390,8 +385,7 @@ async def test_what_has_nothing_left_to_generate_is_only_ended(client: Any) -> N
     await house.queue.publish([Row.of(request_id, claim.fence, event)])
     await house.queue.release([Held(request_id, claim.fence)])
     house.intake.start()
-    while not house.publisher.completed:
-        await asyncio.sleep(0.002)
+    await async_until(lambda: house.publisher.completed)
     assert house.publisher.completed == [request_id]
     assert house.available == 0
     await house.intake.stop()
@@ -415,8 +409,7 @@ async def test_asks_again_for_what_did_not_fit_only_with_more_room_or_news(clien
     house.policy.free_tokens = 10
     await house.put(max_tokens=100)
     house.intake.start()
-    while house.queue.num_claims == 0:
-        await asyncio.sleep(0.002)
+    await async_until(lambda: house.queue.num_claims != 0)
     before = house.queue.num_claims
     for _ in range(200):
         house.leases.wake_up.room_freed()

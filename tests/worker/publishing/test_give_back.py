@@ -16,6 +16,7 @@ from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
+from tests.waiting import async_until
 from tests.worker.leases.test_leases import World
 
 
@@ -101,7 +102,6 @@ async def test_what_is_not_taken_stays_held_and_is_given_back_again(
         await give_back.run_once()
     assert (lease.state, list(world.leases)) == (LeaseState.RETURNING, [lease])
     running = asyncio.create_task(give_back.run())
-    while len(world.leases):
-        await asyncio.sleep(0.01)
+    await async_until(lambda: not len(world.leases))
     assert server.taken == [(["a"], True, [])]
     running.cancel()

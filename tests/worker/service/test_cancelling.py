@@ -9,6 +9,7 @@ import redis.asyncio
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import finished, running_worker, served_model_free
 from tests.requests import async_log_of, async_put, until_tokens
+from tests.waiting import async_until
 
 
 async def test_a_cancel_stops_the_stream_and_frees_the_blocks(
@@ -23,8 +24,7 @@ async def test_a_cancel_stops_the_stream_and_frees_the_blocks(
         count = result["usage"]["completion_tokens"]
         assert 5 <= count < 1000
         assert result["usage"]["prompt_tokens"] == len("Once upon a time")
-        while worker.served.engine.stats.num_used_blocks:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: not worker.served.engine.stats.num_used_blocks)
         events = await async_log_of(queue, request_id)
         assert sum(len(event["token_ids"]) for event in events) == count
         assert [event["finish_reason"] for event in events[-2:]] == [None, "cancelled"]

@@ -10,6 +10,7 @@ from promptq.worker.leases.lease import LeaseState
 from promptq.worker.service import Worker
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.requests import async_put, until_tokens
+from tests.waiting import async_until
 
 
 def is_prepared(worker: Worker, request_id: str) -> bool:
@@ -42,11 +43,9 @@ async def test_what_is_prefetched_goes_out_by_priority_even_if_it_came_later(
         first = await async_put(queue, max_tokens=2000)
         await until_tokens(queue, first, 1)
         others = [await async_put(queue, priority=1, max_tokens=2) for _ in range(5)]
-        while len(worker.leases.ready) < 3:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: len(worker.leases.ready) >= 3)
         urgent = await async_put(queue, priority=0, max_tokens=2)
-        while not is_prepared(worker, urgent):
-            await asyncio.sleep(0.002)
+        await async_until(lambda: is_prepared(worker, urgent))
         await queue.cancel(first)
         result = await finished(queue, urgent)
         # One of the others may already lie in the engine, behind the slot; no more than that.
@@ -95,8 +94,7 @@ async def test_an_urgent_request_gets_into_a_full_engine(
     served = served_model_free(max_num_seqs=1, step_seconds=0.005)
     async with running_worker(redis_url, served, drain_seconds=0) as worker:
         lazy = [await async_put(queue, priority=5, max_tokens=2000) for _ in range(3)]
-        while worker.leases.num_running < 2:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: worker.leases.num_running >= 2)
         urgent = await async_put(queue, priority=-5, seed=3, max_tokens=5)
         assert (await finished(queue, urgent))["text"] == text_of(3, 5)
         assert [await queue.state(it) for it in lazy[:2]] == [RequestState.ACTIVE] * 2

@@ -18,6 +18,7 @@ from tests.model_free_worker import finished, running_worker, served_model_free,
 from tests.requests import async_log_of, async_put, until_tokens
 from tests.roles import as_role
 from tests.servers import OwnServer
+from tests.waiting import async_until
 
 
 async def test_two_workers_share_a_queue(redis_url: str, queue: AsyncRequestQueue) -> None:
@@ -42,8 +43,8 @@ async def test_a_worker_whose_lease_was_taken_lets_go(
         await until_tokens(queue, request_id, 3)
         # Another attempt took it over: the fence is not this worker's any more.
         await client.hset(queue.keys.request(request_id), "fence", "2-other")
-        while worker.served.engine.stats.num_used_blocks or len(worker.leases):
-            await asyncio.sleep(0.002)
+        await async_until(lambda: not worker.served.engine.stats.num_used_blocks)
+        await async_until(lambda: not len(worker.leases))
         written = len(await async_log_of(queue, request_id))
         await asyncio.sleep(0.05)
         assert len(await async_log_of(queue, request_id)) == written
@@ -126,8 +127,7 @@ async def test_a_worker_that_claims_its_own_lost_request_runs_it_once(
         assert result["text"] == text_of(2, 30)
         assert result["stats"]["attempts"] == 2
         assert worker.meter.num_fences_lost == 1
-        while worker.leases.num_running or worker.served.engine.has_work:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: not (worker.leases.num_running or worker.served.engine.has_work))
     await client.aclose()
 
 

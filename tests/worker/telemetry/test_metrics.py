@@ -23,6 +23,7 @@ from promptq.worker.service import Worker
 from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.processes import read_line, running
 from tests.roles import as_role
+from tests.waiting import async_until
 
 Families = dict[str, Metric]
 
@@ -56,8 +57,7 @@ def value(families: Families, spec: metrics.Spec, suffix: str = "", **labels: st
 
 async def until_idle(worker: Worker) -> None:
     """Subscribers may hear of an end before its worker has heard that it was taken."""
-    while len(worker.leases) or worker.engine.stats.num_used_blocks:
-        await asyncio.sleep(0.005)
+    await async_until(lambda: not (len(worker.leases) or worker.engine.stats.num_used_blocks))
 
 
 @pytest.fixture
@@ -79,8 +79,7 @@ async def test_a_scrape_tells_of_the_requests_that_were_served(
         running = await scrape(worker)
         await client.cancel(cancelled)
         await until_idle(worker)
-        while not worker.meter.num_ended[FinishReason.CANCELLED]:
-            await asyncio.sleep(0.005)  # another call's reply may have freed it before
+        await async_until(lambda: worker.meter.num_ended[FinishReason.CANCELLED])
         told = await scrape(worker)
     assert value(running, metrics.RUNNING) == value(running, metrics.LEASES) == 1
     assert 0 < value(running, metrics.KV_USAGE) <= 1
@@ -175,8 +174,7 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
         urgent = await client.enqueue("now", priority=-5, max_tokens=6000)
         await anext(client.stream(urgent))
         later = [await client.enqueue("then", priority=9, max_tokens=2) for _ in range(3)]
-        while len(worker.leases.ready) < 2:
-            await asyncio.sleep(0.005)
+        await async_until(lambda: len(worker.leases.ready) >= 2)
         during = await scrape(worker)
         await client.cancel(urgent)
         await client.result(urgent, check=False)

@@ -29,6 +29,7 @@ from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker
 from tests.roles import as_role, bring_in_roles
+from tests.waiting import until
 
 
 def complete(client: OpenAI, **fields: Any) -> Any:
@@ -60,8 +61,7 @@ def failing(worker: HandWorker, error: ErrorInfo) -> Any:
 
 def reap_one(worker: HandWorker) -> None:
     """Tidy up, as any worker does, until something was ended."""
-    while not worker.queue.reap().ended:
-        time.sleep(0.005)
+    until(lambda: worker.queue.reap().ended)
 
 
 def called_with(arguments: str) -> dict[str, Any]:
