@@ -25,6 +25,7 @@ EARLIER_LOG = ".earlier.log"
 """How the name of a log ends that workers of the earlier release write."""
 
 _WORK = "from tests.chaos import chaotic_worker; chaotic_worker.main()"
+"""As the last release names it; this one has it in `tests.chaos.processes`."""
 
 
 @dataclass(frozen=True, slots=True)
