@@ -16,7 +16,7 @@ from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
 from tests.model_free_worker import text_of
 from tests.processes import read_line, running, started
-from tests.requests import check_log, log_of, num_tokens, put, result_of
+from tests.requests import num_tokens, put, result_of
 from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
@@ -84,20 +84,6 @@ def test_serves_and_drains_when_terminated(redis_url: str, tmp_path: Path) -> No
             assert worker.wait() == 0
         assert result_of(queue, request_id)["text"] == text_of(3, 2000)
         assert client.zcard(queue.keys.workers) == 0
-
-
-def test_a_killed_workers_stream_is_carried_on(redis_url: str, tmp_path: Path) -> None:
-    """No gap, no repeat, no changed token: the other worker goes on at the next one."""
-    options = ["--model", "model-free", "--lease-ms", "300"]
-    with redis.Redis.from_url(redis_url) as client:
-        queue = RequestQueue(client)
-        with started(tmp_path, redis_url, *options):
-            request_id = put(queue, seed=8, max_tokens=6000)
-            until(lambda: len(log_of(queue, request_id)) >= 20)
-        with started(tmp_path, redis_url, *options):
-            result_of(queue, request_id)
-        log = check_log(queue, request_id, text_of(8, 6000))
-        assert {event["attempt"] for event in log} == {1, 2}
 
 
 def test_starts_an_own_server_where_none_is_given(
