@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.ports import free_port
 from tests.processes import running
 from tests.producer.playing import Start
-from tests.shared.runtime.test_metrics import expressions
+from tests.shared.runtime.board import expressions
 
 CONFIG = """
 global: {{scrape_interval: 250ms, scrape_timeout: 250ms}}

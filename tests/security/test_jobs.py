@@ -30,8 +30,7 @@ from tests.model_free_worker import running_worker
 from tests.processes import until_ready
 from tests.producer.batches.batches import finished_batch, line, write_lines
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.producer.webhooks.receiving import MASTER, Receiver, receiver, secret_of
-from tests.producer.webhooks.test_webhooks import ask
+from tests.producer.webhooks.receiving import MASTER, Receiver, ask, receiver, secret_of
 from tests.roles import as_role, forget_refusals, refusals
 from tests.waiting import async_until
 

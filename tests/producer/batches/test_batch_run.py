@@ -32,7 +32,7 @@ from tests.producer.batches.batches import (
     texts_in,
     write_lines,
 )
-from tests.producer.commands.test_queue_commands import crash_until_dead
+from tests.producer.dead_letters import crash_until_dead
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.roles import as_role, bring_in_roles
 from tests.waiting import async_until

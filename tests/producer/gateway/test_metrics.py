@@ -16,7 +16,7 @@ from promptq.producer.gateway.http.meter import measure_http
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.runtime import metrics
 from tests.model_free_worker import running_worker, served_model_free
-from tests.producer.commands.test_queue_commands import bury
+from tests.producer.dead_letters import bury
 
 
 @asynccontextmanager

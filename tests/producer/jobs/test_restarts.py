@@ -25,8 +25,7 @@ from tests.producer.batches.batches import (
     write_lines,
 )
 from tests.producer.playing import KEYS, HandWorker, Start
-from tests.producer.webhooks.receiving import Receiver, receiver
-from tests.producer.webhooks.test_webhooks import ask
+from tests.producer.webhooks.receiving import Receiver, ask, receiver
 from tests.roles import as_role
 from tests.servers import OwnServer
 from tests.waiting import async_until

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from promptq.shared.queue.request_queue import RequestQueue
+from tests.requests import put
+
 MASTER = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
 
 
@@ -97,3 +100,8 @@ def receiver(tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def ask(queue: RequestQueue, request_id: str, url: str, **fields: Any) -> None:
+    """Put in a request whose end is told to that URL."""
+    put(queue, request_id, webhook_url=url, **{"max_tokens": 5, **fields})

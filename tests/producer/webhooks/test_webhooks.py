@@ -33,7 +33,7 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue
 from tests.certificates import make_certificates
 from tests.producer.playing import KEYS, HandWorker, Run
-from tests.producer.webhooks.receiving import MASTER, Receiver, is_signed, receiver
+from tests.producer.webhooks.receiving import MASTER, Receiver, ask, is_signed, receiver
 from tests.roles import as_role
 from tests.servers import Server
 
@@ -90,11 +90,6 @@ def jobs(settings: JobsSettings) -> Iterator[Jobs]:
     jobs = Jobs(settings)
     with closing(jobs.redis), closing(jobs):
         yield jobs
-
-
-def ask(queue: RequestQueue, request_id: str, url: str, **fields: Any) -> None:
-    request = Request.build({"prompt": "a", "webhook_url": url, "max_tokens": 5, **fields})
-    queue.enqueue([NewRequest(request_id, request)])
 
 
 def test_every_final_state_is_told(server: Server) -> None:

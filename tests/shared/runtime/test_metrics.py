@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Histogram
-from tests.paths import ROOT
+from tests.shared.runtime.board import BOARD, expressions
 
-BOARD = ROOT / "deploy" / "grafana" / "promptq.json"
 SUFFIXES = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
 EXPOSED = {spec.full_name + suffix: spec for spec in metrics.ALL for suffix in SUFFIXES[spec.kind]}
-
-
-def panels() -> list[dict[str, Any]]:
-    return [it for it in json.loads(BOARD.read_text())["panels"] if it["type"] != "row"]
-
-
-def expressions() -> list[str]:
-    return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
 def test_every_metric_has_a_name_and_buckets_of_its_kind() -> None:

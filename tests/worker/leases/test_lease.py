@@ -9,51 +9,15 @@ from typing import Any
 import pytest
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.claims import Claim, ModelIdentity
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import EngineAbilities, SequenceTiming
-from promptq.worker.intake.preparation import Preparation
+from promptq.worker.engine.api.messages import SequenceTiming
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.worker.fake_engine import limits
-
-END = 256
-
-
-def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
-    """Of a payload with these fields, as far as they are not the claim's own."""
-    own = {"request_id": "r", "fence": "2-x", "score": 5.0, "cost": 9, "is_suspect": False}
-    own.update({name: fields.pop(name) for name in own if name in fields})
-    fields.setdefault("prompt", "four")
-    return Claim(
-        payload=json.dumps(fields).encode(),
-        attempt=2,
-        seed=77,
-        enqueued_at_ms=1000,
-        claimed_at_ms=1500,
-        prompt_tokens=None,
-        events=events or [],
-        **own,
-    )
-
-
-def preparation(**abilities: Any) -> Preparation:
-    return Preparation(
-        ByteTokenizer(),
-        limits(max_model_len=20),
-        EngineAbilities(**abilities),
-        ModelIdentity("mine", "123"),
-        frozenset({END}),
-    )
+from tests.worker.leases.world import END, claim, emitted, preparation
 
 
 def prepare(events: list[TokenEvent] | None = None, **fields: Any) -> PreparedRequest:
     return preparation().prepare(claim(events, **fields))
-
-
-def emitted(text: str) -> list[TokenEvent]:
-    return [TokenEvent(index=n, token_ids=[ord(c)], text=c) for n, c in enumerate(text)]
 
 
 def test_a_sequence_gets_what_the_request_says() -> None:

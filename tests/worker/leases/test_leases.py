@@ -10,52 +10,20 @@ import pytest
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import RowStatus
 from promptq.worker.leases.lease import Lease, LeaseState
-from promptq.worker.leases.leases import Departure, Leases, Outcome
-from tests.worker.fake_engine import FakeEngine
-from tests.worker.leases.test_lease import claim, emitted, preparation
+from promptq.worker.leases.leases import Departure, Outcome
+from tests.worker.leases.world import (
+    ENDING,
+    GONE,
+    PREPARING,
+    READY,
+    RETURNING,
+    RUNNING,
+    World,
+    emitted,
+    preparation,
+)
 
 SEED, STEPS = 20, 40_000
-PREPARING, READY, RUNNING, ENDING, RETURNING, GONE = LeaseState
-
-
-class World:
-    """An owner with an engine of four slots, so that five have a place."""
-
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
-        self.leases = Leases(self.engine)
-
-    def claimed(self, request_id: str = "r", **fields: object) -> Lease:
-        (lease,) = self.leases.claimed([claim(request_id=request_id, **fields)])
-        return lease
-
-    def prepare(self, lease: Lease) -> None:
-        self.leases.prepared(lease, preparation().prepare(lease.claim))
-
-    def ready(self, request_id: str = "r", **fields: object) -> Lease:
-        lease = self.claimed(request_id, **fields)
-        self.prepare(lease)
-        return lease
-
-    def running(self, request_id: str = "r", **fields: object) -> Lease:
-        lease = self.ready(request_id, **fields)
-        self.leases.feed()
-        return lease
-
-    def in_state(self, state: LeaseState) -> Lease:
-        if state is PREPARING:
-            return self.claimed()
-        if state is READY:
-            return self.ready()
-        lease = self.running()
-        if state is ENDING:
-            self.leases.ending(lease)
-        elif state is RETURNING:
-            self.leases.returning(lease)
-        elif state is GONE:
-            self.leases.answered(lease, RowStatus.FENCED)
-        assert lease.state is state
-        return lease
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
 from tests.waiting import async_until
-from tests.worker.leases.test_leases import World
+from tests.worker.leases.world import World
 
 
 class Server:

@@ -19,7 +19,7 @@ from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
-from tests.worker.engine.core.test_llm_engine import make_request, run_to_end
+from tests.worker.engine.core.stepping import make_request, run_to_end
 from tests.worker.engine.tiny_models import save_model
 
 SEED = 11

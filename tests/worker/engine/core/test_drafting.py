@@ -19,8 +19,8 @@ from promptq.worker.engine.core.model_free import (
 )
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch, Sequence
-from tests.worker.engine.core.test_llm_engine import make_request, run_to_end
-from tests.worker.engine.core.test_scheduler import add, make_scheduler, make_sequence, step
+from tests.worker.engine.core.scheduling import add, make_scheduler, make_sequence, step
+from tests.worker.engine.core.stepping import make_request, run_to_end
 
 NO_END = 10**6
 
