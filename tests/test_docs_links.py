@@ -1,4 +1,4 @@
-"""Links in the pages, and mentions of pages in code, lead to something that exists."""
+"""Links in the pages, files that they name, and pages that code names lead to something that exists."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-CODE = [
+FILES = [
     path
     for folder in ("benchmarks", "deploy", "producer", "shared", "tests", "training", "worker")
-    for suffix in ("cpp", "h", "js", "lua", "py")
-    for path in ROOT.glob(f"{folder}/**/*.{suffix}")
+    for path in (ROOT / folder).rglob("*")
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 ]
+CODE = [path for path in FILES if path.suffix in (".cpp", ".h", ".js", ".lua", ".py")]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 MENTION = re.compile(r"\b(docs/[\w./-]+\.md)(?:, ([A-Z]\w+))?")
 """The path of a page, and perhaps the first word of a heading there."""
+NAME = re.compile(r"`((?:[a-z]\w*/)*(?:[a-z]\w*/|\w+\.(?:cpp|h|js|lua|py)))`")
+"""A folder or a file of code, by its path or the end of it."""
+NOT_LOOKED_UP = {"src/promptq/", "tests/artefacts/", "worker/engine/attention/NAME.py"}
+"""Links to the folders; what tests make; an example."""
 
 
 def outside_code(page: Path) -> str:
@@ -61,6 +65,21 @@ def broken_mentions(file: Path) -> Iterator[str]:
             yield f"{file.relative_to(ROOT)}: {path}: there is no such page"
         elif word and not any(each.split()[0] == word for each in headings(ROOT / path)):
             yield f"{file.relative_to(ROOT)}: {path}, {word}: there is no such heading"
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    names = {
+        f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in [*FILES, *ROOT.glob("*/")]
+    }
+    ends = {name[at:] for name in names for at, each in enumerate(name) if each == "/"}
+    history = ROOT / "CHANGELOG.md"
+    assert [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        if page != history
+        for name in NAME.findall(page.read_text())
+        if f"/{name}" not in ends and name not in NOT_LOOKED_UP
+    ] == []
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
