@@ -1,4 +1,4 @@
-"""Links in the pages, files that they name, and pages that code names lead to something that exists."""
+"""Links in the pages, files that they name, and pages that code names are there."""
 
 from __future__ import annotations
 
