@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 FILES = [
     path
@@ -22,6 +22,8 @@ MENTION = re.compile(r"\b(docs/[\w./-]+\.md)(?:, ([A-Z]\w+))?")
 """The path of a page, and perhaps the first word of a heading there."""
 NAME = re.compile(r"`((?:[a-z]\w*/)*(?:[a-z]\w*/|\w+\.(?:cpp|h|js|lua|py)))`")
 """A folder or a file of code, by its path or the end of it."""
+RUN = re.compile(r"(?<![\w`/])((?:benchmarks|tests)(?:[./]\w+)+)")
+"""A module or a path of the tests or benchmarks in a command."""
 NOT_LOOKED_UP = {"src/promptq/", "tests/artefacts/", "worker/engine/attention/NAME.py"}
 """Links to the folders; what tests make; an example."""
 
@@ -79,6 +81,18 @@ def test_every_file_that_a_page_names_is_there() -> None:
         if page != history
         for name in NAME.findall(page.read_text())
         if f"/{name}" not in ends and name not in NOT_LOOKED_UP
+    ] == []
+
+
+def test_every_module_that_a_page_runs_is_there() -> None:
+    runs = {(page, name) for page in PAGES for name in RUN.findall(page.read_text())}
+    assert len(runs) > 5
+    assert [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page, name in runs
+        if not name.endswith(".md")
+        for path in [ROOT / name.removesuffix(".py").replace(".", "/")]
+        if not path.is_dir() and not path.with_suffix(".py").exists()
     ] == []
 
 
