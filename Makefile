@@ -33,7 +33,7 @@ test-redis-py: $(SET_UP)
 
 # The native code, built with the address and undefined-behaviour sanitizers and without a warning.
 test-sanitizers: $(SET_UP)
-	@$(BIN)/python -m tests.worker.engine.sanitizers $(ARGS)
+	@$(BIN)/python -m tests.worker.engine.native.sanitizers $(ARGS)
 
 # The last release and this one on the same queues, under faults, updated and rolled back.
 test-update: $(SET_UP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,23 +11,21 @@ import pytest
 import redis
 import redis.asyncio
 
-from promptq.shared.server.embedded import EmbeddedServer
+from tests.processes import hear_signals
 from tests.roles import (
     AsyncQueueClient,
     QueueClient,
     as_role,
-    bring_in_roles,
     forget_refusals,
     refusals,
 )
-from tests.servers import Server, redis_server
+from tests.servers import Server, embedded_server, redis_server
 
 # Read when Triton is first imported, be it by a library. With 0 set outside, the kernels' tests use
 # the GPU that is there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Where a shell starts the tests in the background, interrupts are ignored by all that they start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+hear_signals()  # for what the product starts
 
 SERVERS = ["fakeredis", "embedded", "redis-server"]
 
@@ -36,9 +33,8 @@ SERVERS = ["fakeredis", "embedded", "redis-server"]
 @pytest.fixture(scope="session")
 def embedded_url() -> Iterator[str]:
     """Its default user's, who may do anything."""
-    with EmbeddedServer() as server:
-        bring_in_roles(server.url)
-        yield server.url
+    with embedded_server() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

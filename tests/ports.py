@@ -12,11 +12,20 @@ def free_port() -> int:
     It is none of those that the system gives to connections and to whoever asks for any port, as
     one of these may be taken before the test's server has started.
     """
-    while True:
+    [port] = free_ports(1)
+    return port
+
+
+def free_ports(count: int) -> list[int]:
+    """So many of them, each another."""
+    ports: list[int] = []
+    while len(ports) < count:
         port = random.randrange(10_000, 32_000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        return port
+        if port not in ports:
+            ports.append(port)
+    return ports

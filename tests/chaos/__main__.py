@@ -13,11 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.chaos.audit.outcome import Outcome
+from tests.chaos.audit.records import Queue
 from tests.chaos.driver import Run
-from tests.chaos.earlier import LAST_RELEASE, check_out
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.outcome import Outcome
-from tests.chaos.records import Queue
+from tests.chaos.processes.earlier import LAST_RELEASE, check_out
 from tests.chaos.report import mutant_table, report
 
 

@@ -18,14 +18,9 @@ import redis.asyncio
 
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.protocol.keys import Keys
-from tests.chaos.auditor import Violation, check_endings, check_refusals
-from tests.chaos.earlier import SHARES, Release
-from tests.chaos.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
-from tests.chaos.group import ProcessGroup
-from tests.chaos.mutants import VARIABLE
-from tests.chaos.outcome import Outcome
-from tests.chaos.proxy import Proxy, Role
-from tests.chaos.records import (
+from tests.chaos.audit.auditor import Violation, check_endings, check_refusals
+from tests.chaos.audit.outcome import Outcome
+from tests.chaos.audit.records import (
     Expected,
     Journal,
     Kind,
@@ -34,10 +29,15 @@ from tests.chaos.records import (
     SeenEvent,
     Sent,
 )
+from tests.chaos.audit.snapshot import hold_names, told_since
+from tests.chaos.mutants import VARIABLE
+from tests.chaos.processes.earlier import SHARES, Release
+from tests.chaos.processes.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
+from tests.chaos.processes.group import ProcessGroup
+from tests.chaos.processes.proxy import Proxy, Role
+from tests.chaos.processes.server import PersistentServer
 from tests.chaos.requests import TEMPLATES
 from tests.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
-from tests.chaos.server import PersistentServer
-from tests.chaos.snapshot import hold_names, told_since
 from tests.roles import as_role, refusals
 
 WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
@@ -210,7 +210,7 @@ class Run:
             with (self._folder / f"{name}.log").open("ab") as log:
                 process = await self._group.spawn(
                     str(release.python) if release else sys.executable,
-                    *["-m", "tests.chaos.clients", name, str(self.outcome.seed), *urls],
+                    *["-m", "tests.chaos.processes.clients", name, str(self.outcome.seed), *urls],
                     *[str(self._folder / f"{name}.jsonl"), *rates],
                     stdout=log,
                     stderr=log,

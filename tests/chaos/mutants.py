@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from promptq.shared.queue import request_queue
-from tests.shared.states import mutants as states
-from tests.shared.states.mutant import ALL_SCRIPTS, Mutant
+from tests.shared.states.mutants import mutants as states
+from tests.shared.states.mutants.mutant import ALL_SCRIPTS, Mutant
 
 VARIABLE = "PROMPTQ_CHAOS_MUTANT"
 """In the environment of a run's workers and clients: the mutant whose scripts they send."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tests.chaos.outcome import Outcome
+from tests.chaos.audit.outcome import Outcome
 
 _MOST_SHOWN = 100
 

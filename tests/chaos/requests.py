@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from promptq.shared.queue.request_queue import new_request_id
-from tests.chaos.chaotic_worker import POISON
-from tests.chaos.records import Kind, Queue, Sent
+from tests.chaos.audit.records import Kind, Queue, Sent
+from tests.chaos.processes.chaotic_worker import POISON
 
 _KINDS = {
     Kind.PLAIN: 70,

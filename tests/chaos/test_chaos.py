@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.audit.records import Queue
 from tests.chaos.driver import Run
-from tests.chaos.earlier import check_out
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.records import Queue
+from tests.chaos.processes.earlier import check_out
 from tests.chaos.report import report
 from tests.chaos.schedule import MEAN_SECONDS, Fault, schedule
 

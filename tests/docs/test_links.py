@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 FILES = [
     path

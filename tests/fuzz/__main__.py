@@ -17,11 +17,13 @@ import redis
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.fuzz.fuzzing import Fuzzing, report
 from tests.fuzz.http_fuzzing import HttpFuzzing, report_http
+from tests.processes import hear_signals
 from tests.roles import bring_in_roles
 
 
 def main() -> int:
     """Exit code 1 at any fault."""
+    hear_signals()
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=None)

@@ -16,7 +16,7 @@ import redis
 from promptq.producer.commands.local_fleet.processes import WorkerProcess
 from promptq.shared.protocol.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
-from tests.helpers import text_of
+from tests.model_free_worker import text_of
 from tests.roles import as_role
 
 _ROUND = 5000

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -24,6 +25,7 @@ from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.commands.local_fleet.processes import WorkerProcess
 from tests.fuzz.http_requests import Thrown, all_routes, make_request, make_upload
+from tests.processes import read_line, running
 from tests.roles import as_role
 
 MOST_GROWTH_BYTES = 64 << 20
@@ -151,18 +153,13 @@ class HttpFuzzing:
         url = as_role("gateway", self._redis_url)
         command = [sys.executable, "-m", "promptq.producer.cli", "gateway", "--port", "0"]
         with (self._folder / "gateway.log").open("w") as log:
-            process = subprocess.Popen(
-                [*command, "--redis", url], env=env, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-            try:
-                assert process.stdout is not None
-                ready = process.stdout.readline()
-                yield ready.split()[2].rstrip(","), process.pid
+            options: Any = {"env": env, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            with running(*command, "--redis", url, **options) as process:
+                yield read_line(process).split()[2].rstrip(","), process.pid
                 if process.poll() is not None:
                     self._tell(f"the gateway ended with exit code {process.returncode}")
-            finally:
                 process.terminate()
-                process.communicate()
+                process.wait()
 
     @contextmanager
     def _worker(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import httpx2
 
 from promptq import Client
+from tests.processes import read_line, running
 from tests.roles import as_role
 
 GATEWAY = """
@@ -39,19 +39,17 @@ MODELS = "/v1/models"
 
 
 @contextmanager
-def running(*command: str) -> Iterator[tuple[str, Lines]]:
+def logging(*command: str) -> Iterator[tuple[str, Lines]]:
     """A process and the first line it prints; afterwards the lines of its log."""
     lines: Lines = []
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip(), lines
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate()
-        lines += [json.loads(line) for line in log.splitlines()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with running(sys.executable, *command, **pipes, text=True) as process:
+        try:
+            yield read_line(process).strip(), lines
+        finally:
+            process.terminate()
+            _, log = process.communicate()
+            lines += [json.loads(line) for line in log.splitlines()]
 
 
 def about(lines: Lines, request_id: str) -> Lines:
@@ -71,8 +69,8 @@ def test_a_request_has_one_id_in_all_logs(redis_url: str) -> None:
         "--log-level",
         "debug",
     ]
-    with running(*worker) as (_, of_worker), Client(redis_url) as client:
-        with running("-c", GATEWAY, as_role("gateway", redis_url)) as (port, of_gateway):
+    with logging(*worker) as (_, of_worker), Client(redis_url) as client:
+        with logging("-c", GATEWAY, as_role("gateway", redis_url)) as (port, of_gateway):
             url = f"http://127.0.0.1:{port}"
             body = {"prompt": "x", "max_tokens": 3}
             asked = httpx2.post(f"{url}/v1/completions?key=secret", json=body, timeout=None).json()[
@@ -133,7 +131,7 @@ def test_every_call_about_an_answer_is_logged_with_its_id(redis_url: str) -> Non
     gateway += ["--redis", as_role("gateway", redis_url)]
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
     unknown = "/v1/streams/chatcmpl-0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10"
-    with running(*worker) as (_, of_worker), running(*gateway) as (ready, of_gateway):
+    with logging(*worker) as (_, of_worker), logging(*gateway) as (ready, of_gateway):
         base = ready.split()[2].rstrip(",")
         with httpx2.Client(base_url=base, timeout=None) as http:
             asked = http.post("/v1/chat/completions", json=body)
@@ -211,9 +209,9 @@ def test_a_worker_says_that_another_has_another_length(redis_url: str) -> None:
     url = as_role("worker", redis_url)
     worker = ["-m", "promptq.worker", "--model", "model-free", "--redis", url, "--max-model-len"]
     with (
-        running(*worker, "600") as (_, of_first),
-        running(*worker, "600") as (_, of_second),
-        running(*worker, "500") as (_, of_third),
+        logging(*worker, "600") as (_, of_first),
+        logging(*worker, "600") as (_, of_second),
+        logging(*worker, "500") as (_, of_third),
         Client(redis_url) as client,
     ):
         told = {it.worker_id: it.max_model_len for it in client.stats().workers}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
@@ -10,8 +9,9 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.helpers import running_worker, served_model_free, text_of
+from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.roles import as_role
+from tests.waiting import async_until
 
 
 class RawClient:
@@ -105,8 +105,7 @@ async def test_a_client_of_plain_sockets_can_do_it_all(redis_url: str) -> None:
     async with running_worker(redis_url, served_model_free(step_seconds=0.002)):
         thread = threading.Thread(target=converse, args=(redis_url, outcome))
         thread.start()
-        while thread.is_alive():
-            await asyncio.sleep(0.01)
+        await async_until(lambda: not thread.is_alive())
         thread.join()
 
     assert "".join(event["text"] for event in outcome["live"]) == text_of(4, 20)

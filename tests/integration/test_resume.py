@@ -6,13 +6,12 @@ The shipped model in fp32, worker processes, and a subscriber that listens all t
 from __future__ import annotations
 
 import signal
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ import redis
 from promptq import Client
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.server.embedded import EmbeddedServer
-from tests.roles import as_role, bring_in_roles
-from tests.worker.test_command import started
+from tests.processes import StartedWorker, started
+from tests.roles import as_role
+from tests.servers import embedded_server
+from tests.waiting import until
 
 LEASE_MS = 1500
 NUM_TOKENS = 300
@@ -75,18 +75,17 @@ def enqueue(client: Client, request: dict[str, Any]) -> str:
 
 
 def worker(
-    url: str, *options: str, module: str = "promptq.worker"
-) -> AbstractContextManager[subprocess.Popen[str]]:
+    folder: Path, url: str, *options: str, module: str = "promptq.worker"
+) -> AbstractContextManager[StartedWorker]:
     """A worker of the shipped model that has said it is ready."""
-    fixed = ("--redis", as_role("worker", url), "--dtype", "float32", "--lease-ms", str(LEASE_MS))
-    return started(*fixed, *options, module=module)
+    fixed = ("--dtype", "float32", "--lease-ms", str(LEASE_MS))
+    return started(folder, url, *fixed, *options, module=module)
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with EmbeddedServer() as server:
-        bring_in_roles(server.url)
-        yield as_role("producer", server.url)
+    with embedded_server() as default:
+        yield as_role("producer", default)
 
 
 @dataclass
@@ -98,8 +97,12 @@ class Quiet:
 
 
 @pytest.fixture(scope="module")
-def quiet(url: str) -> Quiet:
-    with worker(url), Client(url) as client, ThreadPoolExecutor(len(REQUESTS)) as threads:
+def quiet(url: str, tmp_path_factory: pytest.TempPathFactory) -> Quiet:
+    with (
+        worker(tmp_path_factory.mktemp("quiet"), url),
+        Client(url) as client,
+        ThreadPoolExecutor(len(REQUESTS)) as threads,
+    ):
         ids = {name: enqueue(client, request) for name, request in REQUESTS.items()}
         streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
         expected = {name: told(stream.result()) for name, stream in streams.items()}
@@ -128,20 +131,23 @@ def told(events: list[TokenEvent]) -> list[Any]:
 def wait_for_progress(server: redis.Redis, ids: list[str]) -> None:
     """Until every request has some tokens, and none of them all."""
     keys = Keys("default")
-    while not all(server.xlen(keys.tokens(request_id)) >= 5 for request_id in ids):
-        time.sleep(0.002)
+    until(lambda: all(server.xlen(keys.tokens(request_id)) >= 5 for request_id in ids))
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "redeployed", "short of memory"])
-def test_the_whole_text_is_that_of_a_quiet_run(fault: str, url: str, quiet: Quiet) -> None:
-    module = "tests.integration.short_of_memory" if fault == "short of memory" else "promptq.worker"
+def test_the_whole_text_is_that_of_a_quiet_run(
+    fault: str, url: str, quiet: Quiet, tmp_path: Path
+) -> None:
+    module = (
+        "tests.faults.worker.short_of_memory" if fault == "short of memory" else "promptq.worker"
+    )
     with (
         redis.Redis.from_url(as_role("", url)) as server,
         Client(url) as client,
         ThreadPoolExecutor(len(quiet.requests)) as threads,
     ):
         server.flushall()
-        with worker(url, "--drain-seconds", "0", module=module) as victim:
+        with worker(tmp_path, url, "--drain-seconds", "0", module=module) as victim:
             ids = {name: enqueue(client, request) for name, request in quiet.requests.items()}
             streams = {name: threads.submit(read, client, it) for name, it in ids.items()}
             if fault == "short of memory":
@@ -149,24 +155,24 @@ def test_the_whole_text_is_that_of_a_quiet_run(fault: str, url: str, quiet: Quie
             else:
                 wait_for_progress(server, list(ids.values()))
             if fault == "killed":
-                victim.kill()
+                victim.process.kill()
             elif fault == "frozen":
-                victim.send_signal(signal.SIGSTOP)
+                victim.process.send_signal(signal.SIGSTOP)
             elif fault == "redeployed":
-                victim.send_signal(signal.SIGTERM)
+                victim.terminate()
                 assert victim.wait() == 0
-            with worker(url) as other:
+            with worker(tmp_path, url) as other:
                 if fault == "frozen":
                     wake = threading.Timer(
-                        2 * LEASE_MS / 1000, victim.send_signal, [signal.SIGCONT]
+                        2 * LEASE_MS / 1000, victim.process.send_signal, [signal.SIGCONT]
                     )
                     wake.start()
                 events = {name: stream.result() for name, stream in streams.items()}
                 if fault == "frozen":
                     wake.join()
-                    victim.send_signal(signal.SIGTERM)  # once it found that it holds nothing
+                    victim.terminate()  # once it found that it holds nothing
                     assert victim.wait() == 0
-                other.send_signal(signal.SIGTERM)
+                other.terminate()
                 assert other.wait() == 0
         for name, found in events.items():
             assert told(found) == quiet.expected[name], name

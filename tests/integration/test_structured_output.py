@@ -10,18 +10,16 @@ import jsonschema
 import pytest
 import redis.asyncio
 
-from promptq.shared.protocol.request import NewRequest, Request, RequestState
-from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from tests.helpers import finished, running_worker
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from tests.model_free_worker import finished, running_worker
+from tests.requests import async_put
 from tests.roles import AsyncQueueClient, as_role
-from tests.worker.structured import SCHEMAS, TOOLS, compilations, json_schema, served
+from tests.worker.text.structured import SCHEMAS, TOOLS, compilations, json_schema, served
 
 
 async def put(queue: AsyncRequestQueue, **fields: Any) -> str:
-    fields = {"temperature": 0.7, "max_tokens": 200, **fields}
-    if "messages" not in fields:
-        fields.setdefault("prompt", "Once upon a time")
-    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
+    return await async_put(queue, **{"temperature": 0.7, "max_tokens": 200, **fields})
 
 
 async def test_answers_match_and_a_refused_schema_fails_its_request_alone(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import redis.asyncio
 
-from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue import lookups
-from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
-from tests.helpers import finished, running_worker, served_model_free
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from tests.model_free_worker import finished, running_worker, served_model_free
+from tests.requests import new
 
 
 async def test_a_flood_does_not_hold_up_another_tenant(redis_url: str) -> None:
@@ -16,12 +16,8 @@ async def test_a_flood_does_not_hold_up_another_tenant(redis_url: str) -> None:
         queue = AsyncRequestQueue(client)
 
         async def put(tenant: str | None, count: int) -> list[str]:
-            request = Request.build(
-                {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "tenant": tenant}
-            )
-            return await queue.enqueue(
-                [NewRequest(new_request_id(), request) for _ in range(count)]
-            )
+            fields = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "tenant": tenant}
+            return await queue.enqueue([new(**fields) for _ in range(count)])
 
         flood = await put("flood", 300)
         few = await put("few", 5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -31,8 +30,8 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tracing import Tracing, start_tracing
 from promptq.worker.service import Worker
-from tests.helpers import served_model_free
-from tests.integration.faults import started
+from tests.model_free_worker import served_model_free
+from tests.processes import read_line, running, started
 from tests.producer.gateway.living import live_gateway, live_worker
 from tests.roles import as_role
 
@@ -289,10 +288,11 @@ def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: 
     url = as_role("worker", redis_url)
     command = [sys.executable, "-m", "promptq.worker", "--model", "model-free", "--redis", url]
     environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    with Client(redis_url) as client:
+    with (
+        running(*command, env=environment, stdout=subprocess.PIPE, text=True) as process,
+        Client(redis_url) as client,
+    ):
+        assert read_line(process).startswith("ready")
         messages = [{"role": "user", "content": "x"}]
         context = {"traceparent": PARENT}
         client.generate(messages=messages, max_tokens=2, trace_context=context)
@@ -301,9 +301,8 @@ def test_the_command_sends_what_is_left_when_it_ends(redis_url: str, collector: 
         next(iter(client.stream(failed)))
         client.cancel(failed)
         client.result(failed)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    assert process.returncode == 0
+        process.terminate()
+        assert process.wait() == 0
     assert collector.services == {"promptq-worker"}
     chat = collector.named("chat model-free")
     assert chat.trace_id.hex() == PARENT.split("-")[1]
@@ -349,7 +348,7 @@ def test_an_attempt_that_fails_is_a_span_that_says_so(
     """Be it the request's own failure, or the engine's, after which it goes back."""
     told = {"FAULT": fault, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     with (
-        started(tmp_path, redis_url, module="tests.integration.faulty_worker", **told) as worker,
+        started(tmp_path, redis_url, module="tests.faults.worker.faulty_worker", **told) as worker,
         Client(redis_url) as client,
     ):
         client.generate("x", max_tokens=2)

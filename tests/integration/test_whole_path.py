@@ -15,14 +15,14 @@ import pytest
 import redis.asyncio
 
 from promptq.shared.protocol.claims import ModelIdentity
-from promptq.shared.protocol.request import NewRequest, Request
-from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.served_model import Served
 from promptq.worker.text.tokenizer import ByteTokenizer
-from tests.helpers import finished, running_worker
+from tests.model_free_worker import finished, running_worker
+from tests.requests import async_put
 from tests.roles import as_role
 from tests.worker.engine.tiny_models import VOCAB_SIZE, generate, make_model, save_model
 
@@ -75,9 +75,7 @@ async def test_greedy_tokens_are_those_of_generate(
         queue = AsyncRequestQueue(client)
 
         async def put(prompt: list[int], **fields: Any) -> str:
-            fields |= {"prompt": prompt, "temperature": 0.0, "ignore_eos": True}
-            request = Request.build(fields)
-            return (await queue.enqueue([NewRequest(new_request_id(), request)]))[0]
+            return await async_put(queue, prompt=prompt, temperature=0.0, ignore_eos=True, **fields)
 
         ids: list[str] = []
         leavers: list[str] = []

@@ -7,7 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 FOLDERS = ("producer", "worker", "shared")
 
 

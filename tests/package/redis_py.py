@@ -19,8 +19,8 @@ VERSIONS = ["5.2.1", "5.3.1", "6.0.0", "6.4.0", "7.0.1", "7.4.1", "8.1.0"]
 """kombu 5.5 allows up to 5.2.1, kombu 5.6 what is below 6.5."""
 
 TESTS = [
-    *(f"tests/producer/test_{name}.py" for name in ("clients", "stream", "subscriptions")),
-    *(f"tests/shared/test_{name}.py" for name in ("connection", "sentinel")),
+    *(f"tests/producer/clients/test_{name}.py" for name in ("clients", "stream", "subscriptions")),
+    *(f"tests/shared/server/test_{name}.py" for name in ("connection", "sentinel")),
 ]
 TOOLS = ["fakeredis[lua]", "pytest", "pytest-asyncio", "pytest-xdist"]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
+from tests.processes import start
 
 STRANGER = 'raise SystemExit("a stranger\'s code was run")\n'
 PROGRAM = """
@@ -71,8 +72,8 @@ class Stranger:
         }
 
     def start(self, *command: str, **options: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command, cwd=self.folder / "empty", env=self.environment, text=True, **options
+        return start(
+            *command, cwd=self.folder / "empty", env=self.environment, text=True, **options
         )
 
     def run(self, *command: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from promptq import Client
+from tests import processes
 from tests.producer.playing import (
     PROMPTQ,
     BlockingAsyncClient,
@@ -139,8 +140,8 @@ def start(environment: dict[str, str], redis_url: str) -> Iterator[Start]:
 
     def start(*args: str, url: str | None = None, **env: str) -> subprocess.Popen[str]:
         url = as_role(_role_of(args), redis_url) if url is None else url
-        process = subprocess.Popen(
-            [*PROMPTQ, *args],
+        process = processes.start(
+            *[*PROMPTQ, *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -44,6 +45,11 @@ class HandWorker:
         [claim] = self.queue.take_batch(Room(max_count=1, token_budget=2**40))
         self.adopt(claim)
         return claim
+
+    def payload(self, request_id: str) -> dict[str, Any]:
+        """What was asked for."""
+        fields: dict[str, Any] = json.loads(self.redis.hget(KEYS.request(request_id), "payload"))
+        return fields
 
     def event(
         self, claim: Claim, text: str, last: FinishReason | None = None, **fields: Any

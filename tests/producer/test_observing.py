@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,24 +19,18 @@ from promptq.shared.protocol.worker_stats import SAMPLE_MS, SlotState, WorkerSta
 from promptq.shared.queue import scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.statistics import Contribution
-from tests.helpers import running_worker, served_model_free
+from tests.model_free_worker import running_worker, served_model_free
+from tests.producer.playing import KEYS
 from tests.roles import as_role
 from tests.round_trips import counted_round_trips
 from tests.servers import Server
-
-KEYS = Keys()
+from tests.waiting import async_until
 
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(redis_url) as opened:
         yield opened
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    while not (value := await condition()):
-        await asyncio.sleep(0.01)
-    return value
 
 
 def happenings(timeline: Timeline) -> list[Happened]:
@@ -59,7 +53,7 @@ async def test_a_workers_slots_tell_who_runs_and_how_far(
             view = await client.worker(worker.worker_id)
             return view if len(view.slots) == 2 and view.slots[0].emitted_tokens > 20 else None
 
-        view = await until(both_run)
+        view = await async_until(both_run)
         by_id = {slot.request_id: slot for slot in view.slots}
         one, other = by_id[first], by_id[second]
         assert {one.slot, other.slot} == {0, 1}
@@ -99,7 +93,7 @@ async def test_a_preempted_request_is_shown_without_a_slot_and_its_life_tells_of
                 (lazy, SlotState.PREEMPTED),
             ]
 
-        await until(preempted)
+        await async_until(preempted)
         running = await client.timeline(lazy)
         assert running.state is RequestState.ACTIVE
         assert running.slot is not None
@@ -115,7 +109,7 @@ async def test_a_preempted_request_is_shown_without_a_slot_and_its_life_tells_of
         async def resumed() -> Any:
             return Happened.RESUMED in happenings(await client.timeline(lazy))
 
-        await until(resumed)
+        await async_until(resumed)
         await client.result(lazy)
         ended = await client.timeline(lazy)
         assert happenings(ended) == [*happenings(running), Happened.RESUMED, Happened.FINISHED]
@@ -280,7 +274,7 @@ async def test_a_working_worker_fills_the_statistics(redis_url: str, client: Asy
                 await connection.hset(open_sample, "bucket", int(part[b"bucket"]) - 1)
             return None
 
-        samples = await until(sampled)
+        samples = await async_until(sampled)
         assert (await client.overview()).latest in await client.statistics()
     assert sum(sample.finished for sample in samples) == 3
     assert sum(sample.tokens_per_second * 5 for sample in samples) == pytest.approx(30)

@@ -15,8 +15,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.ports import free_port
+from tests.processes import running
 from tests.producer.playing import Start
-from tests.shared.test_metrics import expressions
+from tests.shared.runtime.board import expressions
 
 CONFIG = """
 global: {{scrape_interval: 250ms, scrape_timeout: 250ms}}
@@ -39,13 +40,8 @@ def prometheus(folder: Path, *urls: str) -> Iterator[str]:
     address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", f"--config.file={folder}/prometheus.yml"]
     command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stderr=log)
-    try:
+    with (folder / "log").open("w") as log, running(*command, stderr=log):
         yield f"http://{address}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def values(http: httpx2.Client, expression: str) -> list[float]:

@@ -26,13 +26,13 @@ from promptq.producer.jobs.rq_queues import batch_queue
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker
-from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
-from tests.producer.jobs.processes import until_ready
-from tests.producer.jobs.receiving import MASTER, Receiver, receiver, secret_of
-from tests.producer.jobs.test_webhooks import ask
-from tests.producer.playing import HandWorker, Start
+from tests.model_free_worker import running_worker
+from tests.processes import until_ready
+from tests.producer.batches.batches import finished_batch, line, write_lines
+from tests.producer.playing import KEYS, HandWorker, Start
+from tests.producer.webhooks.receiving import MASTER, Receiver, ask, receiver, secret_of
 from tests.roles import as_role, forget_refusals, refusals
+from tests.waiting import async_until
 
 QUEUES = [f"promptq-default-{work}" for work in ("upkeep", "batches", "webhooks")]
 REAP = "promptq.producer.jobs.upkeep.reap"
@@ -148,9 +148,9 @@ async def test_rq_runs_our_functions_only(
         batch = await batch_of(redis_url, tmp_path, "t", 3)
         async with running_worker(redis_url):
             assert (await finished_batch(redis_url, batch.id)).status == "completed"
-        await until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
-        await until(lambda: bool(server.exists(KEYS.upkeep)))
-        await until(lambda: [path for path, _, _ in receiving.calls] == ["/ok"])
+        await async_until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
+        await async_until(lambda: bool(server.exists(KEYS.upkeep)))
+        await async_until(lambda: [path for path, _, _ in receiving.calls] == ["/ok"])
         # RQ's own channel, and all other ways in which it takes orders.
         assert server.pubsub_channels("rq:*") == []
         process.terminate()
@@ -187,10 +187,10 @@ async def test_a_forged_webhook_is_not_sent(
         settings = {"PROMPTQ_FILES_DIR": str(tmp_path), "PROMPTQ_WEBHOOK_ALLOW_PRIVATE": "1"}
         process = start("jobs", **settings)
         await until_ready(process)
-        await until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
+        await async_until(lambda: not any(server.llen(f"rq:queue:{queue}") for queue in QUEUES))
         ask(own_worker.queue, "r", receiving.url("/ok"))
         own_worker.finish(own_worker.take(), "hi")
-        await until(lambda: bool(receiving.calls))
+        await async_until(lambda: bool(receiving.calls))
         assert [path for path, _, _ in receiving.calls] == ["/ok"]
 
 
@@ -254,13 +254,13 @@ async def test_webhooks_take_turns_by_tenant(
         for number in range(8):
             ask(own_worker.queue, f"a{number}", slow.url("/never"), tenant="a")
             own_worker.finish(own_worker.take(), "hi")
-        await until(lambda: len(slow.calls) == 2)
+        await async_until(lambda: len(slow.calls) == 2)
         ask(own_worker.queue, "a-other", quick.url("/a"), tenant="a")
         own_worker.finish(own_worker.take(), "hi")
-        await until(lambda: bool(quick.headers_at("/a")))
+        await async_until(lambda: bool(quick.headers_at("/a")))
         ask(own_worker.queue, "b", quick.url("/b"), tenant="b")
         own_worker.finish(own_worker.take(), "hi")
-        await until(lambda: bool(quick.headers_at("/b")))
+        await async_until(lambda: bool(quick.headers_at("/b")))
         assert not slow.over.is_set()
         assert len(slow.calls) == 2, "a slow receiver waits for itself"
         verify_each_by_its_own_secret_only(quick)

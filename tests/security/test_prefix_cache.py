@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
-
-import pytest
-import redis.asyncio
 
 from promptq.shared.protocol.claims import ClaimContext, ModelIdentity, Room
 from promptq.shared.protocol.request import NewRequest, Request
@@ -16,19 +12,12 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.sequence import Sequence
-from tests.helpers import finished, running_worker, served_model_free
+from tests.model_free_worker import finished, running_worker, served_model_free
 from tests.roles import AsyncQueueClient, as_role
 
 PROMPT = "x" * 64
 """Three blocks of 16 tokens can be found, as one token at least is computed."""
 FOUND = 48
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
-    client = redis.asyncio.Redis.from_url(redis_url)
-    yield AsyncRequestQueue(client)
-    await client.aclose()
 
 
 async def cached(queue: AsyncRequestQueue, tenant: str | None = None, **fields: Any) -> int:

@@ -12,14 +12,13 @@ import json
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 import pytest
-import redis.asyncio
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -45,10 +44,12 @@ from promptq.worker.text.schema_patterns import num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from tests.helpers import finished, running_worker, served_model_free, text_of
-from tests.integration.faults import put, result_of, started, until
+from tests.model_free_worker import finished, running_worker, served_model_free, text_of
+from tests.processes import started
+from tests.requests import async_put, put, result_of, until_active
 from tests.roles import QueueClient, as_role
-from tests.worker.structured import json_schema
+from tests.waiting import async_until, until
+from tests.worker.text.structured import json_schema
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -79,13 +80,6 @@ def shipped(shipped_url: str) -> Iterator[RequestQueue]:
         yield RequestQueue(client)
 
 
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[AsyncRequestQueue]:
-    client = redis.asyncio.Redis.from_url(redis_url)
-    yield AsyncRequestQueue(client)
-    await client.aclose()
-
-
 def put_raw(queue: RequestQueue, **fields: Any) -> str:
     """As a client does that checks nothing."""
     request_id, client = new_request_id(), queue._redis
@@ -93,15 +87,6 @@ def put_raw(queue: RequestQueue, **fields: Any) -> str:
     client.zadd(queue.keys.pending, {request_id: 0})
     client.publish(queue.keys.control, "pending")
     return request_id
-
-
-async def enqueue(queue: AsyncRequestQueue, **fields: Any) -> str:
-    return (await queue.enqueue([NewRequest(new_request_id(), Request.build(fields))]))[0]
-
-
-async def until_active(queue: AsyncRequestQueue, request_id: str) -> None:
-    while await queue.state(request_id) is not RequestState.ACTIVE:
-        await asyncio.sleep(0.002)
 
 
 # ---------------------------------------------------------------- chat templates
@@ -146,9 +131,9 @@ async def test_a_models_template_renders_under_a_limit_beside_others(
     tokenizer.chat_template = f"{{% for a in messages %}}{loops}{{% endfor %}}"
     served = replace(served_model_free(), tokenizer=HuggingFaceTokenizer(tokenizer))
     async with running_worker(redis_url, served):
-        attack = await enqueue(queue, messages=CHAT * MAX_MESSAGES)
+        attack = await async_put(queue, messages=CHAT * MAX_MESSAGES)
         await until_active(queue, attack)
-        victim = await enqueue(queue, prompt=[97], max_tokens=3)
+        victim = await async_put(queue, prompt=[97], max_tokens=3)
         assert (await finished(queue, victim))["finish_reason"] == "length"
         assert await queue.state(attack) is RequestState.ACTIVE
         error = (await finished(queue, attack))["error"]
@@ -364,16 +349,14 @@ async def test_a_long_preparation_holds_up_neither_short_nor_other_tenants_long_
     tokenizer = StandingTokenizer()
     served = replace(served_model_free(num_blocks=64), tokenizer=tokenizer)
     async with running_worker(redis_url, served):
-        attacks = [await enqueue(queue, prompt=LONG, tenant="a", max_tokens=1) for _ in range(5)]
-        while len(tokenizer.standing) < 2:
-            await asyncio.sleep(0.002)
-        short = await enqueue(queue, prompt="a", seed=1, max_tokens=3, tenant="b")
+        attacks = [await async_put(queue, prompt=LONG, tenant="a", max_tokens=1) for _ in range(5)]
+        await async_until(lambda: len(tokenizer.standing) >= 2)
+        short = await async_put(queue, prompt="a", seed=1, max_tokens=3, tenant="b")
         assert (await finished(queue, short))["text"] == text_of(1, 3)
-        same = await enqueue(queue, prompt="a", seed=2, max_tokens=3, tenant="a")
+        same = await async_put(queue, prompt="a", seed=2, max_tokens=3, tenant="a")
         assert (await finished(queue, same))["text"] == text_of(2, 3)
-        long = await enqueue(queue, prompt=LONG, tenant="b", max_tokens=1)
-        while "b" not in tokenizer.standing:
-            await asyncio.sleep(0.002)
+        long = await async_put(queue, prompt=LONG, tenant="b", max_tokens=1)
+        await async_until(lambda: "b" in tokenizer.standing)
         assert tokenizer.standing.count("a") == 2, "a tenant leaves threads to others"
         tokenizer.go_on.set()
         for request_id in [*attacks, long]:
@@ -393,10 +376,9 @@ async def test_more_long_preparations_than_a_worker_has_place_for_take_no_slots(
         attack = Request.build({"prompt": LONG[:33_000], "max_tokens": 1, **of_attacker})
         attacks = [NewRequest(new_request_id(), attack) for _ in range(num_attacks)]
         await queue.enqueue(attacks)
-        while len(tokenizer.standing) < 2:
-            await asyncio.sleep(0.002)
+        await async_until(lambda: len(tokenizer.standing) >= 2)
         for seed, of in enumerate(({"tenant": "b"}, of_attacker)):
-            victim = await enqueue(queue, prompt="a", seed=seed, max_tokens=3, **of)
+            victim = await async_put(queue, prompt="a", seed=seed, max_tokens=3, **of)
             assert (await finished(queue, victim))["text"] == text_of(seed, 3)
         assert len(tokenizer.standing) == 2, "all others still wait"
         assert worker.leases.num_counted <= served.engine.limits.max_num_seqs
@@ -427,8 +409,7 @@ async def test_turns_go_by_tenant() -> None:
         await lane.run(name[0], lambda: stand(name))
 
     async def until_started(*names: str) -> None:
-        while not {*names} <= {*started_in}:
-            await asyncio.sleep(0.001)
+        await async_until(lambda: {*names} <= {*started_in})
 
     tasks = [asyncio.create_task(run(name)) for name in ("a1", "a2", "a3", "a4", "b1", "c1", "d1")]
     await until_started("a1", "a2", "b1", "c1")
@@ -459,7 +440,9 @@ async def test_a_worker_that_stops_gives_back_what_it_prepares(
     served = replace(served_model_free(), engine=engine, tokenizer=tokenizer, grammars=grammars)
     async with running_worker(redis_url, served):
         attacks = [
-            await enqueue(queue, prompt="a", response_format=json_schema(exploding_schema(number)))
+            await async_put(
+                queue, prompt="a", response_format=json_schema(exploding_schema(number))
+            )
             for number in range(4)
         ]
         await until_active(queue, attacks[-1])

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -30,8 +29,9 @@ from promptq.shared.server.advertised import advertised, is_free
 from promptq.shared.server.connection import open_async_redis, open_redis
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
-from tests.producer.jobs.processes import family_of
+from tests.processes import family_of, read_line, running
 from tests.producer.playing import PROMPTQ
+from tests.waiting import until
 
 NOBODY = 65534
 OWNER = """
@@ -60,27 +60,18 @@ def killed_url() -> str:
 
 
 def _start_and(end: Callable[[subprocess.Popen[str], str], object]) -> str:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with owner:
-        assert owner.stdout is not None
-        url = owner.stdout.readline().strip()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with running(sys.executable, "-c", OWNER, **pipes, text=True) as owner:
+        url = read_line(owner).strip()
         assert advertised() == url
         end(owner, url)
-        _wait_until(lambda: is_free(_port(url)))
+        until(lambda: is_free(_port(url)))
         assert advertised() is None
-        owner.kill()
     return url
 
 
 def _port(url: str) -> int:
     return int(url.rpartition(":")[2].partition("/")[0])
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.005)
 
 
 class Impostor:
@@ -295,7 +286,7 @@ async def test_a_connection_that_was_lost_is_not_opened_to_an_impostor(
             before.set("key", "a secret")
         with before, pytest.raises(redis.ConnectionError, match="has ended"):
             before.set("key", "a secret")
-        _wait_until(lambda: impostor.connections > 0)
+        until(lambda: impostor.connections > 0)
     assert impostor.heard == b""
 
 

@@ -13,13 +13,11 @@ import redis
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.shared.errors import ConfigurationError
-from promptq.shared.protocol.keys import Keys
-from tests.helpers import running_worker
+from tests.model_free_worker import running_worker
+from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.living import LiveGateway, live_gateway
-from tests.producer.playing import Run
+from tests.producer.playing import KEYS, Run
 from tests.roles import as_role
-
-KEYS = Keys()
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def gateway(redis_url: str, tmp_path: Path) -> Iterator[LiveGateway]:
 def admin(redis_url: str, gateway: LiveGateway) -> Iterator[httpx2.Client]:
     with Client(redis_url) as client:
         secret, _ = client.create_api_key(ApiKey(name="admin", is_admin=True))
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = bearer(secret)
     with httpx2.Client(base_url=gateway.url, headers=headers, timeout=30) as http:
         yield http
 

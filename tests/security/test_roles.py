@@ -16,14 +16,15 @@ from promptq import Client
 from promptq.shared.errors import RedisAuthError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.acl import FAMILIES, ROLES
-from tests.helpers import text_of
-from tests.integration.faults import OwnServer, started
-from tests.producer.playing import Run
+from tests.model_free_worker import text_of
+from tests.paths import ROOT
+from tests.processes import started
+from tests.producer.playing import KEYS, Run
 from tests.roles import ACL_FILE, as_role, password_of
+from tests.servers import OwnServer
 
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
-KEYS = Keys("default")
-FAULTY = "tests.integration.faulty_worker"
+DOCS = ROOT / "docs" / "security.md"
+FAULTY = "tests.faults.worker.faulty_worker"
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "blmove": ("KEY", "KEY", "LEFT", "RIGHT", "0.01"),
@@ -229,7 +230,7 @@ def test_the_file_that_is_shipped_is_what_the_command_prints(run: Run) -> None:
 
 
 def test_the_example_of_the_docs_makes_urls_of_the_file(run: Run, tmp_path: Path) -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    docs = DOCS.read_text()
     (function,) = re.findall(r"^url_of\(\) .*$", docs, re.MULTILINE)
     file = tmp_path / "users.acl"
     file.write_text(run("acl", "default", "gold", url="").stdout)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -15,15 +14,12 @@ from promptq import Client
 from promptq.producer.commands.screens.demo_view import Shown, finished_text
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.protocol.events import ErrorInfo
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
-from tests.producer.playing import PROMPTQ, HandWorker, old_server
-from tests.roles import QueueClient, as_role
-
-KEYS = Keys("default")
+from tests.processes import Terminal
+from tests.producer.playing import KEYS, PROMPTQ, HandWorker, old_server
 
 HOSTILE = "a\x1b]0;owned\x07b\x1b[666mc\x9b777md\u202ee\u2066f\rg\x7fh\x08i\x85j"
 """A title, two colours that nobody has, an order, an overwriting, and more that acts."""
@@ -49,63 +45,39 @@ def at_terminal(redis_url: str, tmp_path: os.PathLike[str]) -> At:
     """Runs a command at a terminal; gives what came there, and checks that nothing acted."""
 
     def run(*args: str) -> str:
-        ours, theirs = pty.openpty()
-        read: list[bytes] = []
-
-        def reading() -> None:
-            while True:
-                try:
-                    read.append(os.read(ours, 65536))
-                except OSError:  # nobody is at the other end
-                    return
-
         environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url}
         environment |= {"TERM": "xterm", "COLUMNS": "300", "LINES": "60"}
-        thread = threading.Thread(target=reading)
-        thread.start()
-        try:
-            subprocess.run(
-                [*PROMPTQ, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-            )
-        finally:
-            os.close(theirs)
-            thread.join()
-            os.close(ours)
-        text = b"".join(read).decode().replace("\r\n", "\n")
+        with closing(Terminal(*PROMPTQ, *args, env=environment)) as terminal:
+            terminal.read_rest()
+        text = terminal.shown.replace("\r\n", "\n")
         check_that_nothing_acts(text)
         return text
 
     return run
 
 
-@pytest.fixture
-def worker(redis_url: str) -> Iterator[HandWorker]:
-    with QueueClient.from_url(as_role("", redis_url)) as connection:
-        yield HandWorker(connection)
-
-
-def answer(worker: HandWorker, redis_url: str, text: str, **fields: object) -> None:
+def answer(own_worker: HandWorker, redis_url: str, text: str, **fields: object) -> None:
     """The request `mine` is over, with this text."""
     with Client(redis_url) as client:
         client.enqueue("Once", request_id="mine", max_tokens=999)
-    claim = worker.take()
-    worker.send(claim, text)
+    claim = own_worker.take()
+    own_worker.send(claim, text)
     ending = FinishReason.ERROR if "error" in fields else FinishReason.STOP
-    worker.send(claim, "", ending, **fields)
+    own_worker.send(claim, "", ending, **fields)
 
 
-def test_the_text_of_a_model(at_terminal: At, worker: HandWorker, redis_url: str) -> None:
+def test_the_text_of_a_model(at_terminal: At, own_worker: HandWorker, redis_url: str) -> None:
     """Its lines and tabs stay."""
-    answer(worker, redis_url, f"{HOSTILE}\n\tnext {MARKUP}")
+    answer(own_worker, redis_url, f"{HOSTILE}\n\tnext {MARKUP}")
     shown = at_terminal("watch", "mine")
     assert f"{ESCAPED}\n" in shown
     assert f"next {MARKUP}" in shown
     assert r"\u001b]0;owned" in at_terminal("watch", "mine", "--json")
 
 
-def test_the_text_of_a_model_in_a_pipe(worker: HandWorker, redis_url: str) -> None:
+def test_the_text_of_a_model_in_a_pipe(own_worker: HandWorker, redis_url: str) -> None:
     """A program gets what the model wrote."""
-    answer(worker, redis_url, HOSTILE)
+    answer(own_worker, redis_url, HOSTILE)
     environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url}
     done = subprocess.run([*PROMPTQ, "watch", "mine"], capture_output=True, env=environment)
     assert done.stdout == f"{HOSTILE}\n".encode()
@@ -115,9 +87,9 @@ def test_the_text_of_a_model_in_a_pipe(worker: HandWorker, redis_url: str) -> No
     assert "".join(event["text"] for event in events) == HOSTILE
 
 
-def test_the_message_of_an_error(at_terminal: At, worker: HandWorker, redis_url: str) -> None:
+def test_the_message_of_an_error(at_terminal: At, own_worker: HandWorker, redis_url: str) -> None:
     error = ErrorInfo(type="x", message=f"{HOSTILE}{MARKUP}")
-    answer(worker, redis_url, "text", error=error)
+    answer(own_worker, redis_url, "text", error=error)
     assert f"failed: {DRAWN}{MARKUP} (x)" in at_terminal("watch", "mine")
     environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url}
     done = subprocess.run([*PROMPTQ, "watch", "mine"], capture_output=True, env=environment)
@@ -125,15 +97,15 @@ def test_the_message_of_an_error(at_terminal: At, worker: HandWorker, redis_url:
 
 
 def test_what_workers_say_of_themselves(
-    at_terminal: At, worker: HandWorker, redis_url: str
+    at_terminal: At, own_worker: HandWorker, redis_url: str
 ) -> None:
     """Whoever may write to the queue may be any worker and name any model."""
     stats = WorkerStats(
         worker_id=f"w{HOSTILE}{MARKUP}", model=f"m{HOSTILE}{MARKUP}", device=f"d{HOSTILE}",
         state=f"s{HOSTILE}", dtype=MARKUP, max_num_seqs=8,
     )  # fmt: skip
-    RequestQueue(worker.redis).run(heartbeat(stats, 60_000))
-    worker.redis.hset(KEYS.config, "model", f"c{HOSTILE}{MARKUP}")
+    RequestQueue(own_worker.redis).run(heartbeat(stats, 60_000))
+    own_worker.redis.hset(KEYS.config, "model", f"c{HOSTILE}{MARKUP}")
     shown = at_terminal("stats")
     for column in ("w", "m", "c"):
         assert rf"{column}a\x1b]0;owned" in shown
@@ -144,17 +116,19 @@ def test_what_workers_say_of_themselves(
     assert f"told w{ESCAPED}" in at_terminal("drain")
 
 
-def test_what_is_kept_of_a_dead_letter(at_terminal: At, worker: HandWorker, redis_url: str) -> None:
+def test_what_is_kept_of_a_dead_letter(
+    at_terminal: At, own_worker: HandWorker, redis_url: str
+) -> None:
     with Client(redis_url) as client:
         client.enqueue("Once", request_id="mine", metadata={"x": f"{HOSTILE}{MARKUP}"})
-    worker.redis.hset(KEYS.config, "crash_backoff_ms", "0")
-    worker.queue = RequestQueue(worker.redis, worker_id=f"w{HOSTILE}", max_crashes=1)
-    while worker.queue.state("mine") != "dead":
-        claim = worker.take()
-        worker.redis.zadd(KEYS.leases, {claim.request_id: 1})
-        worker.queue.reap()
+    own_worker.redis.hset(KEYS.config, "crash_backoff_ms", "0")
+    own_worker.queue = RequestQueue(own_worker.redis, worker_id=f"w{HOSTILE}", max_crashes=1)
+    while own_worker.queue.state("mine") != "dead":
+        claim = own_worker.take()
+        own_worker.redis.zadd(KEYS.leases, {claim.request_id: 1})
+        own_worker.queue.reap()
     payload = f'{{"prompt":"Once{HOSTILE}{MARKUP}"}}'
-    worker.redis.hset(KEYS.request("mine"), "payload", payload)
+    own_worker.redis.hset(KEYS.request("mine"), "payload", payload)
     assert r"Oncea\x1b]0;owned" in at_terminal("dead", "list")
     shown = at_terminal("dead", "show", "mine")
     assert f"on w{ESCAPED}" in shown
@@ -169,9 +143,9 @@ def test_what_a_server_answers(at_terminal: At) -> None:
     assert r"Redis 6.a\x1b]0;owned\x07b\x1b[666mc\x9b777md\u202ee" in shown
 
 
-def test_a_character_that_an_encoding_lacks(worker: HandWorker, redis_url: str) -> None:
+def test_a_character_that_an_encoding_lacks(own_worker: HandWorker, redis_url: str) -> None:
     """It is no reason to fail."""
-    answer(worker, redis_url, "caf\u00e9 \u2013 \u202e")
+    answer(own_worker, redis_url, "caf\u00e9 \u2013 \u202e")
     environment = {**os.environ, "PROMPTQ_REDIS_URL": redis_url, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([*PROMPTQ, "watch", "mine"], capture_output=True, env=environment)
     assert (done.returncode, done.stdout) == (0, b"caf\xe9 \\u2013 \\u202e\n")

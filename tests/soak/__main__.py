@@ -8,11 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.processes import hear_signals
 from tests.soak.soaking import report, soak
 
 
 def main() -> int:
     """Exit code 1 if something grows, or an answer was not whole."""
+    hear_signals()
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--faster", type=float, default=1.0, help="so many times as many requests")

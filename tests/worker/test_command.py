@@ -1,115 +1,25 @@
-"""`promptq worker` as a process: it says what is wrong in one sentence, and ends as it is told."""
+"""`python -m promptq.worker` as a process: it serves, and ends when it is told to."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 
-from promptq.shared.errors import ModelNotFoundError
-from promptq.shared.protocol.request import NewRequest, Request
-from promptq.shared.queue import lookups
-from promptq.shared.queue.request_queue import RequestQueue, new_request_id
-from promptq.shared.runtime.settings import read_settings
+from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import without_password
-from promptq.shared.server.embedded import EmbeddedServer
-from promptq.worker.served_model import build
-from tests.helpers import text_of
-from tests.roles import as_role
+from tests.model_free_worker import text_of
+from tests.processes import read_line, running, started
+from tests.requests import num_tokens, put, result_of
+from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
-
-
-def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
-
-
-@contextmanager
-def started(*options: str, module: str = "promptq.worker") -> Iterator[subprocess.Popen[str]]:
-    """A worker that has said it is ready."""
-    command = [sys.executable, "-m", module, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        with process.stdout:
-            assert process.stdout.readline().startswith("ready after ")
-            yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def worker_url(redis_url: str) -> str:
-    return as_role("worker", redis_url)
-
-
-def one_sentence(outcome: subprocess.CompletedProcess[str]) -> str:
-    assert outcome.returncode == 1, outcome
-    # Lines of the log tell of a slow machine's start; they are JSON.
-    said = [line for line in outcome.stderr.splitlines() if not line.startswith("{")]
-    assert len(said) == 1, outcome.stderr
-    assert said[0].startswith("promptq worker: "), outcome.stderr
-    return said[0]
-
-
-def test_says_that_no_server_is_there() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
-    assert f"no Redis server answers at redis://127.0.0.1:{port}" in said
-
-
-def test_says_that_credentials_are_wrong_and_shows_no_password() -> None:
-    with EmbeddedServer() as server:
-        url = f"redis://:wr0ng@127.0.0.1:{server.port}/0"
-        said = one_sentence(run("--model", "model-free", "--redis", url))
-    assert "refused the credentials" in said
-    assert "wr0ng" not in said
-
-
-def test_says_that_a_server_is_too_old() -> None:
-    """No binary that old is at hand: this server answers everything with its version."""
-    reply = b"redis_version:6.2.14\r\n"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                while data := connection.recv(4096):
-                    for command in data.split(b"*")[1:]:
-                        if b"HELLO" in command:
-                            connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
-                        elif b"\r\nINFO\r\n" in command:
-                            connection.sendall(b"$%d\r\n%s\r\n" % (len(reply), reply))
-                        else:
-                            connection.sendall(b"-ERR unknown subcommand\r\n")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        port = listener.getsockname()[1]
-        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
-        thread.join()
-    assert "is Redis 6.2.14; promptq needs Redis 7 or Valkey 8" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -117,7 +27,7 @@ def test_told_to_stop_while_it_waits_for_a_server_it_ends(number: signal.Signals
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         command = [*COMMAND, "--model", "model-free", "--redis", url, "--redis-wait", "3600"]
-        with subprocess.Popen(command) as process:
+        with running(*command) as process:
             listener.accept()[0].close()  # it is there, and tries
             process.send_signal(number)
             assert process.wait() == 0
@@ -140,9 +50,8 @@ def test_told_to_stop_again_as_it_ends_it_has_ended_well(worker_url: str) -> Non
     """By an impatient supervisor, when all is given back and only the interpreter is left."""
     options = ["--model", "model-free", "--redis", worker_url]
     command = [sys.executable, "-c", TOLD_AGAIN_AT_THE_END, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready")
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        assert read_line(process).startswith("ready")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
 
@@ -159,83 +68,22 @@ main()
 def test_told_to_stop_while_it_loads_its_model_it_ends(worker_url: str) -> None:
     """The thread that loads is not waited for."""
     command = [sys.executable, "-c", LOADING_FOR_EVER, "--redis", worker_url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "loading\n"
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        assert read_line(process) == "loading\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
 
 
-def test_says_that_a_url_is_none() -> None:
-    assert "is not a Redis URL" in one_sentence(run("--redis", "http://localhost"))
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
-        (["--max-num-seqs", "0"], "--max-num-seqs"),
-        (["--dtype", "int3"], "--dtype"),
-        (["--queue", "a b"], "queue: 'a b'"),
-        (["--model", "model-free", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens"),
-    ],
-)
-def test_says_which_option_is_wrong(worker_url: str, options: list[str], expected: str) -> None:
-    assert expected in one_sentence(run("--redis", worker_url, *options))
-
-
-def test_says_which_variable_is_wrong(worker_url: str) -> None:
-    said = one_sentence(run("--redis", worker_url, PROMPTQ_MAX_NUM_SEQS="many"))
-    assert "PROMPTQ_MAX_NUM_SEQS" in said
-
-
-def test_says_that_a_model_is_not_there_or_none(worker_url: str, tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere"
-    assert str(missing) in one_sentence(run("--redis", worker_url, "--model", str(missing)))
-    with pytest.raises(ModelNotFoundError, match=re.escape(str(tmp_path))):
-        build(read_settings(model=str(tmp_path)))
-    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelNotFoundError, match="causal"):
-        build(read_settings(model=str(tmp_path)))
-
-
-def test_serves_and_drains_when_terminated(redis_url: str, worker_url: str) -> None:
+def test_serves_and_drains_when_terminated(redis_url: str, tmp_path: Path) -> None:
     with redis.Redis.from_url(redis_url) as client:
         queue = RequestQueue(client)
-        with started("--model", "model-free", "--redis", worker_url) as worker:
-            request = Request.build({"prompt": "a", "seed": 3, "max_tokens": 2000})
-            (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
-            while not queue.run(lookups.log_after(queue.keys, request_id, 0)):
-                pass
-            worker.send_signal(signal.SIGTERM)
+        with started(tmp_path, redis_url, "--model", "model-free") as worker:
+            request_id = put(queue, seed=3, max_tokens=2000)
+            until(lambda: num_tokens(queue, request_id))
+            worker.terminate()
             assert worker.wait() == 0
-        record = queue.run(lookups.record(queue.keys, request_id))
-        assert json.loads(record["result"])["text"] == text_of(3, 2000)
+        assert result_of(queue, request_id)["text"] == text_of(3, 2000)
         assert client.zcard(queue.keys.workers) == 0
-
-
-def test_a_killed_workers_stream_is_carried_on(redis_url: str, worker_url: str) -> None:
-    """No gap, no repeat, no changed token: the other worker goes on at the next one."""
-    options = ["--model", "model-free", "--redis", worker_url, "--lease-ms", "300"]
-    with redis.Redis.from_url(redis_url) as client:
-        queue = RequestQueue(client)
-        with started(*options) as victim:
-            request = Request.build({"prompt": "a", "seed": 8, "max_tokens": 6000})
-            (request_id,) = queue.enqueue([NewRequest(new_request_id(), request)])
-            while len(queue.run(lookups.log_after(queue.keys, request_id, 0))) < 20:
-                pass
-            victim.kill()
-            victim.wait()
-        with started(*options):
-            while "result" not in queue.run(lookups.record(queue.keys, request_id)):
-                pass
-        events = [json.loads(e) for e in queue.run(lookups.log_after(queue.keys, request_id, 0))]
-        assert {event["attempt"] for event in events} == {1, 2}
-        ends = [event["index"] + len(event["token_ids"]) for event in events]
-        assert [event["index"] for event in events] == [0, *ends[:-1]]
-        assert ends[-1] == 6000
-        assert "".join(event["text"] for event in events) == text_of(8, 6000)
 
 
 def test_starts_an_own_server_where_none_is_given(
@@ -244,30 +92,14 @@ def test_starts_an_own_server_where_none_is_given(
     """Later commands find it, as they find that of `promptq up`."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("PROMPTQ_REDIS_URL", raising=False)
-    process = subprocess.Popen(
-        [*COMMAND, "--model", "model-free"], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        first = process.stdout.readline()
+    command = [*COMMAND, "--model", "model-free"]
+    with running(*command, stdout=subprocess.PIPE, text=True) as process:
+        first = read_line(process)
         found = advertised()
         assert found is not None
         where = without_password(found)
         assert first.startswith(f"no Redis given: started an embedded server at {where} (")
-        assert process.stdout.readline().startswith("ready after ")
+        assert read_line(process).startswith("ready after ")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     assert advertised() is None
-
-
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_names_what_options_take(option: str) -> None:
-    shown = " ".join(run(option).stdout.split())
-    assert "--log-level debug|info|warning|error" in shown
-    assert "--async-scheduling true|false" in shown
-    assert "waits for the server to answer [default: 0.0]" in shown
-
-
-def test_starts_without_torch() -> None:
-    code = "import sys, promptq.worker.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,6 +21,7 @@ from promptq.worker.engine.core.model_free import (
 )
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine_thread import EngineThread
+from tests.waiting import async_until
 
 PATIENCE = 60.0
 
@@ -81,8 +82,7 @@ async def test_an_abort_that_leaves_nothing_to_do_shows_in_the_stats() -> None:
     await thread.fetch()
     assert thread.stats.num_used_blocks > 0
     thread.abort(1)
-    while thread.stats.num_running:
-        await asyncio.sleep(0.001)
+    await async_until(lambda: not thread.stats.num_running)
     assert (thread.stats.num_running, thread.stats.num_used_blocks) == (0, 0)
     await thread.stop(PATIENCE)
 
@@ -94,8 +94,7 @@ async def test_an_abort_ends_a_sequence_and_frees_its_blocks() -> None:
     thread.add(request(1, max_tokens=4000))
     await thread.fetch()
     thread.abort(1)
-    while thread.stats.num_running:
-        await asyncio.sleep(0.001)
+    await async_until(lambda: not thread.stats.num_running)
     thread.add(request(2))
     outputs = await outputs_until_end(thread, 2)
     behind = outputs[next(n for n, it in enumerate(outputs) if it.sequence_id == 2) :]
@@ -134,8 +133,7 @@ async def test_an_engine_whose_output_is_not_fetched_stops_and_loses_nothing() -
     thread = EngineThread(engine)
     thread.start()
     thread.add(request(1, max_tokens=500))
-    while engine.stats.num_steps < 64:
-        await asyncio.sleep(0.001)
+    await async_until(lambda: engine.stats.num_steps >= 64)
     await asyncio.sleep(0.05)
     assert engine.stats.num_steps <= 65
     assert tokens_in(await outputs_until_end(thread, 1), 1) == tokens_of(1, 500)
@@ -147,8 +145,7 @@ async def test_stops_with_a_full_outbox() -> None:
     thread = EngineThread(engine)
     thread.start()
     thread.add(request(1, max_tokens=500))
-    while engine.stats.num_steps < 64:
-        await asyncio.sleep(0.001)
+    await async_until(lambda: engine.stats.num_steps >= 64)
     await thread.stop(PATIENCE)
     assert engine.stats.num_steps < 500
 
@@ -186,10 +183,8 @@ async def test_says_how_long_a_step_takes_and_does_not_wait_for_one_that_hangs()
         await asyncio.sleep(0.01)
     assert any(later < before for before, later in pairwise(idle)), "idle is no standstill"
     thread.add(request(1))
-    while not entered.is_set():
-        await asyncio.sleep(0.001)
-    while thread.seconds_without_progress() < 0.2:
-        await asyncio.sleep(0.01)
+    await async_until(entered.is_set)
+    await async_until(lambda: thread.seconds_without_progress() >= 0.2)
     await thread.stop(patience=0.1)
     go_on.set()
     await thread.stop(PATIENCE)

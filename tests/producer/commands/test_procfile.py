@@ -15,11 +15,13 @@ import pytest
 import redis
 
 from promptq import Client
+from tests.paths import ROOT
 from tests.ports import free_port
+from tests.processes import start as start_process
 from tests.producer.playing import PROMPTQ, Run
 from tests.roles import as_role, bring_in_roles
 
-PROCFILE = Path(__file__).parents[3] / "Procfile"
+PROCFILE = ROOT / "Procfile"
 
 StartType = Callable[[str, dict[str, str]], subprocess.Popen[str]]
 
@@ -48,9 +50,8 @@ def start_type(tmp_path: Path, environment: dict[str, str]) -> Iterator[StartTyp
     started: list[subprocess.Popen[str]] = []
 
     def start(name: str, settings: dict[str, str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            commands[name],
-            shell=True,
+        process = start_process(
+            *["sh", "-c", commands[name]],
             cwd=PROCFILE.parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -11,38 +11,11 @@ import pytest
 
 from promptq import Client
 from promptq.shared.errors import RequestNotFoundError
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import RequestState
-from promptq.shared.queue.request_queue import RequestQueue
-from tests.helpers import text_of
-from tests.producer.playing import HandWorker, Run, Start
-from tests.roles import QueueClient, as_role
-
-KEYS = Keys("default")
-
-
-def bury(redis_url: str, *request_ids: str) -> None:
-    """Make dead letters of new requests, by crashes of workers that nobody sees."""
-    with Client(redis_url) as client:
-        for request_id in request_ids:
-            client.enqueue("[bold]boom[/]", request_id=request_id, max_tokens=9)
-    crash_until_dead(redis_url, *request_ids)
-
-
-def crash_until_dead(redis_url: str, *request_ids: str) -> None:
-    """Make dead letters of the requests that wait, which are these alone."""
-    by_hand = QueueClient.from_url(as_role("", redis_url))
-    with by_hand as connection, Client(redis_url) as client:
-        connection.hset(KEYS.config, "crash_backoff_ms", "0")
-        queue = RequestQueue(connection, worker_id="victim", max_crashes=2)
-        hand = HandWorker(connection)
-        hand.queue = queue
-        while any(client.state(it) is not RequestState.DEAD for it in request_ids):
-            claim = hand.take()
-            hand.send(claim, "x")
-            connection.zadd(KEYS.leases, {claim.request_id: 1})
-            queue.reap()
+from tests.model_free_worker import text_of
+from tests.producer.dead_letters import bury
+from tests.producer.playing import KEYS, HandWorker, Run, Start
 
 
 def test_dead_list_and_show(run: Run, redis_url: str) -> None:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import codecs
-import os
-import pty
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import redis
 
 from promptq import Client
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.scripts import heartbeat
-from tests.producer.playing import PROMPTQ, Run
-
-KEYS = Keys("default")
+from tests.processes import Terminal
+from tests.producer.playing import KEYS, PROMPTQ, Run
 
 
 @pytest.fixture
@@ -92,41 +87,11 @@ def test_a_narrow_terminal_shows_less_and_breaks_no_word(
     assert re.search(r"running +–\n|running .* up to 0", shown)
 
 
-class Terminal:
-    """The command in a terminal of its own."""
-
-    def __init__(self, environment: dict[str, str], redis_url: str, kind: str = "xterm") -> None:
-        self._fd, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [*PROMPTQ, "top"],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": kind, "LINES": "50"},
-            start_new_session=True,
-        )
-        os.close(theirs)
-        self.shown = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-
-    def read_until(self, pattern: str) -> None:
-        while not re.search(pattern, self.shown):
-            self.shown += self._decoder.decode(os.read(self._fd, 65536))
-
-    def press(self, key: bytes) -> None:
-        os.write(self._fd, key)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._fd)
-
-
 @pytest.fixture
 def terminal(environment: dict[str, str], redis_url: str) -> Iterator[Terminal]:
-    terminal = Terminal(environment, redis_url)
-    yield terminal
-    terminal.close()
+    environment = {**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm", "LINES": "50"}
+    with closing(Terminal(*PROMPTQ, "top", env=environment)) as terminal:
+        yield terminal
 
 
 def press_q(terminal: Terminal) -> None:
@@ -152,8 +117,8 @@ def test_in_a_terminal_it_is_live_until_somebody_leaves(
 def test_a_terminal_that_cannot_draw_gets_one_frame(
     environment: dict[str, str], redis_url: str, busy_queue: Client
 ) -> None:
-    terminal = Terminal(environment, redis_url, "dumb")
-    terminal.read_until(r"3 +1 +5 of 8")
-    assert terminal.process.wait() == 0
-    terminal.close()
+    environment = {**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "dumb", "LINES": "50"}
+    with closing(Terminal(*PROMPTQ, "top", env=environment)) as terminal:
+        terminal.read_until(r"3 +1 +5 of 8")
+        assert terminal.process.wait() == 0
     assert "\x1b" not in terminal.shown

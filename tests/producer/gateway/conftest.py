@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from promptq.shared.runtime.settings import Settings
-from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.served_model import Served, build
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
-from tests.roles import as_role, bring_in_roles
+from tests.roles import as_role
+from tests.servers import embedded_server
 
 
 @pytest.fixture
@@ -56,9 +56,8 @@ def openai_client(gateway: LiveGateway) -> Iterator[openai.OpenAI]:
 @contextmanager
 def own_gateway(served: Served | None = None, **settings: Any) -> Iterator[LiveGateway]:
     """A gateway with a server and a worker of its own, each in its role; an event is a token."""
-    with EmbeddedServer() as server:
-        bring_in_roles(server.url)
-        url = as_role("producer", server.url)
+    with embedded_server() as default:
+        url = as_role("producer", default)
         worker = live_worker(url, served, max_events_per_second=math.inf)
         with worker, live_gateway(url, **settings) as gateway:
             yield gateway

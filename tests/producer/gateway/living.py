@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import uvicorn
 
 from promptq.producer.gateway.app import create_app
@@ -19,8 +20,9 @@ from promptq.producer.gateway.http.protocol import bounded_protocol
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.served_model import Served
-from tests.helpers import running_worker
+from tests.model_free_worker import running_worker
 from tests.roles import as_role
+from tests.waiting import async_until
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,19 @@ class LiveGateway:
     def base_url(self) -> str:
         """What OpenAI's clients are told."""
         return f"{self.url}/v1"
+
+
+def error_of(answer: httpx2.Response) -> tuple[int, str]:
+    """The status and the code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@contextmanager
+def connected(gateway: LiveGateway) -> Iterator[socket.socket]:
+    """A connection to it, on which a test sends what no client would."""
+    parts = urlsplit(gateway.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+        yield connection
 
 
 @contextmanager
@@ -102,8 +117,7 @@ async def serving(
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await async_until(lambda: server.started)
     try:
         yield LiveGateway(f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:

@@ -14,7 +14,7 @@ import pytest
 
 from promptq.shared.protocol.claims import Claim
 from tests.ports import free_port
-from tests.producer.gateway.test_streams import (
+from tests.producer.gateway.streams.reading import (
     PROMPT,
     continued,
     is_cancelled,

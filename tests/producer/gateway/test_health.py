@@ -15,7 +15,7 @@ from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.server.acl import ALL_QUEUES, user_rules
-from tests.helpers import served_model_free
+from tests.model_free_worker import served_model_free
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import HandWorker
 from tests.roles import as_role

@@ -15,8 +15,8 @@ from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.http.meter import measure_http
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.runtime import metrics
-from tests.helpers import running_worker, served_model_free
-from tests.producer.commands.test_queue_commands import bury
+from tests.model_free_worker import running_worker, served_model_free
+from tests.producer.dead_letters import bury
 
 
 @asynccontextmanager

@@ -15,14 +15,16 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker
-from tests.integration.faults import OwnServer
-from tests.producer.jobs.batches import line, write_lines
-from tests.producer.jobs.receiving import receiver
+from tests.model_free_worker import running_worker
+from tests.paths import ROOT
+from tests.producer.batches.batches import line, write_lines
 from tests.producer.playing import Run, Start
+from tests.producer.webhooks.receiving import receiver
 from tests.roles import as_role, forget_refusals
+from tests.servers import OwnServer
+from tests.waiting import async_until
 
-ACL = Path(__file__).parents[3] / "deploy" / "redis.acl"
+ACL = ROOT / "deploy" / "redis.acl"
 
 
 async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
@@ -55,8 +57,8 @@ async def test_the_role_of_the_jobs(tmp_path: Path, start: Start) -> None:
                 await asyncio.sleep(0.05)
             assert (await batches.get(batch.id)).status == "completed"
             assert [it.id for it in (await batches.page(("",), 9, None))[0]]
-        while not (receiving.calls and everything.exists("rq:finished:promptq-default-upkeep")):
-            await asyncio.sleep(0.05)
+        await async_until(lambda: receiving.calls)
+        await async_until(lambda: everything.exists("rq:finished:promptq-default-upkeep"))
         process.terminate()
         await asyncio.to_thread(process.wait)
         refused = {entry["object"] for entry in everything.acl_log()}

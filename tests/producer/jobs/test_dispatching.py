@@ -15,8 +15,7 @@ from promptq.producer.jobs.deliveries import Deliveries
 from promptq.producer.jobs.dispatching import Dispatcher
 from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis
 from promptq.producer.settings import JobsSettings
-from tests.producer.jobs.batches import KEYS
-from tests.producer.playing import HandWorker
+from tests.producer.playing import KEYS, HandWorker
 from tests.roles import as_role
 
 LEASE_SECONDS = 15.0  # of docs/jobs.md

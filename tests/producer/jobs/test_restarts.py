@@ -14,23 +14,21 @@ from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker
-from tests.integration.faults import OwnServer
-from tests.producer.jobs.batches import (
-    KEYS,
+from tests.model_free_worker import running_worker
+from tests.processes import kill_all, until_ready
+from tests.producer.batches.batches import (
     attempts,
     finished_batch,
     give_up,
     line,
     read_lines,
-    until,
     write_lines,
 )
-from tests.producer.jobs.processes import kill_all, until_ready
-from tests.producer.jobs.receiving import Receiver, receiver
-from tests.producer.jobs.test_webhooks import ask
-from tests.producer.playing import HandWorker, Start
+from tests.producer.playing import KEYS, HandWorker, Start
+from tests.producer.webhooks.receiving import Receiver, ask, receiver
 from tests.roles import as_role
+from tests.servers import OwnServer
+from tests.waiting import async_until
 
 REAP = "rq:job:promptq-default-upkeep-reap"
 
@@ -47,8 +45,8 @@ async def test_webhooks_and_upkeep_after_restarts(tmp_path: Path, start: Start) 
         with server.client() as connection:
             first = start("jobs", url=url, **settings)
             end_one(connection, receiving, "/later")
-            await until(lambda: b'"attempts":1' in (connection.hvals(waiting) or [b""])[0])
-            await until(lambda: connection.hget(REAP, "status") == b"finished")
+            await async_until(lambda: b'"attempts":1' in (connection.hvals(waiting) or [b""])[0])
+            await async_until(lambda: connection.hget(REAP, "status") == b"finished")
             kill_all(first.pid)
             first.wait()
         server.kill()
@@ -61,14 +59,14 @@ async def test_webhooks_and_upkeep_after_restarts(tmp_path: Path, start: Start) 
             connection.delete(KEYS.jobs_leader)  # as if its time had run out
             second = start("jobs", url=url, **settings)
             wanted = ["/late", "/later", "/later", "/meanwhile"]
-            await until(lambda: sorted(path for path, _, _ in receiving.calls) == wanted)
+            await async_until(lambda: sorted(path for path, _, _ in receiving.calls) == wanted)
             assert hand.queue.state("late") is RequestState.EXPIRED
-            await until(lambda: connection.hlen(waiting) == 0)
+            await async_until(lambda: connection.hlen(waiting) == 0)
         server.kill()
         server.start()
         with server.client() as connection:
             end_one(connection, receiving, "/after")
-            await until(lambda: len(receiving.calls) == 5)
+            await async_until(lambda: len(receiving.calls) == 5)
         assert second.poll() is None
         second.terminate()
         assert await asyncio.to_thread(second.wait) == 0
@@ -100,10 +98,10 @@ async def test_another_process_takes_over(
     await until_ready(first)
     async with redis.asyncio.Redis.from_url(redis_url) as connection:
         await Batches(AsyncRequestQueue(connection)).add(batch)
-    await until(lambda: server.zcard(KEYS.pending) == 5)
+    await async_until(lambda: server.zcard(KEYS.pending) == 5)
     for _ in range(3):
         own_worker.finish(own_worker.take())
-    await until(lambda: server.zcard(KEYS.pending) == 5)
+    await async_until(lambda: server.zcard(KEYS.pending) == 5)
     assert written.read_bytes().count(b"\n") == 3
     second = start("jobs", **settings)
     await until_ready(second)
@@ -118,7 +116,7 @@ async def test_another_process_takes_over(
         assert server.pttl(key) <= most
         server.pexpire(key, 100)  # as if that time had passed
     give_up(server, batch.id)
-    await until(lambda: all(server.get(key) not in (None, holders[key]) for key in holders))
+    await async_until(lambda: all(server.get(key) not in (None, holders[key]) for key in holders))
     own_worker.finish(running)
     async with running_worker(redis_url):
         record = await finished_batch(redis_url, batch.id)

@@ -19,14 +19,15 @@ from promptq.producer.jobs.rq_queues import open_jobs_redis
 from promptq.producer.settings import JobsSettings
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.server.embedded import EmbeddedServer
-from tests.helpers import running_worker
-from tests.producer.jobs.batches import KEYS, finished_batch, line, until, write_lines
-from tests.producer.jobs.processes import until_ready
-from tests.producer.jobs.receiving import receiver
-from tests.producer.playing import Run, Start
-from tests.roles import as_role, bring_in_roles, refusals
-from tests.shared.cluster import Cluster
+from tests.model_free_worker import running_worker
+from tests.processes import until_ready
+from tests.producer.batches.batches import finished_batch, line, write_lines
+from tests.producer.playing import KEYS, Run, Start
+from tests.producer.webhooks.receiving import receiver
+from tests.roles import as_role, refusals
+from tests.servers import embedded_server
+from tests.shared.server.cluster import Cluster
+from tests.waiting import async_until
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,8 @@ def cluster_url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def standalone_url() -> Iterator[str]:
-    with EmbeddedServer() as server:
-        bring_in_roles(server.url)
-        yield server.url
+    with embedded_server() as url:
+        yield url
 
 
 def names_on(url: str) -> set[str]:
@@ -75,9 +75,9 @@ async def test_the_queue_is_elsewhere(
             client.enqueue("a", max_tokens=2, webhook_url=receiving.url("/ok"))
         async with running_worker(url):
             record = await finished_batch(producing, batch.id)
-            await until(lambda: len(receiving.calls) == 1)
+            await async_until(lambda: len(receiving.calls) == 1)
         with redis.Redis.from_url(as_role("", url)) as server:
-            await until(lambda: server.exists(KEYS.upkeep))
+            await async_until(lambda: server.exists(KEYS.upkeep))
         process.terminate()
         assert await asyncio.to_thread(process.wait) == 0
         assert (record.status, record.completed, record.failed) == ("completed", 5, 0)

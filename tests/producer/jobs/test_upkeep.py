@@ -16,10 +16,9 @@ from promptq.producer.settings import read_jobs_settings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.producer.playing import HandWorker, Start
+from tests.producer.playing import KEYS, HandWorker, Start
+from tests.requests import put
 from tests.roles import as_role, bring_in_roles
-
-KEYS = Keys("default")
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +28,14 @@ def settings(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PROMPTQ_LEASE_MS", "100")
 
 
-def put(worker: HandWorker, request_id: str, **fields: object) -> None:
-    request = Request.build({"prompt": "a", **fields})
-    worker.queue.enqueue([NewRequest(request_id, request)])
-
-
 def test_it_reaps_with_no_worker_alive(own_worker: HandWorker) -> None:
     """Through RQ's cron and worker: what a dead worker held goes back, what is late ends."""
     jobs = open_jobs_redis(read_jobs_settings())
     cron = JsonCron(upkeep_queue("default", jobs))
     cron.every(5, REAP, "default")
-    put(own_worker, "held")
+    put(own_worker.queue, "held")
     own_worker.take()
-    put(own_worker, "late", deadline_ms=1)
+    put(own_worker.queue, "late", deadline_ms=1)
     own_worker.redis.zadd(KEYS.leases, {"held": 1})
     for _ in range(2):
         cron.get_jobs()[0].enqueue(jobs)
@@ -70,7 +64,7 @@ def test_a_queue_with_a_dot_in_its_name(own_worker: HandWorker) -> None:
 def test_workers_get_the_time_to_renew_after_an_outage(own_worker: HandWorker) -> None:
     """Where nobody looked for a while, the server may have been away: no lease counts as lost
     before half a lease has passed."""
-    put(own_worker, "held")
+    put(own_worker.queue, "held")
     claim = own_worker.take()
     upkeep.reap("default")
     time.sleep(0.06)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from promptq.shared.protocol.rows import RowStatus
 from tests.shared.states.calls import Move
-from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
+from tests.shared.states.invariants.all_invariants import ALL_INVARIANTS, Invariants
+from tests.shared.states.invariants.steps import Step
 from tests.shared.states.moves import moves
 from tests.shared.states.server import Outcome, StatesServer
-from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import WORKERS, View, World
 
 

@@ -12,9 +12,9 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.roles import drop_password
 from tests.shared.states import calls
 from tests.shared.states.explore import TooManyStatesError, ViolationError, explore
-from tests.shared.states.invariants import ALL_INVARIANTS, Invariants
-from tests.shared.states.mutant import Mutant
-from tests.shared.states.mutants import MUTANTS
+from tests.shared.states.invariants.all_invariants import ALL_INVARIANTS, Invariants
+from tests.shared.states.mutants.mutant import Mutant
+from tests.shared.states.mutants.mutants import MUTANTS
 from tests.shared.states.server import StatesServer
 from tests.shared.states.walks import walk
 from tests.shared.states.worlds import SMALL, WALKED

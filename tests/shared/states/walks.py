@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from tests.shared.states.calls import Move
 from tests.shared.states.explore import ViolationError, is_done
-from tests.shared.states.invariants import ALL_INVARIANTS
+from tests.shared.states.invariants.all_invariants import ALL_INVARIANTS
+from tests.shared.states.invariants.steps import Step
 from tests.shared.states.moves import moves
 from tests.shared.states.server import StatesServer
-from tests.shared.states.step_invariants import Step
 from tests.shared.states.world import View, World
 
 _MOST_ROUNDS = 100

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 RUN_BARE = """
 import runpy, sys
 for name in ("pydantic", "pydantic_settings", "redis", "structlog"):
@@ -20,11 +22,10 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 def test_checks_and_measures(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
     written = tmp_path / "figures.json"
     options = ["--tiny", "--device", "cpu", "--without-peers", "--json", str(written)]
     done = subprocess.run(
-        [sys.executable, "-c", RUN_BARE, *options], cwd=root, capture_output=True, text=True
+        [sys.executable, "-c", RUN_BARE, *options], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(written.read_text())

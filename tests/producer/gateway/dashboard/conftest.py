@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ import redis.asyncio
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from promptq import AsyncClient
+from tests.paths import ROOT
 from tests.producer.gateway.living import LiveGateway, serving
 
-ARTEFACTS = Path(__file__).parents[3] / "artefacts"
+ARTEFACTS = ROOT / "tests" / "artefacts"
 DESKTOP = {"width": 1280, "height": 860}
 PHONE = {"width": 390, "height": 844}
 ARGS = ["--headless", "--no-sandbox", "--disable-background-networking"]

@@ -17,6 +17,7 @@ from promptq.producer.gateway.dashboard import actions, page_stream, pages
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.ports import free_port
+from tests.producer.gateway.api_keys import bearer
 from tests.producer.gateway.dashboard.conftest import PHONE, Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway, serving
 
@@ -68,7 +69,7 @@ async def test_only_an_administrator_sees_and_steers(
     async with httpx2.AsyncClient(base_url=gateway.url, timeout=None) as http:
         body = BODY if method == "POST" else None
         assert (await http.request(method, path, json=body)).status_code == 401
-        headers = {"Authorization": f"Bearer {secrets['tim']}"}
+        headers = bearer(secrets["tim"])
         answer = await http.request(method, path, json=body, headers=headers)
         assert answer.status_code == 403
         assert answer.json()["error"]["type"] == "permission_error"
@@ -100,7 +101,7 @@ async def test_a_stream_ends_when_its_reader_is_let_in_no_more(
     if what != "the first":
         await client.create_api_key(ApiKey(name="other"))
         secret, key = await client.create_api_key(ApiKey(name="ann", is_admin=True))
-        headers = {"Authorization": f"Bearer {secret}"}
+        headers = bearer(secret)
     begun = [asyncio.Event() for _ in STREAMS]
     assert len(STREAMS) == 5
     async with httpx2.AsyncClient(base_url=gateway.url, headers=headers, timeout=None) as http:
@@ -168,7 +169,7 @@ async def test_the_playground_takes_from_the_rates_of_its_key(
     """And asks for no more than the key may, as any completion."""
     key = ApiKey(name="ann", tenant="gold", is_admin=True, requests_per_minute=1)
     secret, _ = await client.create_api_key(key)
-    headers = {"Authorization": f"Bearer {secret}"}
+    headers = bearer(secret)
     async with httpx2.AsyncClient(base_url=gateway.url, headers=headers, timeout=None) as http:
 
         async def play(**fields: object) -> httpx2.Response:

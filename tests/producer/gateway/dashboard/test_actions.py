@@ -11,16 +11,15 @@ from playwright.async_api import Page, expect
 from structlog.testing import capture_logs
 
 from promptq import AsyncClient
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
-from tests.helpers import running_worker, served_model_free
-from tests.producer.commands.test_queue_commands import bury
+from tests.model_free_worker import running_worker, served_model_free
+from tests.producer.dead_letters import bury
 from tests.producer.gateway.dashboard.conftest import Open, keep_screenshot
 from tests.producer.gateway.living import LiveGateway
+from tests.producer.playing import KEYS
 from tests.roles import as_role
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-KEYS = Keys("default")
 
 
 async def confirm(page: Page, button: str, action: str, said: str) -> None:

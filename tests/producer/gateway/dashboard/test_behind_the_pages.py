@@ -17,15 +17,12 @@ from promptq import AsyncClient
 from promptq.producer.gateway.dashboard.request_search import search
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.request_queue import AsyncRequestQueue
-from tests.helpers import running_worker, text_of
+from tests.model_free_worker import running_worker, text_of
 from tests.producer.gateway.living import serving
-from tests.producer.playing import Start
+from tests.producer.playing import KEYS, Start
 from tests.roles import as_role
-
-KEYS = Keys("default")
 
 
 @pytest.fixture

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
-import time
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, expect
 
 from promptq import AsyncClient
-from promptq.shared.protocol.keys import Keys
-from promptq.shared.protocol.worker_stats import SAMPLE_MS
-from tests.helpers import running_worker, served_model_free
-from tests.producer.commands.test_queue_commands import bury
+from tests.model_free_worker import running_worker, served_model_free
+from tests.producer.dead_letters import bury
+from tests.producer.gateway.dashboard.busy_hour import write_an_hour
 from tests.producer.gateway.dashboard.conftest import DESKTOP, PHONE, Open, keep_screenshot
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-KEYS = Keys("default")
 LOOKS = [("phone", PHONE), ("desktop", DESKTOP)]
 SCHEMES = ["light", "dark"]
-
-
-async def write_an_hour(connection: Any) -> None:
-    """Statistics as a busy hour with a quiet while would have left them."""
-    latest = int(time.time() * 1000) // SAMPLE_MS * SAMPLE_MS - SAMPLE_MS
-    pipeline = connection.pipeline(transaction=False)
-    for nth in range(719, -1, -1):
-        wave = max(0.0, 1.2 + math.sin(nth / 60) + 0.3 * math.sin(nth / 7))
-        fields: dict[str, Any] = {"waiting": 0, "running": 0, "tokens_per_second": 0}
-        fields |= {f"{kind}_p{share}_ms": "" for kind in ("ttft", "queue") for share in (50, 95)}
-        if not 300 < nth < 330:
-            fields = {"waiting": round(9 * wave), "running": 8}
-            fields |= {"tokens_per_second": round(230 + 40 * wave, 1)}
-            fields |= {"ttft_p50_ms": round(40 + 30 * wave), "ttft_p95_ms": round(70 + 130 * wave)}
-            fields |= {"queue_p50_ms": round(15 + 25 * wave), "queue_p95_ms": 30 + 120 * wave}
-        pipeline.xadd(KEYS.statistics, fields, id=f"{latest - nth * SAMPLE_MS}-0")
-    await pipeline.execute()
 
 
 async def keep_both(page: Page, name: str, viewport: str, full_page: bool = True) -> None:

@@ -13,21 +13,20 @@ from playwright.async_api import Page, expect
 from promptq import AsyncClient
 from promptq.shared.protocol.claims import Held, Room
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import Row
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.scripts import heartbeat
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.helpers import running_worker, served_model_free, text_of
-from tests.producer.commands.test_queue_commands import bury
+from tests.model_free_worker import running_worker, served_model_free, text_of
+from tests.producer.dead_letters import bury
+from tests.producer.gateway.dashboard.busy_hour import write_an_hour
 from tests.producer.gateway.dashboard.conftest import Open
-from tests.producer.gateway.dashboard.test_looks import write_an_hour
 from tests.producer.gateway.living import serving
+from tests.producer.playing import KEYS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-KEYS = Keys("default")
 ONE = Room(max_count=1, token_budget=10**6)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from promptq.producer.gateway.dashboard.poller import Poller
 from promptq.shared.errors import RedisUnavailableError
+from tests.waiting import async_until
 
 
 class Source:
@@ -56,8 +57,7 @@ async def test_whoever_is_slow_gets_the_newest_only() -> None:
     poller = Poller(source.read, interval=0.005)
     async with aclosing(poller.watch("a")) as page:
         await anext(page)
-        while len(source.reads) < 10:
-            await asyncio.sleep(0.005)
+        await async_until(lambda: len(source.reads) >= 10)
         latest = await anext(page)
         assert latest is not None
         assert int(latest.split()[1]) >= 10

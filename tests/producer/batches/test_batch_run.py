@@ -1,0 +1,374 @@
+"""Batches from file to file: each line once, whatever dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from promptq import Client
+from promptq.producer.batch_store.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
+from promptq.producer.batches.batch_journal import BatchIsRunningError
+from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, run_batch
+from promptq.producer.batches.run_options import BatchProgress
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.server.embedded import EmbeddedServer
+from tests.model_free_worker import running_worker, text_of
+from tests.processes import Terminal
+from tests.producer.batches.batches import (
+    NUM_TOKENS,
+    attempts,
+    expected_texts,
+    keys_of,
+    line,
+    read_lines,
+    texts_in,
+    write_lines,
+)
+from tests.producer.dead_letters import crash_until_dead
+from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
+from tests.roles import as_role, bring_in_roles
+from tests.waiting import async_until
+
+
+async def run_beside(source: Path, output: Path, url: str, **options: Any) -> BatchOutcome:
+    return await asyncio.to_thread(run_batch, source, output, server=url, **options)
+
+
+async def test_every_line_is_answered(tmp_path: Path, redis_url: str) -> None:
+    """In OpenAI's form, with no more lines in flight than was asked for."""
+    lines = [line(n) for n in range(30)]
+    for item in lines[:2]:
+        item["body"]["idempotency_key"] = "the same"
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    output, seen = tmp_path / "out.jsonl", []
+    async with running_worker(redis_url):
+        outcome = await run_beside(
+            source, output, redis_url, max_in_flight=7, on_progress=seen.append
+        )
+    assert outcome == BatchOutcome(True, BatchProgress(30, 30, 0, 0))
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        left = [server.pttl(key) for key in server.keys(KEYS.request("*"))]
+    assert len(left) == 30
+    assert max(left) <= 120_000, "what is written down fills the server for two minutes only"
+    assert max(progress.in_flight for progress in seen) <= 7
+    assert texts_in(output) == expected_texts(range(30))
+    answer = read_lines(output)["id-3"]
+    assert answer["error"] is None
+    assert answer["response"]["status_code"] == 200
+    assert answer["response"]["body"]["object"] == "text_completion"
+    assert answer["response"]["body"]["usage"]["completion_tokens"] == NUM_TOKENS
+    assert not output.with_name("out.jsonl.batch").exists(), "nothing is left to go on with"
+    assert errors_beside(output).read_text() == ""
+
+
+async def test_answers_are_on_the_disk_before_the_server_forgets_them(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(30)])
+    fsync, let_go = os.fsync, []
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+
+        def looking_on(file: int) -> None:
+            left = [server.pttl(key) for key in server.keys(KEYS.request("*"))]
+            let_go.append(sum(0 <= it <= 120_000 for it in left))
+            fsync(file)
+
+        monkeypatch.setattr(os, "fsync", looking_on)
+        async with running_worker(redis_url):
+            await run_beside(source, tmp_path / "out.jsonl", redis_url, max_in_flight=7)
+    assert (let_go[0], let_go[-1]) == (0, 30)
+
+
+async def test_broken_lines_go_to_the_error_file(tmp_path: Path, redis_url: str) -> None:
+    """And the rest runs, blank lines aside."""
+    bad_body = {"prompt": "x", "temperature": 9}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 3, "n": 2}
+    lines: list[Any] = [
+        line(0),
+        "{not json",
+        "[1]",
+        line(1, custom_id=None),
+        "",
+        line(0),
+        line(2, method="GET"),
+        line(3, url="/v1/embeddings"),
+        line(4, body=[]),
+        line(5, body=bad_body),
+        line(6, body={"prompt": "x", "no_such_field": 1}),
+        "x" * (MAX_LINE_BYTES + 10),
+        line(7, url="/v1/chat/completions", body=chat),
+        line(8),
+    ]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    async with running_worker(redis_url):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome == BatchOutcome(True, BatchProgress(13, 3, 10, 0))
+    answers = read_lines(output)
+    assert set(answers) == {"id-0", "id-7", "id-8"}
+    choices = answers["id-7"]["response"]["body"]["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [text_of(1, 3), text_of(2, 3)]
+    errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
+    assert [item["error"]["code"] for item in errors if item["error"]] == [
+        "invalid_json_line", "invalid_json_line", "missing_custom_id", "duplicate_custom_id",
+        "invalid_method", "invalid_url", "invalid_body", "line_too_long",
+    ]  # fmt: skip
+    refused = {item["custom_id"]: item["response"] for item in errors if item["response"]}
+    assert set(refused) == {"id-5", "id-6"}
+    assert refused["id-5"]["status_code"] == 400
+    assert refused["id-5"]["body"]["error"]["param"] == "temperature"
+    assert refused["id-5"]["body"]["error"]["type"] == "invalid_request_error"
+
+
+async def test_lines_as_people_save_them(tmp_path: Path, redis_url: str) -> None:
+    """With a byte order mark, CRLF, blank lines, no newline at the end; and in other encodings,
+    of which only UTF-8 is read."""
+    sound = [json.dumps(line(n)).encode() for n in range(3)]
+    lines = [
+        b"\xef\xbb\xbf" + sound[0], b" \t\r", sound[1] + b"\r", b"",
+        json.dumps(line(3, custom_id="\xe4")).replace("\\u00e4", "\xe4").encode("latin-1"),
+        b"\0" * 50, b"[" * 100_000, json.dumps(line(4, custom_id="\ud800")).encode(), sound[2],
+        json.dumps(line(5)).encode("utf-16"),
+    ]  # fmt: skip
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    async with running_worker(redis_url):
+        outcome = await run_beside(source, output, redis_url)
+    assert outcome.progress == BatchProgress(8, 3, 5, 0)
+    assert texts_in(output) == expected_texts(range(3))
+    errors = [json.loads(text) for text in errors_beside(output).read_text().splitlines()]
+    codes = [item["error"]["code"] for item in errors]
+    assert codes == [*["invalid_json_line"] * 3, "missing_custom_id", "invalid_json_line"]
+    assert [item["id"].rpartition("_")[2] for item in errors] == ["5", "6", "7", "8", "10"]
+
+
+async def test_a_killed_run_goes_on_without_running_a_line_twice(
+    tmp_path: Path, redis_url: str, start: Start
+) -> None:
+    """Killed twice: with lines waiting in the queue, and with lines written down."""
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(200)])
+    output = tmp_path / "out.jsonl"
+    command = ["batch", "run", str(source), "-o", str(output), "--in-flight", "4"]
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        first = start(*command)
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
+        first.kill()
+        async with running_worker(redis_url):
+            second = start(*command)
+            await async_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 10)
+            second.kill()
+            assert second.wait() == -signal.SIGKILL
+            num_written = output.read_bytes().count(b"\n")
+            assert num_written < 200
+            with output.open("ab") as torn:
+                torn.write(b'{"id":"batch_req_torn_99","custom_id":"id-')
+            third = await asyncio.to_thread(start(*command, "--json").communicate)
+        assert json.loads(third[0]) == {
+            "is_complete": True, "total": 200, "completed": 200, "failed": 0,
+        }  # fmt: skip
+        assert attempts(server) == [1] * 200, "each line was enqueued once, and begun once"
+    assert texts_in(output) == expected_texts(range(200))
+
+
+def test_a_terminal_sees_how_far_it_is(
+    tmp_path: Path, redis_url: str, environment: dict[str, str], own_worker: HandWorker
+) -> None:
+    """A bar with counts, which follows what is done."""
+    lines = ["{broken", *(line(n) for n in range(5))]
+    source, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    terminal = Terminal(
+        *[*PROMPTQ, "batch", "run", str(source), "-o", str(output), "--in-flight", "3"],
+        streams=["stderr"],
+        stdout=subprocess.PIPE,
+        env={**environment, "PROMPTQ_REDIS_URL": redis_url, "TERM": "xterm"},
+    )
+    for done, in_flight in ((0, 3), (1, 3), (2, 3), (3, 2), (4, 1), (5, 0)):
+        wanted = f"{done + 1}/6 1 failed, {in_flight} in flight"
+        while wanted not in terminal.plain:
+            assert terminal.read(), terminal.shown
+        if in_flight:
+            own_worker.finish(own_worker.take())
+    assert "in.jsonl ━" in terminal.plain
+    told, _ = terminal.process.communicate()
+    terminal.close()
+    assert terminal.process.returncode == 0
+    where = f"1 in {errors_beside(output)}"
+    assert told.decode() == f"5 of 6 lines answered in {output}, {where}\n"
+
+
+async def test_an_interrupt_ends_in_order(tmp_path: Path, redis_url: str, start: Start) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(9)])
+    output = tmp_path / "out.jsonl"
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        process = start("batch", "run", str(source), "-o", str(output), "--in-flight", "4")
+        await async_until(lambda: server.zcard(KEYS.pending) == 4)
+        process.send_signal(signal.SIGINT)
+        told, _ = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 130
+        assert "stopped after 0 of 9 lines" in told
+        async with running_worker(redis_url):
+            outcome = await run_beside(source, output, redis_url)
+        assert outcome.is_complete
+        assert attempts(server) == [1] * 9
+
+
+async def test_an_interrupt_while_the_server_is_away(tmp_path: Path, start: Start) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(9)])
+    with EmbeddedServer() as server:
+        bring_in_roles(server.url)
+        url = as_role("producer", server.url)
+        process = start("batch", "run", str(source), "-o", str(tmp_path / "out.jsonl"), url=url)
+        with redis.Redis.from_url(server.url) as connection:
+            await async_until(lambda: connection.zcard(KEYS.pending) == 9)
+    await asyncio.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    told, _ = await asyncio.to_thread(process.communicate)
+    assert process.returncode == 130
+    assert "stopped after 0 of 9 lines" in told
+
+
+async def test_the_server_restarts(tmp_path: Path) -> None:
+    """With its data kept, no line is lost and none runs twice; without, what it lost runs again."""
+    source = write_lines(tmp_path / "in.jsonl", [line(n) for n in range(20)])
+    output = tmp_path / "out.jsonl"
+    server = EmbeddedServer(data_dir=tmp_path / "data")
+    bring_in_roles(server.url)
+    port, url = server.port, server.url
+    with redis.Redis.from_url(as_role("", url)) as connection:
+        running = asyncio.create_task(run_beside(source, output, url, max_in_flight=10))
+        await async_until(lambda: connection.zcard(KEYS.pending) == 10)
+    server.stop()
+    await asyncio.sleep(0.05)
+    server = EmbeddedServer(port, tmp_path / "data", password=server.password)
+    bring_in_roles(server.url)
+    try:
+        with redis.Redis.from_url(as_role("", url)) as connection:
+            assert connection.zcard(KEYS.pending) == 10
+            async with running_worker(url):
+                await async_until(lambda: output.read_bytes().count(b"\n") >= 10)
+                assert (await running).is_complete
+            assert attempts(connection) == [1] * 20
+            assert texts_in(output) == expected_texts(range(20))
+            other = tmp_path / "other.jsonl"
+            running = asyncio.create_task(run_beside(source, other, url, max_in_flight=10))
+            await async_until(lambda: connection.zcard(KEYS.pending) == 10)
+            connection.flushall()
+            async with running_worker(url):
+                assert (await running).is_complete
+            assert texts_in(other) == expected_texts(range(20))
+    finally:
+        server.stop()
+
+
+async def test_a_full_queue_is_waited_for(tmp_path: Path, redis_url: str) -> None:
+    """But not by a line that no room would ever be enough for."""
+    lines = [line(n) for n in range(12)]
+    lines[5]["body"]["n"] = 3
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        server.hset(KEYS.config, "max_pending", 2)
+        running = asyncio.create_task(
+            run_beside(source, tmp_path / "out.jsonl", redis_url, max_in_flight=8)
+        )
+        await async_until(lambda: server.zcard(KEYS.pending) == 2)
+        async with running_worker(redis_url):
+            outcome = await running
+    assert outcome.progress == BatchProgress(12, 11, 1, 0)
+    [refused] = read_lines(errors_beside(tmp_path / "out.jsonl")).values()
+    assert refused["custom_id"] == "id-5"
+    assert refused["response"]["status_code"] == 429
+    assert "max_pending" in refused["response"]["body"]["error"]["message"]
+
+
+async def test_requests_that_others_end(tmp_path: Path, redis_url: str) -> None:
+    """Cancelled and past its deadline: both are errors of their line alone."""
+    late = line(1, body={"prompt": "x", "deadline_ms": 1})
+    source = write_lines(tmp_path / "in.jsonl", [line(0), late, line(2)])
+    output = tmp_path / "out.jsonl"
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        running = asyncio.create_task(run_beside(source, output, redis_url))
+        await async_until(lambda: server.zcard(KEYS.pending) == 3)
+        [cancelled] = keys_of(server, "line 2")
+        server.hset(cancelled, "cancelled", 1)
+        async with running_worker(redis_url):
+            assert (await running).progress == BatchProgress(3, 1, 2, 0)
+    errors = read_lines(errors_beside(output))
+    assert errors["id-1"]["error"]["code"] == "request_expired"
+    assert errors["id-2"]["error"]["code"] == "request_cancelled"
+
+
+async def test_a_dead_letter_is_kept_though_its_line_is_written_down(
+    tmp_path: Path, redis_url: str, own_worker: HandWorker
+) -> None:
+    """For whoever looks why it crashed its workers, and for another try."""
+    source = write_lines(tmp_path / "in.jsonl", [line(0), line(1)])
+    output = tmp_path / "out.jsonl"
+    running = asyncio.create_task(run_beside(source, output, redis_url))
+    await async_until(lambda: own_worker.redis.zcard(KEYS.pending) == 2)
+    own_worker.finish(own_worker.take(), "hi")
+    [poison] = (it.decode() for it in own_worker.redis.zrange(KEYS.pending, 0, -1))
+    crash_until_dead(redis_url, poison)
+    assert (await running).progress == BatchProgress(2, 1, 1, 0)
+    [failed] = read_lines(errors_beside(output)).values()
+    assert failed["response"]["body"]["error"]["code"] == "dead_letter"
+    assert own_worker.redis.pttl(KEYS.request(poison)) == -1
+    with Client(redis_url) as client:
+        assert [it.request_id for it in client.dead_letters()] == [poison]
+        assert client.dead_letter(poison).crashes == 2
+        client.requeue(poison)
+    again = own_worker.take()
+    assert again.payload == own_worker.redis.hget(KEYS.request(poison), "payload")
+
+
+def test_files_that_cannot_be_run(tmp_path: Path, redis_url: str) -> None:
+    """No file, an empty one, one with too many lines, an output that is taken or in use."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with pytest.raises(BatchFileError, match="no file"):
+        run_batch(source, output, server=redis_url)
+    source.write_text("\n \n")
+    with pytest.raises(BatchFileError, match="no lines"):
+        run_batch(source, output, server=redis_url)
+    source.write_text("{}\n" * (MAX_LINES + 1))
+    with pytest.raises(BatchFileError, match=f"more than the {MAX_LINES} lines"):
+        run_batch(source, output, server=redis_url)
+    with source.open("wb") as file:
+        file.truncate(201 * 1024 * 1024)
+    with pytest.raises(BatchFileError, match="more than the 209715200 allowed"):
+        run_batch(source, output, server=redis_url)
+    write_lines(source, [line(0)])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for wrong, errors in (
+        (folder, None), (source, None), (source / "out.jsonl", None), (output, output),
+        (output, source), (output, folder), (output, tmp_path / "out.jsonl.batch"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError):
+            run_batch(source, wrong, error_file=errors, server=redis_url)
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["folder", "in.jsonl"]
+    output.write_text("mine\n")
+    with pytest.raises(ConfigurationError, match="exists already"):
+        run_batch(source, output, server=redis_url)
+    assert output.read_text() == "mine\n"
+
+
+async def test_one_process_at_a_time(
+    tmp_path: Path, redis_url: str, start: Start, run: Run
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", [line(0)]), tmp_path / "out.jsonl"
+    command = ["batch", "run", str(source), "-o", str(output)]
+    with redis.Redis.from_url(as_role("", redis_url)) as server:
+        start(*command)
+        await async_until(lambda: server.zcard(KEYS.pending) == 1)
+    with pytest.raises(BatchIsRunningError, match="another process"):
+        await run_beside(source, output, redis_url)
+    write_lines(source, [line(1)])
+    refused: subprocess.CompletedProcess[str] = await asyncio.to_thread(run, *command)
+    assert refused.returncode == 1
+    assert "is not the file that" in refused.stderr

@@ -1,0 +1,184 @@
+"""`promptq submit`, `watch` and `cancel`: what they send, and what they say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from promptq.shared.protocol.events import ErrorInfo
+from promptq.shared.protocol.request import FinishReason
+from tests.processes import Terminal, read_until
+from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
+from tests.roles import as_role
+
+
+def test_submit_prints_the_text(start: Start, own_worker: HandWorker) -> None:
+    """Tokens come as they are made, and a newline ends them; nothing else is printed."""
+    process = start("submit", "Hi")
+    claim = own_worker.queue.take()
+    assert claim is not None
+    own_worker.adopt(claim)
+    own_worker.send(claim, "ab")
+    assert read_until(process, "ab") == "ab"
+    own_worker.finish(claim, "c")
+    assert process.communicate() == ("c\n", "")
+    assert process.returncode == 0
+
+
+def test_submit_json(run: Run, own_worker: HandWorker) -> None:
+    """One event a line, as the protocol has it."""
+    with own_worker.finishing(["abc"]):
+        done = run("submit", "Hi", "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["text"] for event in events] == ["a", "bc"]
+    assert events[-1]["finish_reason"] == "stop"
+
+
+def test_submit_sends_the_fields(run: Run, own_worker: HandWorker) -> None:
+    """Options are a payload's fields, and --param any other."""
+    done = run(
+        *("submit", "Hi", "--detach", "--id", "mine", "--max-tokens", "5", "--temperature", "0"),
+        *("--top-p", "0.5", "--top-k", "3", "--seed", "7", "--stop", "x", "--stop", "y"),
+        *("--priority", "-2", "--deadline-ms", "90000", "--param", 'metadata={"a": 1}'),
+    )
+    assert done.stdout == "mine\n"
+    assert own_worker.payload("mine") == {
+        "prompt": "Hi",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "seed": 7,
+        "stop": ["x", "y"],
+        "priority": -2,
+        "deadline_ms": 90000,
+        "metadata": {"a": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "fields"),
+    [
+        (["Hi", "--chat"], {"messages": [{"role": "user", "content": "Hi"}]}),
+        (
+            ["Hi", "--system", "Be brief."],
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "Hi"},
+                ]
+            },
+        ),
+        (["--param", "prompt=[1, 2]"], {"prompt": [1, 2]}),
+        ([], {"prompt": "from a pipe"}),
+        (["-"], {"prompt": "from a pipe"}),
+    ],
+)
+def test_submit_prompts(
+    run: Run, own_worker: HandWorker, args: list[str], fields: dict[str, Any]
+) -> None:
+    """A prompt is an argument, standard input, token ids or a chat message."""
+    request_id = run("submit", "--detach", *args, stdin="from a pipe\n").stdout.strip()
+    assert own_worker.payload(request_id) == fields
+
+
+def test_watch_replays_and_follows(run: Run, start: Start, own_worker: HandWorker) -> None:
+    """First what was, then what comes; and all of it again after the end."""
+    request_id = run("submit", "--detach", "Hi").stdout.strip()
+    claim = own_worker.take()
+    own_worker.send(claim, "ab")
+    process = start("watch", request_id)
+    read_until(process, "ab")
+    own_worker.finish(claim, "c")
+    assert process.communicate() == ("c\n", "")
+    assert run("watch", request_id).stdout == "abc\n"
+    events = run("watch", request_id, "--json").stdout.splitlines()
+    assert [json.loads(event)["index"] for event in events] == [0, 2]
+
+
+@pytest.fixture
+def at_terminal(environment: dict[str, str], redis_url: str) -> Callable[..., Terminal]:
+    """Starts the command with a standard error at a terminal, and an output that nobody reads."""
+    url = as_role("producer", redis_url)
+    options = {"streams": ["stderr"], "stdout": subprocess.DEVNULL, "env": environment}
+    return lambda *args: Terminal(*PROMPTQ, *args, "--redis", url, **options)
+
+
+def test_tells_at_a_terminal_how_it_went(
+    own_worker: HandWorker, at_terminal: Callable[..., Terminal]
+) -> None:
+    """Who watches later does not know how long the first token took."""
+
+    def told(*args: str) -> str:
+        with closing(at_terminal(*args)) as terminal:
+            terminal.read_rest()
+            assert terminal.process.wait() == 0
+        return terminal.plain
+
+    with own_worker.finishing(["abc"]):
+        summary = told("submit", "Hi", "--id", "mine")
+    assert re.fullmatch(r"stop · 3 tokens · first token after [\d.,]+ m?s\r\n", summary)
+    assert told("watch", "mine") == "stop · 3 tokens\r\n"
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "said"), [(False, "no worker is alive"), (True, "the queue is paused")]
+)
+def test_says_at_a_terminal_why_nothing_comes(
+    own_worker: HandWorker, at_terminal: Callable[..., Terminal], is_paused: bool, said: str
+) -> None:
+    """With what to do about it, and once."""
+    own_worker.redis.hset(KEYS.config, "paused", int(is_paused))
+    with closing(at_terminal("submit", "Hi")) as terminal:
+        terminal.read_until("\n")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_rest()
+        assert terminal.process.wait() == 130
+    told = f"promptq: the request waits: {said}.*\r\n.*cancelled.*\r\n"
+    assert re.fullmatch(told, terminal.shown)
+
+
+def test_a_request_that_fails(run: Run, own_worker: HandWorker) -> None:
+    """The reason is on standard error, and the exit code is 1."""
+    request_id = run("submit", "--detach", "Hi").stdout.strip()
+    error = ErrorInfo(type="invalid_request", message="prompt: is too long")
+    own_worker.send(own_worker.take(), "", FinishReason.ERROR, error=error)
+    done = run("watch", request_id)
+    assert done.returncode == 1
+    assert done.stderr == f"promptq: request {request_id} failed: {error.message} ({error.type})\n"
+
+
+def test_a_request_that_expires(run: Run, own_worker: HandWorker) -> None:
+    request_id = run("submit", "--detach", "Hi").stdout.strip()
+    own_worker.send(own_worker.take(), "", FinishReason.EXPIRED)
+    done = run("watch", request_id)
+    assert done.returncode == 1
+    assert done.stderr == f"promptq: request {request_id} expired after 0 tokens\n"
+
+
+def test_cancel(run: Run, own_worker: HandWorker) -> None:
+    """It says what became of the request; whoever follows it sees an exit code other than 0."""
+    request_id = run("submit", "--detach", "Hi").stdout.strip()
+    assert run("cancel", request_id).stdout == "cancelled\n"
+    assert run("cancel", request_id).stdout == "it had already ended\n"
+    watched = run("watch", request_id)
+    assert (watched.returncode, watched.stdout) == (1, "")
+    assert watched.stderr == f"promptq: request {request_id} was cancelled after 0 tokens\n"
+
+
+def test_submit_to_a_real_worker(run: Run, start: Start) -> None:
+    """The same seed gives the same text, through all of the house."""
+    process = start("worker", "--model", "model-free")
+    read_until(process, "ready after ")
+    texts = [run("submit", "Hi", "--max-tokens", "30", "--seed", "5").stdout for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 31
+    process.terminate()
+    process.wait()

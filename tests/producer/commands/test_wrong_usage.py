@@ -1,0 +1,161 @@
+"""What is wrong is said in one sentence; help and settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from promptq.shared.server.embedded import EmbeddedServer
+from tests.ports import free_port
+from tests.producer.playing import Run, old_server
+from tests.roles import as_role
+
+
+def test_stats(run: Run) -> None:
+    """Counts, for people and for programs."""
+    run("submit", "--detach", "Hi")
+    found = json.loads(run("stats", "--json").stdout)
+    assert (found["waiting"], found["active"], found["workers"]) == (1, 0, [])
+    table = run("stats").stdout
+    assert "waiting" in table
+    assert "No worker is alive" in table
+
+
+def test_settings(run: Run) -> None:
+    """Every setting with what it is now, and no password."""
+    env = {
+        "PROMPTQ_MAX_NUM_SEQS": "7",
+        "PROMPTQ_REDIS_URL": "redis://me:hush@host:1/0",
+        "PROMPTQ_JOBS_REDIS_URL": "redis://me:hush@host:2/0",
+        "PROMPTQ_WEBHOOK_SECRET": "whsec_hush",
+    }
+    listed = run("settings", "--json", **env).stdout
+    rows = {row["variable"]: row for row in json.loads(listed)}
+    slots = rows["PROMPTQ_MAX_NUM_SEQS"]
+    assert (slots["value"], slots["default"], slots["option"]) == (7, 64, "--max-num-seqs")
+    assert rows["PROMPTQ_REDIS_URL"]["value"] == "redis://me:***@host:1/0"
+    assert rows["PROMPTQ_JOBS_REDIS_URL"]["value"] == "redis://me:***@host:2/0"
+    processes = {rows[f"PROMPTQ_{name}"]["process"] for name in ("QUEUE", "MODEL")}
+    assert processes == {None}
+    assert rows["PROMPTQ_HTTP_PORT"]["process"] == "gateway"
+    assert rows["PROMPTQ_BATCH_WORKERS"]["process"] == "jobs"
+    assert rows["PROMPTQ_FILES_DIR"]["process"] == "gateway, jobs"
+    shown = run("settings", COLUMNS="80", **env).stdout
+    assert set(re.findall(r"PROMPTQ_\w+", shown)) == set(rows)
+    assert "hush" not in listed + shown
+    assert "PROMPTQ_MAX_NUM_SEQS  7  (default 64)\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert all(row["description"] in words for row in rows.values()), "no word is broken"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["submit", "Hi", "--temperature", "9"], "temperature: .*less than or equal to 2.* 9.0"),
+        (["submit", "Hi", "--param", "nonsense=1"], "nonsense: is not a field of a request"),
+        (["submit", "Hi", "--param", "stop=x"], "stop: 'x' is not JSON"),
+        (["submit", "Hi", "--param", "stop"], "--param: 'stop' is not FIELD=JSON"),
+        (["submit", "Hi", "--id", "two words"], "id: 'two words' is not"),
+        (["submit"], "prompt: is empty"),
+        (["submit", "Hi", "--queue", "no such"], "queue: 'no such' is not"),
+        (["watch", "nobody"], "no request 'nobody' is known"),
+        (["cancel", "nobody"], "no request 'nobody' is known"),
+        (["stats", "--redis", "nowhere"], "'nowhere' is not a Redis URL"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(run: Run, args: list[str], said: str) -> None:
+    """Exit code 1, one line on standard error, nothing on standard output."""
+    done = run(*args)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(f"promptq: .*{said}.*\n", done.stderr)
+
+
+def test_wrong_usage(run: Run) -> None:
+    """Exit code 2, with a hint."""
+    done = run("submit", "--nonsense")
+    assert done.returncode == 2
+    assert "--nonsense" in done.stderr
+    assert run("nonsense").returncode == 2
+
+
+def test_a_wrong_setting(run: Run) -> None:
+    """The variable is named."""
+    done = run("stats", PROMPTQ_LOG_LEVEL="loud")
+    assert done.returncode == 1
+    assert "PROMPTQ_LOG_LEVEL" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_server(run: Run) -> None:
+    """Neither given nor started: it says how to get one."""
+    done = run("stats", url="")
+    assert done.returncode == 1
+    assert re.fullmatch("promptq: there is no Redis server.*promptq up.*\n", done.stderr)
+
+
+def test_a_server_that_is_not_there(run: Run) -> None:
+    """One sentence with the address and without the password."""
+    done = run("stats", url=f"redis://:secret@127.0.0.1:{free_port()}/0")
+    assert done.returncode == 1
+    assert re.fullmatch("promptq: no Redis server answers at .*\n", done.stderr)
+    assert "secret" not in done.stderr
+
+
+def test_wrong_credentials(run: Run) -> None:
+    """Told apart from a server that is not there."""
+    with EmbeddedServer() as server:
+        for url, said in (
+            (as_role("", server.url), "wants a user and a password, and the address has none"),
+            (as_role("", server.url) + "?protocol=2", "and the address has none"),
+            (server.url.replace(server.password, "wrong"), "refused the credentials"),
+        ):
+            done = run("stats", url=url)
+            assert done.returncode == 1
+            assert re.fullmatch(f"promptq: .*{said}.*\n", done.stderr)
+            assert "wrong@" not in done.stderr
+
+
+def test_a_server_too_old(run: Run) -> None:
+    """Its version is named."""
+    with old_server("6.2.14") as url:
+        done = run("stats", url=url)
+    assert done.returncode == 1
+    assert re.fullmatch(r"promptq: .*Redis 6\.2\.14; promptq needs Redis 7.*\n", done.stderr)
+
+
+def test_help_is_light(environment: dict[str, str]) -> None:
+    """Help and every command but a worker come without torch and transformers."""
+    code = (
+        "import sys, contextlib, io; from promptq.producer.commands.app import app\n"
+        "from promptq.producer.commands.local_fleet import demo, up\n"
+        "for name in ('--help', 'submit --help', 'up --help'):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "        app(name.split(), standalone_mode=False)\n"
+        "    assert 'Usage' in out.getvalue()\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "worker", "gateway", "server", "submit", "watch", "cancel", "stats"]
+)
+def test_help_shows_examples(run: Run, command: str) -> None:
+    """Each command's help has an example to paste."""
+    assert re.search(rf"Examples:\s+promptq {command}", run(command, "--help").stdout)
+
+
+def test_a_port_that_there_is_not(run: Run) -> None:
+    done = run("server", "--port", "70000", url="")
+    assert done.returncode == 2
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr

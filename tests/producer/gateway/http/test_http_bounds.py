@@ -1,0 +1,161 @@
+"""What a client that sends or reads as it pleases can make a gateway keep; on raw sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import tracemalloc
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from promptq.producer.gateway.http import protocol
+from promptq.producer.gateway.http.protocol import MAX_HEAD_BYTES
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.rows import Row
+from tests.producer.gateway.living import LiveGateway, connected
+from tests.producer.playing import HandWorker
+
+LINE = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What comes until the gateway closes."""
+    pieces = []
+    try:
+        while piece := connection.recv(65536):
+            pieces.append(piece)
+    except ConnectionResetError:
+        pass  # it did not read what was sent last
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (LINE, lambda number: b"X-%d: %s\r\n" % (number, b"x" * 1000)),
+        (LINE + b"X-Long: ", lambda _: b"x" * 1000),
+        (b"GET /", lambda _: b"x" * 1000),
+        (CHUNKED + b"0\r\n", lambda number: b"X-%d: %s\r\n" % (number, b"x" * 1000)),
+    ],
+    ids=["headers", "a header", "a path", "trailers"],
+)
+def test_a_head_without_end(
+    gateway: LiveGateway, begin: bytes, more: Callable[[int], bytes]
+) -> None:
+    """The connection is closed when it is too large, before anybody asks for a key."""
+    with connected(gateway) as connection:
+        connection.sendall(begin)
+        sent = 0
+        try:
+            for number in range(1_000_000):
+                connection.sendall(more(number))
+                sent += 1000
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert MAX_HEAD_BYTES / 2 < sent < 100_000_000, "socket buffers take a few megabytes"
+        all_of(connection)
+
+
+def test_a_trailer_is_no_header(gateway: LiveGateway) -> None:
+    """And large heads that end, and requests that follow on the connection, are answered."""
+    posted = (
+        CHUNKED.replace(b"models", b"completions") + b"2\r\n{}\r\n0\r\nX-Priority: soon\r\n\r\n"
+    )
+    large = LINE + b"X-Large: " + b"x" * (MAX_HEAD_BYTES - 1000) + b"\r\n\r\n"
+    with connected(gateway) as connection:
+        connection.sendall(posted + large + LINE + b"Connection: close\r\n\r\n")
+        answers = all_of(connection)
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    assert b"prompt: " in answers
+    assert b"X-Priority" not in answers
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", LINE, CHUNKED + b"5\r\nab", LINE + b"\r\n\r\n"],
+    ids=["nothing", "half a head", "half a body", "a line behind a request"],
+)
+def test_a_client_that_sends_no_more(
+    start_gateway: Callable[..., LiveGateway],
+    own_worker: HandWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: bytes,
+) -> None:
+    """Its connection is closed in the end; that of a client that waits for an answer is not."""
+    monkeypatch.setattr(protocol, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.1)
+    gateway = start_gateway()
+    asked = b'{"prompt":"Hi"}'
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with connected(gateway) as waiting, connected(gateway) as silent:
+        waiting.sendall(post % len(asked) + asked)
+        claim = own_worker.queue.take()
+        assert claim is not None
+        own_worker.adopt(claim)
+        silent.sendall(sent)
+        all_of(silent)
+        own_worker.finish(claim, "a")
+        assert b'"text":"a"' in all_of(waiting)
+
+
+def test_a_client_that_leaves_while_it_sends(
+    start_gateway: Callable[..., LiveGateway], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is counted as one that left, and no failure of the gateway."""
+    gateway = start_gateway()
+    with connected(gateway) as connection:
+        connection.sendall(CHUNKED.replace(b"models", b"completions") + b"5\r\nab")
+    counted = b'handler="/v1/completions",method="POST",status="499"'
+    with httpx2.Client(base_url=gateway.url, timeout=None) as http:
+        while counted not in http.get("/metrics").content:
+            pass
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_client_that_leaves_with_a_request_behind_its_stream(
+    gateway: LiveGateway, own_worker: HandWorker
+) -> None:
+    """Its stream is cancelled as any other."""
+    asked = b'{"prompt":"Hi","stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with connected(gateway) as connection:
+        connection.sendall(head % len(asked) + asked + LINE + b"\r\n")
+        claim = own_worker.queue.take()
+        assert claim is not None
+        own_worker.adopt(claim)
+        own_worker.send(claim, "a")
+        assert connection.recv(100)
+    while own_worker.queue.state(claim.request_id) is RequestState.ACTIVE:
+        own_worker.send(claim, "a")
+    assert own_worker.queue.state(claim.request_id) is RequestState.CANCELLED
+
+
+def test_a_client_that_does_not_read(gateway: LiveGateway, own_worker: HandWorker) -> None:
+    """Of several answers little is kept beyond what a client takes, and nothing of them is lost."""
+    num, text = 1000, "a" * 8000
+    asked = json.dumps({"prompt": "Hi", "stream": True, "n": 2, "max_tokens": num}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    with connected(gateway) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(asked), asked))
+        claims = [it for _ in range(2) if (it := own_worker.queue.take()) is not None]
+        tracemalloc.start()
+        try:
+            for index in range(num):
+                reason = FinishReason.STOP if index == num - 1 else None
+                event = TokenEvent(index=index, token_ids=[1], text=text, finish_reason=reason)
+                rows = [Row.of(claim.request_id, claim.fence, event) for claim in claims]
+                own_worker.queue.publish(rows)
+            assert tracemalloc.get_traced_memory()[0] < num * len(text), "of twice as much"
+        finally:
+            tracemalloc.stop()
+        answer = all_of(connection)
+    chunks = [json.loads(line) for line in re.findall(rb"^data: (\{.*)$", answer, re.MULTILINE)]
+    for place in range(2):
+        texts = [it["text"] for chunk in chunks for it in chunk["choices"] if it["index"] == place]
+        assert "".join(texts) == text * num
+    assert b"data: [DONE]" in answer

@@ -1,0 +1,107 @@
+"""What a stream sends besides text: signs of life, errors, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from promptq.producer.gateway.app import create_app
+from promptq.producer.settings import GatewaySettings
+from promptq.shared.protocol.request import FinishReason
+from tests.model_free_worker import running_worker, text_of
+from tests.producer.gateway.living import LiveGateway
+from tests.producer.gateway.streams.reading import PROMPT, opened, read_frames, texts_of
+from tests.producer.playing import HandWorker
+
+
+def test_a_stream_that_waits_shows_that_it_lives(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
+) -> None:
+    """After a while the status is sent without a token, and then comments."""
+    gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
+    with (
+        httpx2.Client(base_url=gateway.url, timeout=30) as http,
+        http.stream("POST", "/v1/completions", json=PROMPT) as response,
+    ):
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(2)] == [": waiting", ": waiting"]
+        claim = own_worker.take()
+        own_worker.finish(claim, "a")
+        assert "[DONE]" in "".join(lines)
+
+
+def text_by_openai(base_url: str) -> str:
+    with OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        stream = client.completions.create(model="", prompt="Hi", stream=True)
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+
+async def text_by_async_openai(base_url: str) -> str:
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        stream = await client.completions.create(model="", prompt="Hi", stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [text_by_openai, lambda base_url: asyncio.run(text_by_async_openai(base_url))],
+    ids=["sync", "async"],
+)
+def test_openai_clients_pass_over_comments_in_mid_stream(
+    start_gateway: Callable[..., LiveGateway],
+    own_worker: HandWorker,
+    read: Callable[[str], str],
+) -> None:
+    """They make an event of any blank line behind an event with an id, and fail as it is empty."""
+    gateway = start_gateway(http_header_seconds=0.05, http_keepalive_seconds=0.05)
+    with ThreadPoolExecutor() as beside, httpx2.Client(base_url=gateway.url, timeout=None) as http:
+        reading = beside.submit(read, gateway.base_url)
+        claim = own_worker.queue.take()
+        assert claim is not None
+        own_worker.adopt(claim)
+        own_worker.send(claim, "a")
+        with http.stream("GET", f"/v1/streams/{claim.request_id}") as beside_it:
+            lines = beside_it.iter_lines()
+            for _ in range(4):  # so the other, which began before, has had two
+                while next(lines) != ": waiting":
+                    pass
+            own_worker.finish(claim, "b")
+        assert reading.result() == "ab"
+
+
+def test_an_error_in_a_stream(http: httpx2.Client, own_worker: HandWorker) -> None:
+    """The last event is an error object, and nothing follows."""
+    with opened(http, own_worker, PROMPT) as (reading, claim):
+        reading.next()
+        http.delete(reading.response.headers["X-Stream-Url"])
+        own_worker.send(claim, "b")
+        [(_, data)] = reading.rest()
+    assert data["error"]["code"] == "cancelled"
+
+
+def test_a_deadline_that_cuts_an_answer(http: httpx2.Client, own_worker: HandWorker) -> None:
+    """What has begun is an answer, and ends like one that was too long."""
+    with opened(http, own_worker, {**PROMPT, "deadline_ms": 60000}) as (reading, claim):
+        own_worker.send(claim, "b", FinishReason.EXPIRED)
+        frames = reading.rest()
+    assert texts_of(frames) == "ab"
+    assert frames[-2][1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_the_application_streams_behind_any_server(redis_url: str) -> None:
+    """Also behind one that does not know how to write a piece at once."""
+    app = create_app(GatewaySettings(redis_url=redis_url))
+    async with (
+        app.router.lifespan_context(app),
+        running_worker(redis_url),
+        httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=app), base_url="http://localhost", timeout=None
+        ) as http,
+    ):
+        answer = await http.post("/v1/completions", json={**PROMPT, "max_tokens": 5, "seed": 3})
+        assert texts_of(list(read_frames(answer))) == text_of(3, 5)

@@ -1,0 +1,38 @@
+"""Gateways that share a folder for files, and keys of their callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+
+from tests.producer.gateway.api_keys import make_key as make_api_key
+from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.roles import as_role
+
+
+@pytest.fixture
+def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., LiveGateway]]:
+    """Starts gateways that share a folder for files."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(
+            live_gateway(redis_url, files_dir=tmp_path / "files", **settings)
+        )
+
+
+@pytest.fixture
+def make_key(redis_url: str) -> Callable[..., str]:
+    """Makes keys, and gives their secrets."""
+    return partial(make_api_key, redis_url)
+
+
+@pytest.fixture
+def everything(redis_url: str) -> Iterator[redis.Redis]:
+    """The server's default user, who may do anything."""
+    with redis.Redis.from_url(as_role("", redis_url)) as client:
+        yield client

@@ -1,0 +1,261 @@
+"""Bodies that take long to read are read beside the event loop, each key's in its turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+import redis
+
+from promptq.producer.gateway.answering import preparing
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue import lookups
+from promptq.shared.queue.rate_limits import Rate, take_of_rates
+from promptq.shared.queue.request_queue import RequestQueue, new_request_id
+from tests.producer.gateway.api_keys import bearer, make_key
+from tests.producer.gateway.living import LiveGateway, live_gateway
+from tests.roles import as_role
+
+MANY = [{"role": "user", "content": ""}] * 60_000
+PARTS = [{"type": "text", "text": ""}] * 600
+LARGE = json.dumps({"messages": [{"role": "user", "content": PARTS}] * 400}).encode()
+LARGE_AND_WRONG = json.dumps({"messages": MANY, "temperature": 9}).encode()
+
+
+@contextmanager
+def sent(gateway: LiveGateway, secret: str, body: bytes) -> Iterator[socket.socket]:
+    """A connection on which a chat has been asked for."""
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {secret}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    parts = urlsplit(gateway.url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        connection.sendall(head.encode() + body)
+        yield connection
+
+
+@pytest.fixture
+def queue(redis_url: str) -> Iterator[RequestQueue]:
+    with redis.Redis.from_url(as_role("", redis_url)) as connection:
+        yield RequestQueue(connection)
+
+
+def test_others_are_answered_while_a_large_body_is_read(
+    redis_url: str, queue: RequestQueue
+) -> None:
+    secret, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
+    headers = bearer(other)
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+        sent(gateway, secret, LARGE) as connection,
+    ):
+        refused = http.post("/v1/completions", json={"prompt": "Hi", "temperature": 9})
+        assert refused.status_code == 400
+        assert queue.is_empty(), "the large one is in the queue before"
+        while queue.is_empty():
+            refusals, _, _ = select.select([connection], [], [], 0.01)
+            assert not refusals, connection.recv(65536)
+
+
+def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(redis_url: str) -> None:
+    greedy, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
+    with live_gateway(redis_url) as gateway, ExitStack() as stack:
+        crowd = [stack.enter_context(sent(gateway, greedy, LARGE_AND_WRONG)) for _ in range(5)]
+        with sent(gateway, other, LARGE_AND_WRONG) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 400"
+            answered, _, _ = select.select(crowd, [], [], 0)
+        assert len(answered) <= 3
+        for connection in crowd:
+            assert connection.recv(12) == b"HTTP/1.1 400"
+
+
+def test_a_body_that_takes_too_long_fails_alone(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = make_key(redis_url, "greedy")
+    headers = bearer(secret)
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(preparing, "_MOST_CPU_SECONDS", 0.001)
+            refused = http.post("/v1/chat/completions", content=LARGE)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
+        wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
+
+
+def helpers() -> dict[int, str]:
+    """The processes that this one has started to read bodies, each with its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
+            is_ours = parent is not None and int(parent[1]) == os.getpid()
+            if is_ours and b"prepare_process" in (folder / "cmdline").read_bytes():
+                found[int(folder.name)] = (folder / "environ").read_text()
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int) -> None:
+    headers = bearer(make_key(redis_url, "web"))
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        ended = set()
+        for _ in range(3):
+            wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
+            assert wrong.json()["error"]["param"] == "temperature"
+            [pid] = helpers()
+            os.kill(pid, number)
+            ended.add(pid)
+        assert len(ended) == (3 if number == signal.SIGKILL else 1)
+
+
+def test_where_no_process_starts_or_gets_time_the_call_is_to_come_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = bearer(make_key(redis_url, "web"))
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        for name, value in (("sys.executable", "/nowhere"), ("_MOST_SECONDS", 0.0)):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"{preparing.__name__}.{name}", value)
+                later = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
+            assert (later.status_code, later.json()["error"]["code"]) == (503, "body_not_read")
+            assert later.headers["retry-after"] == "5"
+
+
+def test_the_processes_know_no_password_and_run_no_file_of_the_working_directory(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "structlog.py").write_text("open('ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://x:a-password@localhost")
+    headers = bearer(make_key(redis_url, "web"))
+    with live_gateway(redis_url) as gateway:
+        url = f"{gateway.url}/v1/chat/completions"
+        wrong = httpx2.post(url, content=LARGE_AND_WRONG, headers=headers, timeout=60)
+        [environment] = helpers().values()
+    assert wrong.json()["error"]["param"] == "temperature"
+    assert not (tmp_path / "ran").exists()
+    assert "PROMPTQ" not in environment
+
+
+def test_an_invalid_body_counts_as_a_call(redis_url: str) -> None:
+    secret = make_key(redis_url, "web", requests_per_minute=2)
+    headers = bearer(secret)
+    with (
+        live_gateway(redis_url) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        answers = [http.post("/v1/completions", content=b"{") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [400, 400, 429]
+
+
+def test_who_goes_on_with_no_stream_of_theirs_sends_no_body(redis_url: str) -> None:
+    """Past the rate, which is used up."""
+    secret = make_key(redis_url, "web", requests_per_minute=1)
+    strange = f"cmpl-{new_request_id()}/0-0"
+    with live_gateway(redis_url) as gateway:
+        for last_event_id, status in (("x", b"400"), (strange, b"404")):
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n"
+                f"Authorization: Bearer {secret}\r\nLast-Event-ID: {last_event_id}\r\n\r\n"
+            )
+            parts = urlsplit(gateway.url)
+            with socket.create_connection((parts.hostname, parts.port)) as connection:
+                connection.settimeout(30)
+                connection.sendall(head.encode())
+                assert connection.recv(12) == b"HTTP/1.1 " + status
+
+
+def test_who_waits_as_told_gets_in_with_several_answers(
+    redis_url: str, queue: RequestQueue
+) -> None:
+    secret = make_key(redis_url, "web", requests_per_minute=600)
+    few = make_key(redis_url, "few", requests_per_minute=4)
+    queue.run(take_of_rates("web", [Rate("requests", 598, 600)]))
+    headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
+    body = {"prompt": "Hi", "n": 5, "stream": True}
+    statuses = []
+    with (
+        live_gateway(redis_url, http_header_seconds=0) as gateway,
+        httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+    ):
+        for _ in range(2):
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                statuses.append(answer.status_code)
+                time.sleep(int(answer.headers.get("retry-after-ms", 0)) / 1000)
+        headers["Authorization"] = f"Bearer {few}"
+        never = http.post("/v1/completions", json=body, headers=headers)
+    assert statuses == [429, 200]
+    assert (never.status_code, never.headers["x-should-retry"]) == (429, "false")
+    assert "retry-after" not in never.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "Grüße 🎉", "seed": 7, "echo": True, "n": 2}),
+        ("completions", {"prompt": [[1, 2], "x"], "logprobs": 1, "idempotency_key": "k"}),
+        ("completions", {"prompt": "x", "trace_context": {"traceparent": "00-1-2-01"}}),
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "deadline_ms": 100_000,
+                "priority": 3,
+            },
+        ),
+    ],
+)
+def test_what_is_enqueued_does_not_depend_on_where_it_was_read(
+    redis_url: str,
+    queue: RequestQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+) -> None:
+    secret = make_key(redis_url, "web", tenant="shop", tokens_per_minute=100_000)
+    headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
+    kept: list[list[dict[bytes, bytes]]] = []
+    with live_gateway(redis_url, http_header_seconds=0) as gateway:
+        for most in (preparing._SMALL_BYTES, 0):
+            monkeypatch.setattr(preparing, "_SMALL_BYTES", most)
+            with (
+                httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
+                http.stream("POST", f"/v1/{path}", json={**fields, "stream": True}) as answer,
+            ):
+                assert answer.status_code == 200
+                assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
+                ids = queue.run(lookups.waiting_ids(queue.keys, 9))
+                connection: Any = queue._redis
+                names = ("payload", "tenant", "priority")
+                kept.append([connection.hmget(Keys().request(it), names) for it in sorted(ids)])
+                kept_url = answer.headers["x-stream-url"].partition("?")[2]
+                kept[-1].append(kept_url)
+            connection.flushdb()
+            secret_again = make_key(redis_url, "web", tenant="shop", tokens_per_minute=100_000)
+            headers["Authorization"] = f"Bearer {secret_again}"
+    assert kept[0] == kept[1]

@@ -1,0 +1,168 @@
+"""A server without memory left refuses a script whole, or carries it out whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import OutOfMemoryError
+
+from promptq.shared.protocol.claims import Claim
+from promptq.shared.protocol.replies import CancelStatus
+from promptq.shared.protocol.request import FinishReason, RequestState
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import lookups, scripts
+from promptq.shared.queue.request_queue import RequestQueue
+from tests.requests import ROOM, entries_of, held, ids, last_event, new, put, row
+from tests.roles import QueueClient
+from tests.servers import embedded_server, redis_server
+
+Snapshot = dict[bytes, Any]
+
+
+@pytest.fixture(scope="module")
+def own_redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server whose memory nobody else's tests need."""
+    yield from redis_server(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def own_embedded_server() -> Iterator[str]:
+    with embedded_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["own_embedded_server", "own_redis_server"])
+def client(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with QueueClient.from_url(request.getfixturevalue(request.param)) as client:
+        client.config_set("maxmemory", 0)
+        client.flushall()
+        yield client
+        client.config_set("maxmemory", 0)
+
+
+def run_out(client: Any) -> None:
+    client.config_set("maxmemory", 1)
+
+
+def recover(client: Any) -> None:
+    client.config_set("maxmemory", 0)
+
+
+def snapshot(client: Any) -> Snapshot:
+    return {key: client.dump(key) for key in client.keys("*")}
+
+
+def refused_whole(client: Any, action: Callable[[], object]) -> None:
+    before = snapshot(client)
+    run_out(client)
+    with pytest.raises(OutOfMemoryError):
+        action()
+    recover(client)
+    assert snapshot(client) == before
+
+
+def two_running(queue: RequestQueue) -> tuple[Claim, Claim]:
+    put(queue, "a")
+    put(queue, "b")
+    a, b = queue.take_batch(ROOM)
+    queue.publish([row(a, 0), row(b, 0)])
+    return a, b
+
+
+def test_rows_are_refused_together_and_written_when_sent_again(
+    client: Any, queue: RequestQueue
+) -> None:
+    """Above all a last row: its request is not finished before the log has its last event."""
+    a, b = two_running(queue)
+    rows = [row(a, 1), row(b, 1, reason=FinishReason.STOP)]
+    refused_whole(client, lambda: queue.publish(rows, [held(a)]))
+    assert queue.state("b") is RequestState.ACTIVE
+    assert queue.publish(rows, [held(a)]).rows == ["ok", "ok"]
+    assert [at for at, _ in entries_of(client, queue, "b")] == ["1-0", "2-1"]
+    assert queue.state("b") is RequestState.COMPLETED
+
+
+def test_a_row_that_meets_a_cancel_is_refused_like_any(client: Any, queue: RequestQueue) -> None:
+    a, b = two_running(queue)
+    queue.cancel("a")
+    refused_whole(client, lambda: queue.publish([row(a, 1), row(b, 1)]))
+    assert queue.publish([row(a, 1), row(b, 1)]).rows == ["cancelled", "ok"]
+
+
+def test_nothing_more_is_taken_in_or_handed_out(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    refused_whole(client, lambda: queue.enqueue([new("b"), new("c")]))
+    refused_whole(client, lambda: queue.take_batch(ROOM))
+    put(queue, "b")
+    assert ids(queue.take_batch(ROOM)) == ["a", "b"]
+
+
+def test_nothing_moves_by_halves(client: Any, queue: RequestQueue) -> None:
+    put(queue, "a")
+    payload = client.hget(queue.keys.request("a"), "payload")
+    call = scripts.reprioritise("a", -3, payload, '{"prompt":"hello","priority":-3}')
+    refused_whole(client, lambda: queue.run(call))
+    assert queue.run(call) == "changed"
+
+
+def test_what_is_held_is_kept_and_given_back_all_the_same(client: Any, queue: RequestQueue) -> None:
+    """Else leases would run out, and that would count as a crash."""
+    a, b = two_running(queue)
+    client.zadd(queue.keys.leases, {"a": 1})
+    run_out(client)
+    assert queue.publish([], [held(a), held(b)]).held == ["ok", "ok"]
+    assert client.zscore(queue.keys.leases, "a") > 1
+    assert queue.reap().returned == 0
+    assert queue.release([held(a)]) == ["waiting"]
+    assert queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 5000)) == 1
+    assert queue.run(scripts.hold(queue.keys, queue.keys.jobs_leader, "me", 5000))
+    recover(client)
+    assert ids(queue.take_batch(ROOM)) == ["a"]
+
+
+def test_what_is_cancelled_ends_whole(client: Any, queue: RequestQueue) -> None:
+    a, _ = two_running(queue)
+    put(queue, "waits")
+    run_out(client)
+    assert queue.cancel("waits") is CancelStatus.CANCELLED
+    assert queue.cancel("a") is CancelStatus.FLAGGED
+    assert queue.publish([], [held(a)]).held == ["cancelled"]
+    for name in ("waits", "a"):
+        assert queue.state(name) is RequestState.CANCELLED
+        assert last_event(queue, name)["finish_reason"] == "cancelled"
+    assert client.zrange(queue.keys.leases, 0, -1) == [b"b"]
+
+
+def test_a_crash_is_accounted_whole(client: Any, queue: RequestQueue) -> None:
+    two_running(queue)
+    client.zadd(queue.keys.leases, {"a": 1})
+    run_out(client)
+    assert queue.reap().returned == 1
+    recover(client)
+    record = queue.run(lookups.record(queue.keys, "a"))
+    assert (record["state"], record["crashes"]) == ("waiting", "1")
+    assert ids(queue.take_batch(ROOM)) == ["a"]
+
+
+def test_a_replica_refuses_every_script_whole(client: Any, queue: RequestQueue) -> None:
+    a, b = two_running(queue)
+    before = snapshot(client)
+    client.config_set("replica-serve-stale-data", "yes")
+    client.replicaof("127.0.0.1", 1)
+    try:
+        for action in (
+            lambda: queue.publish([row(a, 1), row(b, 1, reason=FinishReason.STOP)]),
+            lambda: queue.publish([], [held(a)]),
+            lambda: queue.release([held(a)]),
+            lambda: queue.cancel("a"),
+            lambda: queue.take_batch(ROOM),
+            queue.reap,
+        ):
+            with pytest.raises(redis.exceptions.ReadOnlyError):
+                action()
+        assert snapshot(client) == before
+    finally:
+        client.replicaof("NO", "ONE")

@@ -1,0 +1,116 @@
+"""Clients that find their server through Sentinel."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from promptq import AsyncClient, Client
+from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.server.connection import open_async_redis, open_redis
+from tests.certificates import make_certificates, tls_settings
+from tests.faults.network import Network, check_that_answers_are_ones_own
+from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
+from tests.integration.reading import KINDS
+from tests.ports import free_port
+from tests.roles import as_role
+from tests.servers import OwnServer
+from tests.waiting import until
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    with guarded_by_three(tmp_path) as guarded:
+        yield guarded
+
+
+def test_a_url_of_sentinels_says_what_is_wrong(guarded: Guarded) -> None:
+    for url in ("redis+sentinel://host", "redis+sentinel:///service", "redis+sentinel://h:x/s"):
+        with pytest.raises(ConfigurationError, match="is not a Redis URL"):
+            open_redis(url)
+    with pytest.raises(RedisUnavailableError, match="No master found for 'another'"):
+        open_redis(guarded.url.replace(SERVICE, "another"))
+
+
+async def test_nobody_gets_an_answer_to_somebody_else(guarded: Guarded) -> None:
+    await check_that_answers_are_ones_own(guarded.url)
+
+
+async def check_both_clients(url: str) -> None:
+    """What one puts into the queue the other sees."""
+    with Client(url) as client:
+        request_id = client.enqueue("a")
+        async with AsyncClient(url) as asynchronous:
+            assert await asynchronous.state(request_id) == "waiting"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_sentinel_that_says_nothing_is_asked_once_and_then_the_next(
+    tmp_path: Path, kind: str
+) -> None:
+    port, folder = free_port(), tmp_path / "sentinel"
+    network = Network(port)
+    network.hold()
+    with OwnServer(tmp_path / "master") as master, redis.Redis(port=port) as watcher:
+        text = ALONE.format(folder=folder, service=SERVICE, master=master.port)
+        with sentinel(folder, f"port {port}\n{text}"):
+            until(lambda: is_found(watcher))
+            addresses = f"127.0.0.1:{network.port},127.0.0.1:{port}"
+            url = f"redis+sentinel://{addresses}/{SERVICE}/0?socket_timeout=0.3"
+            if kind == "sync":
+                open_redis(url).close()
+            else:
+                await (await open_async_redis(url)).aclose()
+            assert network.num_accepted == 1
+    network.close()
+
+
+async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
+    port, folder = free_port(), tmp_path / "sentinel"
+    users = f"port {port}\nuser default off\nuser watcher on >their-secret ~* &* +@all\n"
+    url = as_role("producer", f"redis+sentinel://127.0.0.1:{port}/{SERVICE}/0")
+    with OwnServer(tmp_path / "master") as master:
+        text = users + ALONE.format(folder=folder, service=SERVICE, master=master.port)
+        with (
+            sentinel(folder, text),
+            redis.Redis(port=port, username="watcher", password="their-secret") as watcher,
+        ):
+            until(lambda: is_found(watcher))
+            known = f"{url}?sentinel_username=watcher&sentinel_password=their-secret"
+            await check_both_clients(known)
+            wrong = known.replace("=watcher", "=nobody")
+            with pytest.raises(RedisUnavailableError, match=r"its credentials[^<]*$"):
+                Client(wrong)
+            with pytest.raises(RedisUnavailableError, match=r"its credentials[^<]*$") as raised:
+                await open_async_redis(wrong)
+            assert "their-secret" not in str(raised.value)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server speaks TLS")
+async def test_sentinels_and_server_speak_tls(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    port, at_master, folder = free_port(), free_port(), tmp_path / "sentinel"
+    options = [
+        it
+        for name, value in tls_settings(tmp_path, at_master).items()
+        for it in (f"--{name}", value)
+    ]
+    text = "port 0\ntls-replication yes\n"
+    text += "".join(f"{name} {value}\n" for name, value in tls_settings(tmp_path, port).items())
+    text += ALONE.format(folder=folder, service=SERVICE, master=at_master)
+    authority = f"ssl_ca_certs={tmp_path / 'ca.crt'}"
+    url = as_role("producer", f"rediss+sentinel://127.0.0.1:{port}/{SERVICE}/0")
+    with (
+        OwnServer(tmp_path / "master", *options),
+        sentinel(folder, text),
+        redis.Redis.from_url(f"rediss://127.0.0.1:{port}?{authority}") as watcher,
+    ):
+        until(lambda: is_found(watcher))
+        await check_both_clients(f"{url}?{authority}")
+        with pytest.raises(RedisUnavailableError, match="takes the connection"):
+            Client(url)  # which does not know who vouches for them

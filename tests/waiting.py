@@ -1,0 +1,27 @@
+"""Waits for what will be so, however long that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """What it says once that is true."""
+    while not (value := condition()):
+        time.sleep(0.002)
+    return value
+
+
+async def async_until(condition: Callable[[], Any]) -> Any:
+    """The same beside other tasks; what a condition says may be awaitable."""
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        await asyncio.sleep(0.002)

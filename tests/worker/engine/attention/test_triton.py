@@ -1,0 +1,277 @@
+"""The Triton kernels in Triton's interpreter, or with TRITON_INTERPRET=0 on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed here", allow_module_level=True)
+DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+
+from benchmarks.gpu.cases import Case, Shape, off_by
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.triton_kernels.decode import splits_for
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.attention.triton_kernels.prefill import tiles_of
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, GraphedModel, graph_sizes
+from promptq.worker.engine.model.load_check import check_model
+from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.model.packed_model import PackedModel
+from tests.paths import ROOT
+from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SHAPES = [
+    Shape(4, 4, 8, 8, block_size=4),
+    Shape(6, 2, 16, 16, block_size=4),
+    Shape(4, 1, 16, 12, block_size=16),
+    Shape(3, 3, 24, 40, block_size=5),
+]
+STEPS = {
+    "decodes": [(70, 1), (24, 1), (17, 1), (8, 1), (1, 1)],
+    "long decodes": [(600, 1), (130, 1), (5, 1)],
+    "whole prompts": [(9, 9), (2, 2), (75, 75)],
+    "later chunks": [(21, 5), (16, 8), (90, 6), (12, 3)],
+    "all at once": [(130, 1), (9, 1), (20, 20), (19, 6), (18, 17), (72, 40)],
+}
+
+
+def check(step: str, shape: Shape, pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
+    """With and without softcap and sinks, in a cache and into memory that are poisoned."""
+    for softcap, with_sinks in ((None, False), (1.5, True)):
+        case = Case(STEPS[step], shape, dtype=dtype, device=DEVICE, seed=seed)
+        scoring = Scoring(0.3, pattern, softcap, case.sinks if with_sinks else None)
+        output = case.attend(TritonPaged(), scoring)
+        assert output.dtype == dtype
+        assert off_by(output, case.expected(scoring)) < TOLERANCE[dtype], (shape, scoring)
+        assert case.untouched()
+
+
+@pytest.mark.parametrize("pattern", [FULL, Pattern("sliding", 6), Pattern("chunked", 8)], ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_equals_plain_attention(step: str, pattern: Pattern, seed: int) -> None:
+    for shape in SHAPES[1:]:
+        check(step, shape, pattern, torch.float32, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", STEPS)
+def test_low_precision(step: str, dtype: torch.dtype, seed: int) -> None:
+    check(step, SHAPES[1], Pattern("sliding", 40), dtype, seed)
+
+
+def test_heads_without_groups(seed: int) -> None:
+    check("all at once", SHAPES[0], Pattern("sliding", 1), torch.float32, seed)
+
+
+def test_padding_rows(seed: int) -> None:
+    """Rows of no block and no context write nothing, disturb nobody, and come out as zero."""
+    case = Case(STEPS["long decodes"], SHAPES[1], dtype=torch.float32, device=DEVICE, seed=seed)
+    padded = Case(
+        [*STEPS["long decodes"], (1, 1), (1, 1)],
+        SHAPES[1],
+        dtype=torch.float32,
+        device=DEVICE,
+        seed=seed,
+    )
+    layout = padded.layout
+    layout.context_lens[3:] = [0, 0]
+    layout.write_blocks[3:] = -1
+    before = padded.cache.key.clone(), padded.cache.value.clone()
+    for scoring in (Scoring(0.3), Scoring(0.3, Pattern("chunked", 8)), Scoring(0.3, FULL, 2.0)):
+        output = padded.attend(TritonPaged(), scoring)
+        expected = case.attend(TritonPaged(), scoring)
+        assert expected.isfinite().all()
+        assert not output[3:].any()
+    written = layout.write_blocks[:3], layout.write_offsets[:3]
+    for tensor, old in zip((padded.cache.key, padded.cache.value), before, strict=True):
+        changed = (tensor.nan_to_num(9.0) != old.nan_to_num(9.0)).any(dim=(1, 3)).nonzero()
+        assert {tuple(place) for place in changed.tolist()} <= {
+            (int(block), int(offset)) for block, offset in zip(*written, strict=True)
+        }
+
+
+def test_strides_do_not_matter(seed: int) -> None:
+    """Queries, keys and values come as views into larger tensors."""
+    case = Case(STEPS["all at once"], SHAPES[1], dtype=torch.float32, device=DEVICE, seed=seed)
+    expected = case.attend(TritonPaged(), Scoring(0.3))
+
+    class Awkward(TritonPaged):
+        def attend(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+        ) -> torch.Tensor:
+            key = key.transpose(0, 1).contiguous().transpose(0, 1)
+            value = value.transpose(1, 2).contiguous().transpose(1, 2)
+            wide = torch.cat([query, torch.full_like(query, float("nan"))], dim=-1)
+            return super().attend(wide[..., : query.shape[-1]], key, value, *others)
+
+    torch.testing.assert_close(case.attend(Awkward(), Scoring(0.3)), expected)
+
+
+def test_work_is_cut_to_fill_the_device() -> None:
+    assert splits_for(512, 100_000, torch.device("cpu")) == 1
+    assert splits_for(8, 100_000, torch.device("cpu")) == 64
+    assert splits_for(8, 1000, torch.device("cpu")) == 4
+    assert splits_for(8, 10, torch.device("cpu")) == 1
+
+
+def test_tiles_hold_every_row_once(seed: int) -> None:
+    case = Case(STEPS["all at once"], SHAPES[1], dtype=torch.float32, device=DEVICE, seed=seed)
+    tiles = tiles_of(case.layout, 7).tolist()
+    rows = [first + row for _, first, count, _ in tiles for row in range(count)]
+    assert sorted(rows) == list(range(2, len(case.query)))
+    assert [tile[3] for tile in tiles] == sorted((tile[3] for tile in tiles), reverse=True)
+
+
+class TinyModel:
+    """A tiny model of a family on the Triton backend, and two more sequences than a step uses."""
+
+    def __init__(self, family: str, seed: int) -> None:
+        model = make_model(family, seed)
+        model.requires_grad_(False).to(DEVICE)
+        loaded = LoadedModel(family, model, frozenset())
+        checked = check_model(loaded, [TritonPaged()], 128)
+        self.cache = KVCache(checked.specs, num_blocks=64, block_size=4, device=DEVICE)
+        for layer in self.cache.layers:
+            layer.key.fill_(float("nan"))
+            layer.value.fill_(float("nan"))
+        self.model: PackedModel = checked.on(model, self.cache, 128)
+        self.packer = Packer(4, DEVICE)
+        generator = torch.Generator().manual_seed(seed)
+        blocks = torch.randperm(64, generator=generator).tolist()
+        self.sequences = []
+        for index, length in enumerate((3, 17, 9)):
+            ids = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+            request = EngineRequest(index, ids, SamplingParams(), seed=0, max_tokens=9)
+            sequence = Sequence.of(request)
+            sequence.slot, sequence.block_table = index, [blocks.pop() for _ in range(6)]
+            self.sequences.append(sequence)
+
+    def pack(self, cuts: list[tuple[int, int]]) -> PackedStep:
+        """Each sequence's tokens from one position up to another."""
+        shares = zip(self.sequences, cuts, strict=False)
+        return self.packer.pack(
+            Batch([ScheduledSequence(each, a, b - a, samples=True) for each, (a, b) in shares])
+        )
+
+    def prefill(self) -> None:
+        step = self.pack([(0, each.num_tokens - 1) for each in self.sequences])
+        self.model.logits(step, torch.tensor([0], device=DEVICE))
+
+    def decode_step(self, num_sequences: int) -> PackedStep:
+        lengths = [each.num_tokens for each in self.sequences[:num_sequences]]
+        return self.pack([(length - 1, length) for length in lengths])
+
+
+class Recording:
+    """A model that notes how many rows its steps had."""
+
+    def __init__(self, model: PackedModel) -> None:
+        self.model = model
+        self.num_rows: list[int] = []
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        self.num_rows.append(step.input_ids.shape[1])
+        return self.model.logits(step, rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+@torch.inference_mode()
+def test_padded_decodes_give_the_same_logits(family: str, seed: int) -> None:
+    """Also after a step of another size, whose rows the buffers still hold."""
+    tiny = TinyModel(family, seed)
+    recording = Recording(tiny.model)
+    graphed = GraphedModel(
+        recording, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE
+    )
+    tiny.prefill()
+    recording.num_rows.clear()
+    for num_sequences in (3, 2, 1, 3):
+        step = tiny.decode_step(num_sequences)
+        rows = torch.arange(num_sequences, device=DEVICE).flip(0)
+        expected = tiny.model.logits(step, rows)
+        assert expected.isfinite().all()
+        # Four rows are multiplied another way than three, and experts pass the rounding on.
+        off = (graphed.logits(step, rows) - expected).norm(dim=1)
+        spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
+        assert (off < 1e-3 * spread).all()
+    if DEVICE.type == "cpu":  # where replays run the model
+        assert recording.num_rows == [4, 2, 1, 4]
+
+
+@torch.inference_mode()
+def test_other_steps_run_as_they_are(seed: int) -> None:
+    tiny = TinyModel("qwen3", seed)
+    graphed = GraphedModel(tiny.model, sizes=[1, 2], max_model_len=128, block_size=4, device=DEVICE)
+    chunks = tiny.pack([(0, 2), (0, 16), (0, 8)])
+    rows = torch.tensor([1, 17], device=DEVICE)
+    torch.testing.assert_close(graphed.logits(chunks, rows), tiny.model.logits(chunks, rows))
+    too_many = tiny.decode_step(3)
+    torch.testing.assert_close(
+        graphed.logits(too_many, rows[:1]), tiny.model.logits(too_many, rows[:1])
+    )
+
+
+@torch.inference_mode()
+def test_rows_of_an_earlier_step_become_padding(seed: int) -> None:
+    """They would write into blocks that may be another's by now."""
+    tiny = TinyModel("qwen3", seed)
+    buffers = DecodeBuffers.of(4, 128, 4, DEVICE)
+    buffers.fill(tiny.decode_step(3), 4)
+    buffers.fill(tiny.decode_step(2), 4)
+    padded, exact = buffers.step(4), tiny.decode_step(2)
+    assert padded.layout.write_blocks.tolist() == [*exact.layout.write_blocks.tolist(), -1, -1]
+    assert buffers.context_lens.tolist() == [*exact.layout.context_lens, 0, 0]
+    assert padded.input_ids.tolist() == [[*exact.input_ids[0].tolist(), 0, 0]]
+    assert padded.positions.tolist() == [[*exact.positions[0].tolist(), 0, 0]]
+    width = exact.layout.block_tables.shape[1]
+    torch.testing.assert_close(padded.layout.block_tables[:2, :width], exact.layout.block_tables)
+
+
+def test_graph_sizes() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(4) == [1, 2, 4]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert graph_sizes(1000)[-1] == 256
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_pass_the_check_at_load(family: str) -> None:
+    """Packed steps on these kernels give what the library's own attention gives."""
+    model = make_model(family)
+    model.requires_grad_(False).to(DEVICE)
+    check_model(LoadedModel(family, model, frozenset()), [TritonPaged()], 128)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_kernels_compile(architecture: int) -> None:
+    """For real cards: what the interpreter takes, the compiler may refuse."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    command = [sys.executable, str(script), str(architecture)]
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {
+        "_write_kernel",
+        "_decode_kernel",
+        "_reduce_kernel",
+        "_prefill_kernel",
+    }

@@ -1,0 +1,77 @@
+"""Runs the tests of the native code on a build of it that watches itself.
+
+The address sanitizer ends a run at the first read or write beside an object, the other one at the
+first step whose result C++ leaves undefined. Each warning of the compiler is an error here.
+Arguments are given to pytest instead of the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = [
+    "tests/worker/engine/native/test_native.py",
+    "tests/worker/engine/native/test_native_attention.py",
+    "tests/worker/engine/sampling/test_sampler.py",
+]
+
+BUILD = "from promptq.worker.engine.native.build import load_native; load_native()"
+
+FLAGS = [
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-g1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",  # torch does not export what it would compare
+    "-fno-sanitize-recover=undefined",
+]
+
+PRELOADED = ["libasan.so", "libubsan.so", "libstdc++.so"]
+"""What must be there before the interpreter, which is not built with it; the last, so that the
+first can watch exceptions."""
+
+
+def main(tests: list[str]) -> int:
+    compiler = shutil.which(os.environ.get("CXX") or "c++")
+    if compiler is None:
+        print("there is no compiler; install g++ or set CXX", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="promptq-sanitizers-") as folder:
+        watching = Path(folder, "c++")
+        watching.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" {shlex.join(FLAGS)}\n')
+        watching.chmod(0o755)
+        environment = {
+            **os.environ,
+            "CXX": str(watching),
+            "XDG_CACHE_HOME": folder,
+            "LD_PRELOAD": " ".join(path_of(compiler, name) for name in PRELOADED),
+            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter keeps what it has to the end
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+        # Compiled first, as tests skip where there is no native code. What the sanitizers say, they
+        # say to the terminal.
+        for words in (
+            ["-c", BUILD],
+            ["-m", "pytest", "-n", "0", "--capture=sys", *(tests or TESTS)],
+        ):
+            code = subprocess.run([sys.executable, *words], env=environment, check=False).returncode
+            if code:
+                return code
+        return 0
+
+
+def path_of(compiler: str, library: str) -> str:
+    asked = [compiler, f"-print-file-name={library}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""An owner of leases with an engine that is none, and claims for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
+from promptq.shared.protocol.rows import RowStatus
+from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.intake.preparation import Preparation
+from promptq.worker.leases.lease import Lease, LeaseState
+from promptq.worker.leases.leases import Leases
+from promptq.worker.text.tokenizer import ByteTokenizer
+from tests.worker.fake_engine import FakeEngine, limits
+
+END = 256
+PREPARING, READY, RUNNING, ENDING, RETURNING, GONE = LeaseState
+
+
+def claim(events: list[TokenEvent] | None = None, **fields: Any) -> Claim:
+    """Of a payload with these fields, as far as they are not the claim's own."""
+    own = {"request_id": "r", "fence": "2-x", "score": 5.0, "cost": 9, "is_suspect": False}
+    own.update({name: fields.pop(name) for name in own if name in fields})
+    fields.setdefault("prompt", "four")
+    return Claim(
+        payload=json.dumps(fields).encode(),
+        attempt=2,
+        seed=77,
+        enqueued_at_ms=1000,
+        claimed_at_ms=1500,
+        prompt_tokens=None,
+        events=events or [],
+        **own,
+    )
+
+
+def preparation(**abilities: Any) -> Preparation:
+    return Preparation(
+        ByteTokenizer(),
+        limits(max_model_len=20),
+        EngineAbilities(**abilities),
+        ModelIdentity("mine", "123"),
+        frozenset({END}),
+    )
+
+
+def emitted(text: str) -> list[TokenEvent]:
+    return [TokenEvent(index=n, token_ids=[ord(c)], text=c) for n, c in enumerate(text)]
+
+
+class World:
+    """An owner with an engine of four slots, so that five have a place."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.leases = Leases(self.engine)
+
+    def claimed(self, request_id: str = "r", **fields: object) -> Lease:
+        (lease,) = self.leases.claimed([claim(request_id=request_id, **fields)])
+        return lease
+
+    def prepare(self, lease: Lease) -> None:
+        self.leases.prepared(lease, preparation().prepare(lease.claim))
+
+    def ready(self, request_id: str = "r", **fields: object) -> Lease:
+        lease = self.claimed(request_id, **fields)
+        self.prepare(lease)
+        return lease
+
+    def running(self, request_id: str = "r", **fields: object) -> Lease:
+        lease = self.ready(request_id, **fields)
+        self.leases.feed()
+        return lease
+
+    def in_state(self, state: LeaseState) -> Lease:
+        if state is PREPARING:
+            return self.claimed()
+        if state is READY:
+            return self.ready()
+        lease = self.running()
+        if state is ENDING:
+            self.leases.ending(lease)
+        elif state is RETURNING:
+            self.leases.returning(lease)
+        elif state is GONE:
+            self.leases.answered(lease, RowStatus.FENCED)
+        assert lease.state is state
+        return lease

@@ -1,0 +1,128 @@
+"""What keeps a worker from starting, in one sentence, and its help."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from promptq.shared.errors import ModelNotFoundError
+from promptq.shared.runtime.settings import read_settings
+from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.served_model import build
+
+COMMAND = [sys.executable, "-m", "promptq.worker"]
+
+
+def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def one_sentence(outcome: subprocess.CompletedProcess[str]) -> str:
+    assert outcome.returncode == 1, outcome
+    # Lines of the log tell of a slow machine's start; they are JSON.
+    said = [line for line in outcome.stderr.splitlines() if not line.startswith("{")]
+    assert len(said) == 1, outcome.stderr
+    assert said[0].startswith("promptq worker: "), outcome.stderr
+    return said[0]
+
+
+def test_says_that_no_server_is_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
+    assert f"no Redis server answers at redis://127.0.0.1:{port}" in said
+
+
+def test_says_that_credentials_are_wrong_and_shows_no_password() -> None:
+    with EmbeddedServer() as server:
+        url = f"redis://:wr0ng@127.0.0.1:{server.port}/0"
+        said = one_sentence(run("--model", "model-free", "--redis", url))
+    assert "refused the credentials" in said
+    assert "wr0ng" not in said
+
+
+def test_says_that_a_server_is_too_old() -> None:
+    """No binary that old is at hand: this server answers everything with its version."""
+    reply = b"redis_version:6.2.14\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while data := connection.recv(4096):
+                    for command in data.split(b"*")[1:]:
+                        if b"HELLO" in command:
+                            connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
+                        elif b"\r\nINFO\r\n" in command:
+                            connection.sendall(b"$%d\r\n%s\r\n" % (len(reply), reply))
+                        else:
+                            connection.sendall(b"-ERR unknown subcommand\r\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        port = listener.getsockname()[1]
+        said = one_sentence(run("--model", "model-free", "--redis", f"redis://127.0.0.1:{port}"))
+        thread.join()
+    assert "is Redis 6.2.14; promptq needs Redis 7 or Valkey 8" in said
+
+
+def test_says_that_a_url_is_none() -> None:
+    assert "is not a Redis URL" in one_sentence(run("--redis", "http://localhost"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory: 'lots' is not a size"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--queue", "a b"], "queue: 'a b'"),
+        (["--model", "model-free", "--max-num-batched-tokens", "8"], "--max-num-batched-tokens"),
+    ],
+)
+def test_says_which_option_is_wrong(worker_url: str, options: list[str], expected: str) -> None:
+    assert expected in one_sentence(run("--redis", worker_url, *options))
+
+
+def test_says_which_variable_is_wrong(worker_url: str) -> None:
+    said = one_sentence(run("--redis", worker_url, PROMPTQ_MAX_NUM_SEQS="many"))
+    assert "PROMPTQ_MAX_NUM_SEQS" in said
+
+
+def test_says_that_a_model_is_not_there_or_none(worker_url: str, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    assert str(missing) in one_sentence(run("--redis", worker_url, "--model", str(missing)))
+    with pytest.raises(ModelNotFoundError, match=re.escape(str(tmp_path))):
+        build(read_settings(model=str(tmp_path)))
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelNotFoundError, match="causal"):
+        build(read_settings(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_names_what_options_take(option: str) -> None:
+    shown = " ".join(run(option).stdout.split())
+    assert "--log-level debug|info|warning|error" in shown
+    assert "--async-scheduling true|false" in shown
+    assert "waits for the server to answer [default: 0.0]" in shown
+
+
+def test_starts_without_torch() -> None:
+    code = "import sys, promptq.worker.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

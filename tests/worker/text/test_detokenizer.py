@@ -1,0 +1,173 @@
+"""Text comes whole: no half characters, stop strings cut exactly, any attempt goes on alike."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.text.detokenizer import REPLACEMENT, Decode, TextStream
+from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tests.worker.text.tiny_tokenizers import byte_fallback
+
+decode = ByteTokenizer().decode
+
+texts = st.text(st.sampled_from("ab é→🦊👩‍🚀漢字\n"), max_size=30)
+stops = st.lists(st.text(st.sampled_from("ab é🦊"), min_size=1, max_size=4), max_size=3)
+
+
+def run(stream: TextStream, tokens: Sequence[int]) -> list[str]:
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            return pieces
+    return [*pieces, stream.flush()]
+
+
+@given(texts)
+def test_pieces_hold_whole_characters_and_make_up_the_text(text: str) -> None:
+    pieces = run(TextStream(decode), text.encode())
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.binary(max_size=40), st.binary(max_size=8))
+def test_pieces_make_up_the_decoded_tokens_whatever_the_bytes(tokens: bytes, prompt: bytes) -> None:
+    pieces = run(TextStream(decode, list(prompt)), tokens)
+    assert "".join(pieces) == tokens.decode("utf-8", "replace")
+
+
+def test_a_dangling_half_character_is_flushed_as_replacement() -> None:
+    half = "🦊".encode()[:3]
+    stream = TextStream(decode)
+    assert [stream.push(token) for token in half] == ["", "", ""]
+    assert stream.flush() == "\ufffd"
+
+
+@given(texts, stops)
+def test_the_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    stream = TextStream(decode, stop=stop)
+    got = "".join(run(stream, text.encode()))
+    # The first to be complete ends the request, so the shortest prefix that holds one decides.
+    ends = [text[:n] for n in range(len(text) + 1) if any(text[:n].endswith(s) for s in stop)]
+    if ends:
+        assert got == ends[0][: min(at for s in stop if (at := ends[0].find(s)) >= 0)]
+        assert stream.stopped
+    else:
+        assert got == text
+        assert not stream.stopped
+
+
+def test_only_what_could_become_a_stop_string_is_held_back() -> None:
+    stream = TextStream(decode, stop=["END"])
+    assert [stream.push(token) for token in b"a EN"] == ["a", " ", "", ""]
+    assert stream.push(ord("x")) == "ENx"
+
+
+def test_stop_strings_do_not_count_before_min_tokens() -> None:
+    stream = TextStream(decode, stop=["b"], min_tokens=3)
+    assert run(stream, b"abab")[:3] == ["a", "b", "a"]
+    assert stream.stopped
+
+
+@given(texts, stops, st.integers(0, 60), st.integers(0, 5))
+def test_an_attempt_goes_on_where_an_earlier_one_stopped(
+    text: str, stop: list[str], at: int, min_tokens: int
+) -> None:
+    tokens = text.encode()
+    undisturbed = "".join(run(TextStream(decode, stop=stop, min_tokens=min_tokens), tokens))
+    first = TextStream(decode, stop=stop, min_tokens=min_tokens)
+    emitted = "".join(first.push(token) for token in tokens[:at])
+    second = TextStream(decode, stop=stop, min_tokens=min_tokens)
+    assert second.replay(tokens[:at], emitted) == ""
+    rest = "" if second.stopped else "".join(run(second, tokens[at:]))
+    assert emitted + rest == undisturbed
+
+
+# --- bytes that are no characters, and tokens without a text, for as long as it pleases the model
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of tokenizer."""
+
+    decode: Decode
+    token_of: list[int]
+    """Of each byte."""
+    letter: int
+    """A token that no run of bytes goes on with."""
+    silent: int
+    """One without a text."""
+
+
+@pytest.fixture(scope="module", params=["bytes", "byte level", "byte fallback"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    if request.param == "bytes":
+        return Kind(decode, [*range(256)], ord("a"), 256)
+    if request.param == "byte fallback":
+        tokenizer = byte_fallback()
+        letter = tokenizer.convert_tokens_to_ids("a")
+        return Kind(HuggingFaceTokenizer(tokenizer).decode, [*range(3, 259)], letter, 2)
+    shipped = HuggingFaceTokenizer.load(str(MODEL_DIR))
+    vocabulary = json.loads(shipped.as_json() or "")["model"]["vocab"]
+    # Bytes that cannot be seen are named by characters from U+0100 on.
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = count(256)
+    token_of = [vocabulary[chr(byte if byte in seen else next(others))] for byte in range(256)]
+    return Kind(shipped.decode, token_of, vocabulary["a"], 2)
+
+
+def certain_pieces(decode: Decode, tokens: list[int]) -> list[str]:
+    """What each token makes certain, by decoding all that has come each time."""
+    pieces, done = [], ""
+    for num_tokens in range(1, len(tokens) + 1):
+        whole = decode(tokens[:num_tokens])
+        is_certain = not whole.endswith(REPLACEMENT)
+        pieces.append(whole[len(done) :] if is_certain else "")
+        done = whole if is_certain else done
+    return [*pieces, decode(tokens)[len(done) :]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wrong_bytes_hold_back_no_more_than_they_must(kind: Kind, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tokens: list[int] = []
+    for _ in range(8):
+        # A run of bytes that begins within a character is wrong, whatever follows.
+        anything = [0x80, *rng.choices(b"\n\x80\x9f\xf0\xe6", k=rng.choice([2, 60]))]
+        runs = [anything, b"\x80" + "漢🦊".encode() * 5, "🦊漢é".encode(), "é".encode() * 30]
+        tokens += [kind.token_of[byte] for byte in rng.choice(runs)]
+        tokens += [kind.letter] * rng.choice([1, 3])
+    tokens += [kind.token_of[byte] for byte in "🦊".encode()[: rng.randrange(4)]]
+    pieces = run(TextStream(kind.decode), tokens)
+    assert pieces == certain_pieces(kind.decode, tokens)
+    assert "".join(pieces) == kind.decode(tokens)
+
+
+@pytest.mark.parametrize("of", ["wrong bytes", "lines behind a wrong byte", "no text"])
+def test_what_is_held_back_is_not_decoded_again_for_each_token(kind: Kind, of: str) -> None:
+    """Neither as the tokens come, nor all at once where a later attempt goes on behind them."""
+    tokens = {
+        "wrong bytes": [kind.token_of[0x80]] * 3000,
+        "lines behind a wrong byte": [kind.token_of[0x80], *[kind.token_of[10]] * 2999],
+        "no text": [kind.silent] * 3000,
+    }[of]
+    num_decoded = 0
+
+    def counting(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return kind.decode(token_ids)
+
+    assert "".join(run(TextStream(counting), tokens)) == kind.decode(tokens)
+    TextStream(counting).replay(tokens, "")
+    assert num_decoded < 100 * len(tokens)
