@@ -37,7 +37,6 @@ from promptq.shared.protocol.request import (
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text import schema_vetting
@@ -47,6 +46,7 @@ from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from tests.integration.faults import put, result_of, started, until
+from tests.model_free import ModelFreeRunner
 from tests.roles import QueueClient, as_role
 from tests.worker.structured import json_schema
 

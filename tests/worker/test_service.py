@@ -21,7 +21,6 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.leases.lease import LeaseState
@@ -30,6 +29,7 @@ from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from tests.helpers import finished, running_worker, served_model_free, text_of
 from tests.integration.faults import OwnServer
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.roles import AsyncQueueClient, as_role
 
 BY_ITSELF = {"max_events_per_second": math.inf}

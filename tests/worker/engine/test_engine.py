@@ -14,15 +14,15 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import (
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
+from tests.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     build_model_free_engine,
     token_at,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch
 
 PARAMS = SamplingParams()
 
