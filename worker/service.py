@@ -81,9 +81,7 @@ class Worker:
         tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
         self._departures = Departures(self.meter, tracer, self.worker_id)
         about = self._about(start_up_seconds or {})
-        self._heartbeat = Heartbeat(
-            self._queue, self.engine, self.leases, self.meter, self._departures, about
-        )
+        self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
         self._publisher = Publisher(
             self._queue,
             self.leases,

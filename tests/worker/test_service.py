@@ -18,6 +18,7 @@ from promptq.shared.protocol.claims import Held, ModelIdentity, Room
 from promptq.shared.protocol.request import NewRequest, Request, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.shared.runtime.metrics import BETWEEN_TOKENS
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -818,7 +819,7 @@ async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
         assert result["text"] == text_of(7, 60).split(stop)[0]
         events = await log_of(queue, stopping)
         assert len(events) > 35  # each token is looked at as it comes
-        counts, _ = worker.meter.between_tokens.exposed()
+        counts, _ = worker.meter.histograms[BETWEEN_TOKENS].exposed()
         assert counts[-1][1] >= 20 * 59, "what the engine needs for a token is measured by step"
 
 
@@ -917,7 +918,7 @@ async def test_tokens_behind_a_stop_string_are_not_measured(
     async with running_worker(redis_url, served_model_free(step_seconds=0.002)) as worker:
         request_id = await put(queue, seed=7, max_tokens=200, stop=stop)
         result = await finished(queue, request_id)
-        counts, _ = worker.meter.between_tokens.exposed()
+        counts, _ = worker.meter.histograms[BETWEEN_TOKENS].exposed()
         assert counts[-1][1] == len(result["token_ids"]) - 1
 
 

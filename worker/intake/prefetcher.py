@@ -17,6 +17,7 @@ from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.worker.intake.claim_policy import ClaimPolicy
 from promptq.worker.intake.preparation import Preparation, TakesLongError
@@ -172,7 +173,7 @@ class Prefetcher:
             return 0
         started = time.monotonic()
         claims = await self._queue.take_batch(room)
-        self._meter.claim_time.add(time.monotonic() - started)
+        self._meter.observe(CLAIM_TIME, time.monotonic() - started)
         self._wake_up.num_left = claims.num_pending
         self._too_small = None if claims else room
         if claims.next_skip:

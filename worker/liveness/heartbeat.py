@@ -15,7 +15,6 @@ from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 
 INTERVAL_SECONDS = 1.0
@@ -34,7 +33,6 @@ class Heartbeat:
         engine: EnginePort,
         leases: Leases,
         meter: Meter,
-        departures: Departures,
         about: WorkerStats,
     ) -> None:
         self.about = about
@@ -44,7 +42,6 @@ class Heartbeat:
         self._engine = engine
         self._leases = leases
         self._meter = meter
-        self._departures = departures
         self._asked: asyncio.Task[EngineSnapshot] | None = None
         self._told: EngineStats = engine.stats
         self._told_at = time.monotonic()
@@ -65,7 +62,7 @@ class Heartbeat:
 
     def stats(self) -> WorkerStats:
         """What the worker tells of itself besides its batch."""
-        engine, limits, departures = self._engine.stats, self._engine.limits, self._departures
+        engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
         now = {
             **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
             "num_prefetched": len(self._leases.ready),
@@ -82,9 +79,9 @@ class Heartbeat:
             "current_step_ms": int(self._engine.seconds_without_progress() * 1000),
             "tokens_per_second": engine.generation_tokens / max(engine.busy_seconds, 1e-9),
             "recent_tokens_per_second": self._tokens_per_second,
-            "mean_queue_ms": departures.mean_ms("queue_ms"),
-            "mean_prompt_ms": departures.mean_ms("prompt_ms"),
-            "mean_generation_ms": departures.mean_ms("generation_ms"),
+            "mean_queue_ms": meter.mean_ms("queue_ms"),
+            "mean_prompt_ms": meter.mean_ms("prompt_ms"),
+            "mean_generation_ms": meter.mean_ms("generation_ms"),
         }
         return self.about.model_copy(update=now)
 
