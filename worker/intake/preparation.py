@@ -6,7 +6,6 @@ Whoever sent it may be a stranger, so each part is measured before it is done.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +96,6 @@ class Preparation:
             token_ids=list(emitted),
             texts=[event.text for event in claim.events],
             logprobs=[item for event in claim.events for item in event.logprobs or ()],
-            claimed_at=time.monotonic(),
             request=request,
         )
 

@@ -37,8 +37,6 @@ class PreparedRequest:
     token_ids: list[int]
     texts: list[str]
     logprobs: list[TokenLogprob]
-    claimed_at: float
-    """`time.monotonic()` in seconds."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """How it fared, once it has its last row."""
@@ -160,17 +158,13 @@ class PreparedRequest:
         num_new = self.num_emitted - len(self.engine_request.output_token_ids)
         seconds = now - first_token_at
         return Stats(
-            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claimed_at) * 1000),
+            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claim.received_at) * 1000),
             prompt_ms=(first_token_at - scheduled_at) * 1000,
             generation_ms=seconds * 1000,
             tokens_per_second=(num_new - 1) / seconds if num_new > 1 and seconds > 0 else 0.0,
             attempts=self.claim.attempt,
             preemptions=timing.preemptions,
             recomputed_tokens=timing.recomputed_tokens,
-            preempted_at=[*map(self.server_ms, timing.preempted_at)] or None,
-            resumed_at=[*map(self.server_ms, timing.resumed_at)] or None,
+            preempted_at=[*map(self.claim.server_ms, timing.preempted_at)] or None,
+            resumed_at=[*map(self.claim.server_ms, timing.resumed_at)] or None,
         )
-
-    def server_ms(self, at: float) -> int:
-        """Unix milliseconds of the server for a `time.monotonic()` in seconds."""
-        return self.claim.claimed_at_ms + round((at - self.claimed_at) * 1000)

@@ -135,8 +135,8 @@ def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
         claimed_at=held.claim.claimed_at_ms,
         prefill_at=_server_ms(held, timing.scheduled_at),
         first_token_at=_server_ms(held, timing.first_token_at),
-        preempted_at=[*map(held.server_ms, timing.preempted_at)],
-        resumed_at=[*map(held.server_ms, timing.resumed_at)],
+        preempted_at=[*map(held.claim.server_ms, timing.preempted_at)],
+        resumed_at=[*map(held.claim.server_ms, timing.resumed_at)],
     )
 
 
@@ -148,4 +148,4 @@ def _state_of(sequence: SequenceSnapshot) -> SlotState:
 
 
 def _server_ms(held: PreparedRequest, at: float | None) -> int | None:
-    return None if at is None else held.server_ms(at)
+    return None if at is None else held.claim.server_ms(at)

@@ -71,7 +71,7 @@ class Meter:
         self._num_told += 1
         for name in _MEANS:
             self._sums[name] += getattr(stats, name)
-        end_to_end_ms = max(0.0, held.server_ms(time.monotonic()) - held.claim.enqueued_at_ms)
+        end_to_end_ms = max(0.0, held.claim.server_ms(time.monotonic()) - held.claim.enqueued_at_ms)
         self.observe(metrics.END_TO_END, end_to_end_ms / 1000)
         self.observe(metrics.PREFILL_TIME, stats.prompt_ms / 1000)
         self.observe(metrics.DECODE_TIME, stats.generation_ms / 1000)
@@ -97,10 +97,10 @@ class Meter:
         if held.engine_request.output_token_ids:
             return  # an earlier attempt had it
         enqueued_at = held.claim.enqueued_at_ms
-        first_token_ms = max(0, held.server_ms(at) - enqueued_at)
+        first_token_ms = max(0, held.claim.server_ms(at) - enqueued_at)
         queue_ms = first_token_ms
         if held.timing is not None and held.timing.scheduled_at is not None:
-            queue_ms = max(0, held.server_ms(held.timing.scheduled_at) - enqueued_at)
+            queue_ms = max(0, held.claim.server_ms(held.timing.scheduled_at) - enqueued_at)
         self.observe(metrics.FIRST_TOKEN, first_token_ms / 1000)
         self.observe(metrics.QUEUE_TIME, queue_ms / 1000)
         part = self._contribution
