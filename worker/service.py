@@ -37,7 +37,6 @@ from promptq.worker.publishing.cancellation import Cancellation
 from promptq.worker.publishing.coalescer import Coalescer, default_rate
 from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.publishing.publisher import Publisher
-from promptq.worker.publishing.renewal import Renewal
 from promptq.worker.served_model import Served
 from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
@@ -92,9 +91,8 @@ class Worker:
             self._departures,
             settings.redis_retry_seconds,
         )
-        renewal = Renewal(self._queue, self.leases, self._departures)
         self._give_back = GiveBack(self._queue, self.leases, self._departures)
-        self._cancels = Cancellation(self._queue, self.leases, renewal)
+        self._cancels = Cancellation(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
         self.intake = Prefetcher(
             self._queue,
@@ -109,14 +107,15 @@ class Worker:
             ),
             ClaimPolicy(self.leases, self.engine, settings.prefetch_depth),
             self._publisher,
-            renewal,
             self._give_back,
             self._departures,
             self.meter,
             settings.stuck_seconds,
         )
         self._standstill = Standstill(self.engine, self.intake, settings.stuck_seconds)
-        self._lease_timer = LeaseTimer(self.leases, renewal, self._standstill, self._queue.lease_ms)
+        self._lease_timer = LeaseTimer(
+            self.leases, self._publisher, self._standstill, self._queue.lease_ms
+        )
         self._told_to_drain = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)

@@ -28,7 +28,6 @@ from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.ready_queue import IntakeMetrics
 from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.publishing.publisher import Publisher
-from promptq.worker.publishing.renewal import Renewal
 from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 
@@ -57,7 +56,6 @@ class Prefetcher:
         preparation: Preparation,
         policy: ClaimPolicy,
         publisher: Publisher,
-        renewal: Renewal,
         give_back: GiveBack,
         departures: Departures,
         meter: Meter,
@@ -71,7 +69,6 @@ class Prefetcher:
         self._preparation = preparation
         self._policy = policy
         self._publisher = publisher
-        self._renewal = renewal
         self._give_back = give_back
         self._departures = departures
         self._meter = meter
@@ -247,7 +244,7 @@ class Prefetcher:
         ready = (it for it in self._leases if it.state is LeaseState.READY)
         if untold := [it for it in ready if it.has_untold_length]:
             with suppress(RedisError, OSError):  # a renewal of the leases tells them too
-                await self._renewal.renew(untold)
+                await self._publisher.renew(untold)
 
     def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
         """Runs in a thread of its own."""

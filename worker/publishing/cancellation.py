@@ -8,16 +8,16 @@ from promptq.shared.protocol.keys import is_request_id
 from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.leases.leases import Leases
-from promptq.worker.publishing.renewal import Renewal
+from promptq.worker.publishing.publisher import Publisher
 
 
 class Cancellation:
     """Carries out cancels. The flag in the request is the truth; a message only points at it."""
 
-    def __init__(self, queue: AsyncRequestQueue, leases: Leases, renewal: Renewal) -> None:
+    def __init__(self, queue: AsyncRequestQueue, leases: Leases, publisher: Publisher) -> None:
         self._queue = queue
         self._leases = leases
-        self._renewal = renewal
+        self._publisher = publisher
         self._ids: set[str] = set()
         self._arrived = asyncio.Event()
 
@@ -37,6 +37,6 @@ class Cancellation:
         ids, self._ids = self._ids, set()
         held = [item for item in map(self._leases.by_request, ids) if item is not None]
         if held:
-            await self._renewal.renew(held)
+            await self._publisher.renew(held)
         if others := sorted(ids - {item.request_id for item in held}):
             await self._queue.run(scripts.cancel(others, "flagged"))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
@@ -74,6 +75,16 @@ class Publisher:
     async def complete(self, lease: Lease) -> None:
         """End a request whose earlier attempts emitted all it may have. Raises as `run` does."""
         await self._send([(lease, self._rows.completion(lease))])
+
+    async def renew(self, leases: Sequence[Lease]) -> None:
+        """Renew leases, and let go of what the server says is cancelled, expired or lost.
+
+        It also tells the exact lengths of prompts. Raises RedisError, OSError.
+        """
+        held = [lease.as_held() for lease in leases]
+        published = await self._queue.publish([], held)
+        self._take_answers(leases, held, published.held)
+        self._leases.feed()
 
     async def _fetch(self) -> list[StepOutput]:
         """The steps since the last call; none if what waits of earlier ones is to be sent first.
@@ -155,8 +166,14 @@ class Publisher:
                 self._log.error("row refused", request_id=row.request_id, status=status)
             outcome = self._leases.answered(lease, status, row.finish_reason)
             self._departures.note(lease, outcome)
-        for lease, told, status in zip(untold, lengths, published.held, strict=True):
-            lease.told(told)
+        self._take_answers(untold, lengths, published.held)
+
+    def _take_answers(
+        self, leases: Sequence[Lease], told: Sequence[Held], statuses: Sequence[RowStatus]
+    ) -> None:
+        """What the server said to leases that it was told of."""
+        for lease, held, status in zip(leases, told, statuses, strict=True):
+            lease.told(held)
             self._departures.note(lease, self._leases.answered(lease, status))
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
