@@ -358,10 +358,7 @@ def test_what_can_never_run_is_refused_by_name(fields: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seqs": 0}, "--max-num-seqs: 0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "--max-num-batched-tokens: 7"),
-        ({"prefill_chunk": 0}, "--prefill-chunk: 0"),
-        ({"max_model_len": 1}, "--max-model-len: 1"),
         ({"num_blocks": 0}, "--kv-cache-memory"),
     ],
 )
