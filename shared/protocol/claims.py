@@ -81,7 +81,7 @@ class Claim:
     """Whether it was aboard at crashes, so that it is to run with nothing beside it."""
     num_logged: int = 0
     """Tokens that the log holds by the id of its last entry, be it an event or not."""
-    received_at: float = field(default_factory=time.monotonic)
+    received_at: float = field(default_factory=time.monotonic, compare=False)
     """When the server's reply came; `time.monotonic()` in seconds."""
 
     @property

@@ -1,4 +1,4 @@
-"""Tells once a second how a worker fares: its totals, its batch, and its part of the statistics."""
+"""Publishes once a second the totals of a worker, its batch, and its part of the statistics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
 _AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""A snapshot comes after the step that runs; one of a long step comes with the next heartbeat."""
+"""A snapshot comes after the running step. That of a long step comes with the next heartbeat."""
 
 
 class Heartbeat:
-    """`about` is what changes seldom of a worker's statistics: who it is, and its limits."""
+    """Publishes heartbeats. `about` is the part that seldom changes: who the worker is, and its
+    limits."""
 
     def __init__(
         self,
@@ -47,7 +48,8 @@ class Heartbeat:
         self._told_at = time.monotonic()
 
     async def beat(self) -> int:
-        """Tell; gives how many workers the queue has. Raises RedisError, OSError."""
+        """Publish a heartbeat. Returns how many workers the queue has. Raises RedisError,
+        OSError."""
         await self._look()
         part = self._part()
         num_workers = await self._queue.run(scripts.heartbeat(self.stats(), _TTL_MS, self.slots()))
@@ -55,13 +57,13 @@ class Heartbeat:
         return num_workers
 
     async def leave(self) -> None:
-        """Tell that the worker is gone. Raises RedisError, OSError."""
+        """Report that the worker leaves. Raises RedisError, OSError."""
         if self._asked is not None:
             self._asked.cancel()
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
     def stats(self) -> WorkerStats:
-        """What the worker tells of itself besides its batch."""
+        """The statistics of the worker, without its batch."""
         engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
         now = {
             **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
@@ -86,7 +88,7 @@ class Heartbeat:
         return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:
-        """The batch as it was last seen, without what has left it since."""
+        """The batch at the last snapshot, without sequences that have left since."""
         found = []
         for sequence in self._snapshot.sequences:
             held = self._leases.by_sequence(sequence.sequence_id)
@@ -103,7 +105,7 @@ class Heartbeat:
                 self._asked = None
 
     def _part(self) -> statistics.Contribution:
-        """What was done since the last beat."""
+        """What was done since the last heartbeat."""
         part, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
         part.generated_tokens = stats.generation_tokens - self._told.generation_tokens
         part.prompt_tokens = stats.prompt_tokens - self._told.prompt_tokens

@@ -1,4 +1,4 @@
-"""Leases live by progress: the timer that keeps them alive."""
+"""The timer that renews leases while the worker makes progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RENEWALS_PER_LEASE = 4
 
 
 class LeaseTimer:
-    """Renews all leases several times a lease, as long as there is progress."""
+    """Renews all leases several times within a lease, as long as there is progress."""
 
     def __init__(
         self, leases: Leases, publisher: Publisher, standstill: Standstill, lease_ms: int
@@ -26,7 +26,7 @@ class LeaseTimer:
         self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         log = get_logger()
         while True:
             await asyncio.sleep(self._interval)

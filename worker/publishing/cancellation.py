@@ -12,7 +12,7 @@ from promptq.worker.publishing.publisher import Publisher
 
 
 class Cancellation:
-    """Carries out cancels. The flag in the request is the truth; a message only points at it."""
+    """Carries out cancels. The flag in the request decides; a message only says where to look."""
 
     def __init__(self, queue: AsyncRequestQueue, leases: Leases, publisher: Publisher) -> None:
         self._queue = queue
@@ -22,7 +22,7 @@ class Cancellation:
         self._arrived = asyncio.Event()
 
     def add(self, request_id: str) -> None:
-        """Anybody may have sent it: what cannot be an id, however long, is not asked after."""
+        """Note a cancel. Anybody may have sent it, so what cannot be an id is ignored."""
         if is_request_id(request_id):
             self._ids.add(request_id)
             self._arrived.set()
@@ -30,7 +30,7 @@ class Cancellation:
     async def run_once(self) -> None:
         """Wait for cancels and carry them out.
 
-        If that fails they wait no longer than a renewal of the leases, which tells of them too.
+        If that fails, the next renewal of the leases notices them anyway.
         """
         await self._arrived.wait()
         self._arrived.clear()

@@ -1,4 +1,4 @@
-"""Where it is noted that a request leaves the worker: by log, meter and trace."""
+"""Notes each request that leaves the worker: in the log, the meter and the trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.worker.telemetry.tracing import RequestTracer
 
 
 class Departures:
-    """`meter` and `tracer` are told of each."""
+    """Passes each departure to the log, the meter and the tracer."""
 
     def __init__(self, meter: Meter, tracer: RequestTracer, worker_id: str = "") -> None:
         self._meter = meter
@@ -19,7 +19,7 @@ class Departures:
         self._log = get_logger(worker_id=worker_id)
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """A request has left with this outcome; None tells of nothing."""
+        """A request has left with this outcome. None means that there is nothing to note."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none

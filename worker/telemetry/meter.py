@@ -1,4 +1,4 @@
-"""Measures what goes through a worker. A step costs one update, not each of its tokens."""
+"""Measures the work of a worker. The cost is one update a step, not one a token."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from promptq.worker.engine.api.messages import StepOutput
 from promptq.worker.leases.prepared_request import PreparedRequest
 
 _MAX_TIMES = 2048
-"""Of so many first tokens between two heartbeats the times are told; further ones only count."""
+"""How many first tokens between two heartbeats report their times. Further ones are only
+counted."""
 
 _MEANS = ("queue_ms", "prompt_ms", "generation_ms")
 
 
 class Meter:
-    """Fed by the parts of a worker in its event loop; read by heartbeats and scrapes."""
+    """The parts of a worker report to it in the event loop. Heartbeats and scrapes read it."""
 
     def __init__(self) -> None:
         self.histograms = {spec: Histogram(spec) for spec in metrics.WORKER_HISTOGRAMS}
         self.num_published = 0
         self.num_fences_lost = 0
         self.num_ended: Counter[FinishReason] = Counter()
-        self._gaps: defaultdict[float, int] = defaultdict(int)  # of this step: seconds, how many
+        self._gaps: defaultdict[float, int] = defaultdict(int)  # last token -> how many
         self._num_computed = 0  # tokens that the engine had computed by the last step
         self._contribution = Contribution()
         self._num_told = 0
@@ -37,7 +38,7 @@ class Meter:
         self.histograms[spec].add(value, count)
 
     def note_output(self, held: PreparedRequest, at: float) -> None:
-        """Tokens of a request that a step gave at `at`, `time.monotonic()` in seconds."""
+        """Note tokens that a step gave a request at `at`, `time.monotonic()` in seconds."""
         last = held.last_token_at
         if last is None:
             self._note_first_token(held, at)
@@ -46,7 +47,7 @@ class Meter:
         held.last_token_at = at
 
     def note_step(self, step: StepOutput) -> None:
-        """A step whose outputs have all been noted."""
+        """Note a step, after all of its outputs."""
         for last, count in self._gaps.items():
             self.observe(metrics.BETWEEN_TOKENS, step.ended_at - last, count)
         self._gaps.clear()
@@ -57,12 +58,12 @@ class Meter:
             self._num_computed = num_computed
 
     def note_publish(self, num_rows: int, seconds: float) -> None:
-        """A round trip that sent events."""
+        """Note a round trip that sent events."""
         self.num_published += num_rows
         self.observe(metrics.PUBLISH_TIME, seconds)
 
     def note_end(self, reason: FinishReason, held: PreparedRequest | None = None) -> None:
-        """A request of this worker got its last event; of one it held, how it fared."""
+        """Note the last event of a request; `held` is what this worker knows of it."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
         stats = held.stats if held is not None else None
@@ -89,13 +90,13 @@ class Meter:
         return self._sums[name] / max(1, self._num_told)
 
     def take_contribution(self) -> Contribution:
-        """What came since the last call, for the queue's statistics."""
+        """What has come since the last call, for the statistics of the queue."""
         taken, self._contribution = self._contribution, Contribution()
         return taken
 
     def _note_first_token(self, held: PreparedRequest, at: float) -> None:
         if held.engine_request.output_token_ids:
-            return  # an earlier attempt had it
+            return  # the first token came in an earlier attempt
         enqueued_at = held.claim.enqueued_at_ms
         first_token_ms = max(0, held.claim.server_ms(at) - enqueued_at)
         queue_ms = first_token_ms
