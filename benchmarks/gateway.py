@@ -46,7 +46,9 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.settings import Settings
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.worker.engine.core.model_free import END_TOKEN_ID, build_model_free_engine
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
+from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
@@ -114,17 +116,24 @@ _NUM_ROUNDS = 7
 _ATTACKED = replace(LOADS[0], seconds=10.0)
 
 
+class PacedRunner(ModelFreeRunner):
+    """A step takes as long as it is told."""
+
+    step_seconds = 0.0
+
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
+        time.sleep(self.step_seconds)
+        return super().collect(launched)
+
+
 def serve(url: str, load: Load) -> None:
     """One of the load's workers, until it is ended."""
     configure_logs("warning", "auto")  # nobody reads its output
     slots = -(-load.num_streams // load.num_workers)
-    engine = build_model_free_engine(
-        max_num_seqs=slots,
-        max_num_batched_tokens=max(512, slots),
-        num_blocks=slots * (load.num_tokens // _BLOCK_SIZE + 2),
-        step_seconds=1 / load.tokens_per_second,
-        verify=False,
-    )
+    num_blocks = slots * (load.num_tokens // _BLOCK_SIZE + 2)
+    runner = PacedRunner(num_blocks, _BLOCK_SIZE, num_blocks * _BLOCK_SIZE)
+    runner.step_seconds = 1 / load.tokens_per_second
+    engine = LLMEngine(runner, max_num_seqs=slots, max_num_batched_tokens=max(512, slots))
     ends = frozenset({END_TOKEN_ID})
     identity = ModelIdentity("model-free", "model-free")
     served = Served(engine, ByteTokenizer(), identity, ends, "none", "none")

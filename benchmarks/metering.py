@@ -42,7 +42,6 @@ def held_request(number: int) -> PreparedRequest:
         token_ids=[],
         texts=[],
         logprobs=[],
-        claimed_at=0.0,
     )
 
 

@@ -141,9 +141,7 @@ def test_padded_decodes_on_the_triton_backend() -> None:
         layer.value.zero_()
     compiled = CompiledModel(tiny.model, tiny.cache, 128)
     tiny.prefill()
-    graphed = GraphedModel(
-        compiled, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE
-    )
+    graphed = PaddedModel(compiled, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE)
     outputs = []
     for model in (graphed, tiny.model):
         for num_sequences in (3, 2, 1):
