@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.context import Gateway
 from promptq.shared.errors import RequestNotFoundError
@@ -14,10 +13,9 @@ from promptq.shared.queue.call import Call
 async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[str]) -> list[bytes]:
     """Raises RequestNotFoundError for what is unknown, or is not the caller's."""
     names = [gateway.keys.request(request_id) for request_id in request_ids]
-    with explained(gateway.client.url):
-        records = await gateway.queue.run(
-            [Call("", ["HMGET", name, "payload", "tenant"], list) for name in names]
-        )
+    records = await gateway.queue.run(
+        [Call("", ["HMGET", name, "payload", "tenant"], list) for name in names]
+    )
     payloads = []
     for request_id, (payload, tenant) in zip(request_ids, records, strict=True):
         is_theirs = caller.is_admin or (tenant or b"").decode() == (caller.tenant or "")

@@ -145,10 +145,9 @@ async def requests(
     cursor: str = "",
 ) -> FoundRequests:
     """A page of requests, and what was searched for it."""
-    with explained(gateway.client.url):
-        return await request_search.search(
-            gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
-        )
+    return await request_search.search(
+        gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
+    )
 
 
 @router.get("/dashboard/api/dead")

@@ -15,6 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from promptq.producer.batch_store.batch_records import (
+    BatchMissingError,
+    BatchOverError,
+    TooManyBatchesError,
+)
+from promptq.producer.batch_store.file_quotas import FileQuotaError
+from promptq.producer.batch_store.files import FileMissingError
 from promptq.producer.clients.connecting import explained
 from promptq.shared.errors import (
     InvalidRequestError,
@@ -111,10 +118,16 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
-        case RequestNotFoundError():
+        case RequestNotFoundError() | FileMissingError() | BatchMissingError():
             return ApiError(404, str(error), code="not_found")
         case RequestExistsError():
             return ApiError(409, str(error), code="exists")
+        case BatchOverError():
+            return ApiError(409, str(error), code="batch_over")
+        case FileQuotaError():  # not 429: it does not help to wait
+            return ApiError(413, str(error), param="file", code="file_quota_exceeded")
+        case TooManyBatchesError():
+            return ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN)
         case QueueFullError():
             seconds = max(1, math.ceil(error.retry_after_ms / 1000))
             return ApiError(

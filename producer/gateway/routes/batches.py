@@ -8,26 +8,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from promptq.producer.batch_store.batch_records import (
-    Batches,
-    BatchMissingError,
-    BatchOverError,
-    TooManyBatchesError,
-    new_batch,
-)
+from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
-from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import ThisCaller, admit_call, needs
-from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.context.json_body import described_body, json_body
-from promptq.producer.gateway.context.uploads import in_quota
-from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError, described
-from promptq.producer.gateway.routes.files import (
-    LEAST_EXPIRY_SECONDS,
-    ThisStore,
-    not_found,
-    page_of,
-)
+from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
 
 router = APIRouter(
     tags=["batches"],
@@ -73,8 +60,12 @@ class NewBatch(BaseModel):
     metadata: Metadata | None = Field(None, description="up to 16 texts, kept with the batch")
 
 
-def _batches(gateway: Gateway) -> Batches:
+def batches_of(gateway: ThisGateway) -> Batches:
+    """The batches of the gateway's queue."""
     return Batches(gateway.queue)
+
+
+TheseBatches = Annotated[Batches, Depends(batches_of)]
 
 
 @router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413, 429))
@@ -84,6 +75,7 @@ async def create(
     gateway: ThisGateway,
     caller: ThisCaller,
     store: ThisStore,
+    batches: TheseBatches,
 ) -> dict[str, object]:
     """Have the lines of an uploaded file run within a day."""
     response.headers.update(await admit_call(gateway, caller))
@@ -97,8 +89,7 @@ async def create(
             f"input_file_id: the file's purpose is {stored.purpose!r}, not 'batch'",
             param="input_file_id",
         )
-    with in_quota():  # of which its answers take more
-        await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)
+    await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)  # its answers are files too
     record = new_batch(
         asked.endpoint,
         stored.id,
@@ -107,49 +98,32 @@ async def create(
         asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
     )
     record.tenant = stored.tenant  # the caller's own, or nobody's
-    try:
-        with explained(gateway.client.url):
-            await _batches(gateway).add(record, gateway.settings.batches_per_tenant)
-    except TooManyBatchesError as error:
-        raise ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN) from None
+    await batches.add(record, gateway.settings.batches_per_tenant)
     return record.to_api()
 
 
 @router.get("/v1/batches")
 async def list_batches(
-    gateway: ThisGateway,
+    batches: TheseBatches,
     caller: ThisCaller,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
 ) -> dict[str, object]:
     """Batches of the caller's tenant, the newest first."""
     try:
-        with explained(gateway.client.url):
-            found, has_more = await _batches(gateway).page(caller.reach, limit, after)
+        found, has_more = await batches.page(caller.reach, limit, after)
     except BatchMissingError as error:
         raise ApiError(400, f"after: {error}", param="after") from None
     return page_of([record.to_api() for record in found], has_more)
 
 
 @router.get("/v1/batches/{batch_id}")
-async def retrieve(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+async def retrieve(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
     """How far a batch is."""
-    try:
-        with explained(gateway.client.url):
-            record = await _batches(gateway).get(batch_id, caller.reach)
-    except BatchMissingError as error:
-        raise not_found(error) from None
-    return record.to_api()
+    return (await batches.get(batch_id, caller.reach)).to_api()
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=described(409))
-async def cancel(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
+async def cancel(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
     """End a batch: what is answered until then goes to the output file."""
-    try:
-        with explained(gateway.client.url):
-            record = await _batches(gateway).cancel(batch_id, caller.reach)
-    except BatchMissingError as error:
-        raise not_found(error) from None
-    except BatchOverError as error:
-        raise ApiError(409, str(error), code="batch_over") from None
-    return record.to_api()
+    return (await batches.cancel(batch_id, caller.reach)).to_api()

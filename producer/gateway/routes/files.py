@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
-from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload, UploadCall
@@ -58,10 +58,6 @@ def file_store(gateway: ThisGateway) -> FileStore:
 
 
 ThisStore = Annotated[FileStore, Depends(file_store)]
-
-
-def not_found(error: Exception) -> ApiError:
-    return ApiError(404, str(error), code="not_found")
 
 
 @router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413, 429))
@@ -129,20 +125,13 @@ async def list_files(
 @router.get("/v1/files/{file_id}")
 async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
     """What is known of a file."""
-    try:
-        stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
-    except FileMissingError as error:
-        raise not_found(error) from None
-    return stored.to_api()
+    return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
 
 
 @router.get("/v1/files/{file_id}/content")
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
     """The file itself."""
-    try:
-        stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
-    except FileMissingError as error:
-        raise not_found(error) from None
+    stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
     return FileResponse(
         store.path(stored), media_type="application/octet-stream", filename=stored.filename
     )
@@ -151,10 +140,7 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
     """Forget a file. A batch that has begun with it goes on; one that has not fails."""
-    try:
-        await asyncio.to_thread(store.delete, file_id, *caller.reach)
-    except FileMissingError as error:
-        raise not_found(error) from None
+    await asyncio.to_thread(store.delete, file_id, *caller.reach)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
