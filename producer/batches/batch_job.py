@@ -41,11 +41,6 @@ _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
 """So long one runs that only waits for its key's rates, lest those of many take up each other's
 time."""
-_STATUS_AFTER: dict[Ending, Status] = {
-    Ending.COMPLETED: "completed",
-    Ending.CANCELLED: "cancelled",
-    Ending.EXPIRED: "expired",
-}
 
 
 def run_batch_job(queue: str, batch_id: str) -> str:
@@ -162,7 +157,7 @@ class _BatchJob:
         await self._batches.update(
             record.id,
             status="finalizing",
-            ending=_STATUS_AFTER[ending],
+            ending=ending,
             finalizing_at=int(time.time()),
             completed=progress.completed,
             failed=progress.failed,

@@ -11,7 +11,7 @@ from promptq.producer.admin.api_keys import ApiKey
 
 
 class Ending(StrEnum):
-    """Why a run is over."""
+    """Why a run is over. All but `stopped` are the batch's last status too."""
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"

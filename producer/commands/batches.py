@@ -137,7 +137,6 @@ def jobs(
     from promptq.producer.settings import read_jobs_settings
     from promptq.shared.runtime.logs import configure_logs
 
-    given = {"redis_url": redis, "queue": queue, "redis_wait": redis_wait}
-    settings = read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+    settings = read_jobs_settings(redis_url=redis, queue=queue, redis_wait=redis_wait)
     configure_logs(settings.log_level, settings.log_format)
     run_jobs(settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -169,10 +168,12 @@ def show(
     if as_json:
         write(letter.model_dump_json(indent=2))
         return
-    write(f"{letter.request_id}, buried {clock_text(letter.buried_at)}")
+    from promptq.producer.commands.screens.render import clock_time
+
+    write(f"{letter.request_id}, buried {clock_time(letter.buried_at)}")
     write(f"{letter.message}; it had emitted {letter.num_tokens} tokens")
     for attempt in letter.history:
-        since, until = clock_text(attempt.claimed_at), clock_text(attempt.ended_at)
+        since, until = clock_time(attempt.claimed_at), clock_time(attempt.ended_at)
         write(f"  attempt {attempt.attempt} on {attempt.worker}, {since} to {until}: {attempt.how}")
     write(letter.payload)
 
@@ -226,11 +227,6 @@ def purge(
     if chosen and not count:
         raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     write(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
-
-
-def clock_text(milliseconds: int) -> str:
-    """A time of the server in this machine's zone."""
-    return f"{datetime.fromtimestamp(milliseconds / 1000):%Y-%m-%d %H:%M:%S}"
 
 
 def _chosen(request_ids: list[str] | None) -> list[str]:

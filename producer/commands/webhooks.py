@@ -13,7 +13,6 @@ from promptq.shared.protocol.keys import NAME_IN_WORDS, Keys, is_tenant
 from promptq.shared.runtime.extras import require
 
 if TYPE_CHECKING:
-    from promptq.producer.settings import JobsSettings
     from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 
 webhooks = typer.Typer(
@@ -71,9 +70,10 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
     from promptq.producer.commands.screens.render import dead_webhooks_table
     from promptq.producer.commands.screens.terminal import SafeConsole
     from promptq.producer.jobs.deliveries import read_dead
+    from promptq.producer.settings import read_jobs_settings
     from promptq.shared.server.connection import open_redis
 
-    settings = _settings(redis_url=redis, queue=queue)
+    settings = read_jobs_settings(redis_url=redis, queue=queue)
     url = server_url(settings.redis_url)
     with explained(url), open_redis(url) as connection:
         found = read_dead(connection, Keys(settings.queue))
@@ -88,15 +88,10 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
 
 def _secrets(queue: str | None) -> WebhookSecrets:
     require("promptq webhooks", "jobs")
+    from promptq.producer.settings import read_jobs_settings
     from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 
-    return WebhookSecrets(_settings(queue=queue))
-
-
-def _settings(**given: str | None) -> JobsSettings:
-    from promptq.producer.settings import read_jobs_settings
-
-    return read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+    return WebhookSecrets(read_jobs_settings(queue=queue))
 
 
 def _checked(tenant: str | None) -> str:

@@ -56,14 +56,9 @@ def gateway(
     """
     from promptq.producer.settings import read_gateway_settings
 
-    given = {
-        "http_host": host,
-        "http_port": port,
-        "http_share_port": share_port,
-        "redis_url": redis,
-        "queue": queue,
-    }
-    settings = read_gateway_settings(**{name: it for name, it in given.items() if it is not None})
+    settings = read_gateway_settings(
+        http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queue=queue
+    )
     run_gateway(settings)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import redis
 from pydantic import BaseModel, ValidationError
 
-from promptq.producer.jobs.strange_lists import Lists, shown
+from promptq.producer.jobs.strange_lists import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.turns import Turns
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets
@@ -103,7 +103,6 @@ class Deliveries:
         self._queue = RequestQueue(connection, settings.queue)
         self._secrets = WebhookSecrets(settings)
         self._log = get_logger(queue=settings.queue)
-        self._lists = Lists(settings.queue)
         self._threads = ThreadPoolExecutor(settings.webhook_workers, "webhook")
         self._turns = Turns(settings.webhook_workers)
         self._under_way: dict[Future[_Outcome], str] = {}
@@ -128,21 +127,18 @@ class Deliveries:
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Until a call has ended, so long at most; whether one has."""
+        """Wait until a call ends, for so long at most. Gives whether any was under way."""
         if not self._under_way:
             time.sleep(seconds)
             return False
-        return bool(wait(self._under_way, seconds, FIRST_COMPLETED).done)
+        wait(self._under_way, seconds, FIRST_COMPLETED)
+        return True
 
     def close(self, seconds: float) -> None:
         """Begin nothing more, and see what is under way end, for so long at most."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, seconds)
         self._note()
-
-    @property
-    def num_under_way(self) -> int:
-        return len(self._under_way)
 
     def _forget(self) -> None:
         self._waiting: dict[str, Waiting] = {}
@@ -184,7 +180,7 @@ class Deliveries:
     def _take_in(self) -> int:
         """A page of what has ended; gives how long it was."""
         key = self._keys.webhooks
-        ids = self._lists.read(key, lambda: self._redis.zrange(key, 0, _PAGE - 1))
+        ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
             return 0
         tenants = self._tenants_of(ids)

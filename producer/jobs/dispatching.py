@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable
 from itertools import compress
-from typing import Any
 
 import redis
 from rq import Queue
@@ -19,7 +18,7 @@ from rq import Queue
 from promptq.producer.batch_store.batch_lines import is_batch_id
 from promptq.producer.batches.runner_lease import LEASE_MS
 from promptq.producer.jobs.rq_queues import batches_waiting, enqueue_batch, is_taken, num_workers
-from promptq.producer.jobs.strange_lists import Lists, shown
+from promptq.producer.jobs.strange_lists import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
@@ -41,13 +40,11 @@ class Dispatcher:
         settings: JobsSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis: Any = connection
         self._batches = batches
         self._keys = Keys(settings.queue)
         self._queue = RequestQueue(connection, settings.queue)
         self._holder = secrets.token_hex(8)
         self._log = get_logger(queue=settings.queue)
-        self._lists = Lists(settings.queue)
         self._clock = clock
         self._taken: dict[str, float] = {}
         """When batches were first seen that a worker took, and whose runs have no lease yet."""
@@ -110,7 +107,7 @@ class Dispatcher:
 
     def _unfinished_batches(self) -> set[str]:
         key = self._keys.unfinished_batches
-        members = self._lists.read(key, lambda: self._redis.smembers(key))
+        members = self._queue.run(entries_of("SMEMBERS", key))
         found = set()
         for raw, batch_id in zip(members, ids_of(members), strict=True):
             if is_batch_id(batch_id):
@@ -118,7 +115,7 @@ class Dispatcher:
             else:
                 reason = "it is no batch's id"
                 self._log.warning("batch struck off", entry=shown(raw), reason=reason)
-                self._redis.srem(key, raw)
+                self._queue.run(Call("", ["SREM", key, raw], int))
         return found
 
     def _run_of(self, ids: set[str]) -> set[str]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from types import FrameType
 
 import redis
 from redis.exceptions import NoPermissionError
@@ -47,7 +46,7 @@ def run_jobs(settings: JobsSettings) -> None:
     """Run until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
     has_shared_secret = WebhookSecrets(settings).has_shared
     _export(settings)
-    stop = _StopSignal()
+    is_told_to_stop = _stop_signal()
     keys = Keys(settings.queue)
     with _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))) as own:
         _check_rights(settings, own, "HEXISTS", keys.upkeep, "seen")
@@ -62,9 +61,9 @@ def run_jobs(settings: JobsSettings) -> None:
     try:
         processes.start()
         _tell_ready(settings)
-        while not stop.is_set():
+        while not is_told_to_stop():
             processes.look_after()
-            stop.wait(_TICK_SECONDS)
+            time.sleep(_TICK_SECONDS)
     finally:
         processes.stop()
 
@@ -113,25 +112,12 @@ def _tell_ready(settings: JobsSettings) -> None:
     )
 
 
-class _StopSignal:
-    """Set by SIGTERM and SIGINT."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def wait(self, seconds: float) -> None:
-        """Sleep so long at most."""
-        until = time.monotonic() + seconds
-        while not self._is_set and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _TICK_SECONDS))
+def _stop_signal() -> Callable[[], bool]:
+    """A function that says whether SIGTERM or SIGINT has come since."""
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: received.append(number))
+    return lambda: bool(received)
 
 
 @dataclass
@@ -202,7 +188,7 @@ class _Processes:
 
 
 def _lead(settings: JobsSettings) -> None:
-    lead(settings, _StopSignal().is_set)
+    lead(settings, _stop_signal())
     os._exit(0)  # a thread that still waits for a receiver would be waited for
 
 

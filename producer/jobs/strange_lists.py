@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from functools import cache
 
-import redis
-
-from promptq.shared.queue.call import is_wrong_type
+from promptq.shared.queue.call import Call
 from promptq.shared.runtime.logs import get_logger
 
 _LOGGED_CHARACTERS = 100
 
 
-class Lists:
-    """Reads lists; one of another type counts as empty, with one line in the log."""
+def entries_of(command: str, key: str, *args: int) -> Call[list[bytes]]:
+    """The entries that a command reads of a key; none, with a line in the log, if it is no list."""
 
-    def __init__(self, queue: str) -> None:
-        self._log = get_logger(queue=queue)
-        self._spoilt: set[str] = set()
+    def none() -> list[bytes]:
+        _warn(key)
+        return []
 
-    def read(self, key: str, read: Callable[[], Iterable[bytes]]) -> list[bytes]:
-        try:
-            found = list(read())
-        except redis.ResponseError as error:
-            if not is_wrong_type(error):
-                raise
-            if key not in self._spoilt:
-                self._log.warning("a list counts as empty", key=key, reason=str(error))
-                self._spoilt.add(key)
-            return []
-        self._spoilt.discard(key)
-        return found
+    return Call("", [command, key, *args], list, none)
+
+
+@cache
+def _warn(key: str) -> None:
+    """Once for each key: it is read several times a second."""
+    get_logger().warning("a list counts as empty: its key has another type", key=key)
 
 
 def shown(raw: bytes) -> str:

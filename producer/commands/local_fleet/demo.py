@@ -6,17 +6,11 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    AsyncExitStack,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import redis.asyncio
 from rich.console import Console
 from rich.live import Live
 
@@ -140,15 +134,12 @@ async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
 
 async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
     await _wait_until_ready(console, worker)
-    async with AsyncExitStack() as stack:
-        connection = await open_async_redis(url)
-        stack.push_async_callback(connection.aclose)
-        client = await stack.enter_async_context(AsyncClient(connection))
+    async with await open_async_redis(url) as connection, AsyncClient(connection) as client:
         # Opened ahead, so that the times shown are those of the requests: each stream takes two.
         await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
-        shown = await _run_parts(console, client, connection, worker)
+        shown = await _run_parts(console, client, worker)
         console.print(requests_table(shown, console.width))
-        console.print(workers_table(await _final_heartbeat(client, connection)))
+        console.print(workers_table(await _final_heartbeat(client)))
 
 
 async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
@@ -172,9 +163,7 @@ def _check_alive(worker: WorkerProcess) -> None:
         )
 
 
-async def _run_parts(
-    console: Console, client: AsyncClient, connection: redis.asyncio.Redis, worker: WorkerProcess
-) -> list[Shown]:
+async def _run_parts(console: Console, client: AsyncClient, worker: WorkerProcess) -> list[Shown]:
     """Push all requests in at once and show them until the last one ends."""
     ids = await client.enqueue_many([part.fields for part in PARTS])
     console.print(f"[green]✓[/] queue    {len(ids)} requests pushed in, {SLOTS} run at a time\n")
@@ -191,7 +180,7 @@ async def _run_parts(
                 task.result()
         finally:
             await end([readers, failure])
-    await _ask_for_missing_times(connection, ids, shown)
+    await _ask_for_missing_times(client.queue, ids, shown)
     return shown
 
 
@@ -226,10 +215,9 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 
 
 async def _ask_for_missing_times(
-    connection: redis.asyncio.Redis, ids: Sequence[str], shown: Sequence[Shown]
+    queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
     """A request that the server's scripts ended has no statistics; its record has the times."""
-    queue = AsyncRequestQueue(connection)
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))
@@ -237,15 +225,13 @@ async def _ask_for_missing_times(
                 one.queue_ms = float(record["claimed_at"]) - float(record["enqueued_at"])
 
 
-async def _final_heartbeat(
-    client: AsyncClient, connection: redis.asyncio.Redis
-) -> list[WorkerStats]:
+async def _final_heartbeat(client: AsyncClient) -> list[WorkerStats]:
     """What the worker tells of itself after the last request."""
-    seconds, _ = await connection.time()
+    now_ms = await client.queue.run(lookups.server_time_ms())
     deadline = time.monotonic() + _HEARTBEAT_SECONDS
     while time.monotonic() < deadline:
         workers = (await client.stats()).workers
-        if workers and workers[0].heartbeat_at > (seconds + 1) * 1000:
+        if workers and workers[0].heartbeat_at > now_ms + 1000:
             break
         await asyncio.sleep(_LOOK_SECONDS)
     return workers

@@ -95,7 +95,7 @@ def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
     """One row for each."""
     table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
     for letter in letters:
-        buried = _second(letter.buried_at)
+        buried = clock_time(letter.buried_at)
         counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
         table.add_row(Text(letter.request_id), buried, *counts, Text(letter.payload[:80]))
     return table
@@ -109,7 +109,7 @@ def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
     for item in webhooks:
         request, tenant, reason = map(printable, (item.request_id, item.tenant, item.reason))
         table.add_row(
-            _second(item.at), Text(request), Text(tenant), str(item.attempts), Text(reason)
+            clock_time(item.at), Text(request), Text(tenant), str(item.attempts), Text(reason)
         )
     return table
 
@@ -163,7 +163,8 @@ def _minute(at_ms: int) -> str:
     return f"{datetime.fromtimestamp(at_ms / 1000):%Y-%m-%d %H:%M}"
 
 
-def _second(unix_ms: float) -> str:
+def clock_time(unix_ms: float) -> str:
+    """A time of the server in this machine's time zone."""
     return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
 
 

@@ -51,8 +51,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
         if key is not None:
             if key.is_over(time.time() * 1000):
                 raise _unauthorised(f"the API key {key.name!r} has expired")
-            if gateway.key_uses.is_due(secret):
-                await gateway.key_uses.note(secret)
+            await gateway.key_uses.note(secret)
             return key
     num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
     if num_keys == 0:

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.keys import NAME
+from promptq.shared.protocol.keys import is_tenant
 from promptq.shared.protocol.request import RequestState
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Call, ids_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 PAGE = 50
@@ -27,10 +27,7 @@ MAX_SCANS = 20
 SETS = ("waiting", "delayed", "active", "dead")
 STATES = ("", *SETS, *(it.value for it in RequestState if it.value not in SETS))
 
-_FIELDS = (
-    "state", "tenant", "priority", "attempt", "worker", "enqueued_at", "claimed_at",
-    "first_token_at", "finished_at", "finish_reason", "prompt_tokens",
-)  # fmt: skip
+_WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
@@ -49,6 +46,9 @@ class FoundRequest(BaseModel):
     finished_at: int | None = None
     finish_reason: str = ""
     prompt_tokens: int | None = None
+
+
+_FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
@@ -154,8 +154,8 @@ class _Wanted:
             return [by_state.get(self._state, self._keys.dead)]
         if self._tenant:
             return [self._keys.pending_of(self._tenant)]
-        tenants = await self._queue.run(Call("", ["SMEMBERS", self._keys.tenants_waiting], list))
-        names = sorted(it.decode() for it in tenants if _is_name(it))
+        tenants = await self._queue.run(Call("", ["SMEMBERS", self._keys.tenants_waiting], ids_of))
+        names = sorted(filter(is_tenant, tenants))
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
     def _pattern(self) -> str:
@@ -174,7 +174,8 @@ class _Wanted:
         for name in names:
             key = self._keys.request(name)
             calls.append(Call("", ["HMGET", key, "payload", *_FIELDS], list, list))
-            calls.append(Call("", ["ZSCORE", self._keys.delayed, name], _is_there, bool))
+            is_delayed = ["ZSCORE", self._keys.delayed, name]
+            calls.append(Call("", is_delayed, lambda score: score is not None, bool))
         given = await self._queue.run(calls)
         return [
             _row(name, values[1:], is_delayed=is_delayed)
@@ -191,35 +192,14 @@ def _scan(position: int, pattern: str) -> Call[tuple[int, list[bytes]]]:
     )
 
 
-def _is_there(reply: Any) -> bool:
-    return reply is not None
-
-
 def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:
-    told = {
-        name: value.decode("utf-8", "replace")
-        for name, value in zip(_FIELDS, values, strict=True)
-        if value is not None
-    }
-    whole = {
-        name: int(text)
-        for name, text in told.items()
-        if FoundRequest.model_fields[name].annotation is not str and _is_whole(text)
-    }
-    texts = {
-        name: text
-        for name, text in told.items()
-        if FoundRequest.model_fields[name].annotation is str
-    }
-    row = FoundRequest(request_id=request_id, **{"state": "waiting", **texts, **whole})
-    if is_delayed and row.state == "waiting":
-        row.state = "delayed"
-    return row
-
-
-def _is_whole(text: str) -> bool:
-    return re.fullmatch(r"-?\d{1,15}", text) is not None
-
-
-def _is_name(name: bytes) -> bool:
-    return re.fullmatch(NAME.encode(), name) is not None
+    found: dict[str, Any] = {"state": "waiting"}
+    for name, value in zip(_FIELDS, values, strict=True):
+        text = "" if value is None else value.decode("utf-8", "replace")
+        if value is not None and FoundRequest.model_fields[name].annotation is str:
+            found[name] = text
+        elif _WHOLE.fullmatch(text):
+            found[name] = int(text)
+    if is_delayed and found["state"] == "waiting":
+        found["state"] = "delayed"
+    return FoundRequest(request_id=request_id, **found)

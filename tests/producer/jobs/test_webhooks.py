@@ -73,8 +73,7 @@ class Jobs:
     def work(self) -> None:
         """Call every webhook that is due, once."""
         self.deliveries.go_on()
-        while self.deliveries.num_under_way:
-            self.deliveries.wait(1)
+        while self.deliveries.wait(0.01):
             self.deliveries.go_on()
 
     def waiting(self) -> dict[str, Waiting]:
