@@ -1,5 +1,5 @@
 """What drafting gains where a text repeats itself, and costs where it does not:
-`python -m benchmarks.drafting`.
+`python -m benchmarks.engine.drafting`.
 
 The engine alone, on the suite's 54M model, with and without drafts in turns; each pair has prompts
 of its own. A model of random weights soon repeats itself when it is greedy, so a prompt that ends
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--speculative-tokens", type=int, default=7)
     parser.add_argument("--model", type=Path, help="a directory with its 32,000 tokens")
     arguments = parser.parse_args()
-    model = arguments.model or model_dir(MODELS["54m"], Path(__file__).parent / ".cache")
+    model = arguments.model or model_dir(MODELS["54m"], Path(__file__).parents[1] / ".cache")
     settings = read_settings(
         model=str(model), dtype=arguments.dtype, max_model_len=1024, kv_cache_memory="1G"
     )

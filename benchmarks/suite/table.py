@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.registry import ROWS
-from benchmarks.statistics import Figures
-from benchmarks.targets import Measured, Target, get
+from benchmarks.suite.registry import ROWS
+from benchmarks.suite.statistics import Figures
+from benchmarks.suite.targets import Measured, Target, get
 
 _PEERS = ("vllm-offline", "vllm-server", "llama-server", "continuous", "static")
 _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": "llama.cpp"}

@@ -9,10 +9,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.jobs import Job, Outcome, read_outcomes, write_job
-from benchmarks.registry import Row
+from benchmarks.suite.jobs import Job, Outcome, read_outcomes, write_job
+from benchmarks.suite.registry import Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _MOST_SECONDS = 1800.0
 
 

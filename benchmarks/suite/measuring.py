@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import workloads
-from benchmarks.floor import Rates, decode_floor, measure_rates, torch_dtype
-from benchmarks.jobs import Job, Request, Workload
 from benchmarks.models import MODELS, model_dir
-from benchmarks.registry import ROWS, Row
-from benchmarks.running import run_row
-from benchmarks.statistics import Figures, figures, guest_ratio, medians
-from benchmarks.targets import Measured, best
+from benchmarks.suite import workloads
+from benchmarks.suite.floor import Rates, decode_floor, measure_rates, torch_dtype
+from benchmarks.suite.jobs import Job, Request, Workload
+from benchmarks.suite.registry import ROWS, Row
+from benchmarks.suite.running import run_row
+from benchmarks.suite.statistics import Figures, figures, guest_ratio, medians
+from benchmarks.suite.targets import Measured, best
 
 MAX_MODEL_LEN = 4096
 _LOAD = 0.7

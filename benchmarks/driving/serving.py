@@ -7,9 +7,9 @@ import socket
 import subprocess
 from collections.abc import Callable
 
-from benchmarks.jobs import Job, Outcome
+from benchmarks.driving.streaming import Stream, drive, wait_until_healthy
 from benchmarks.memory import peak_bytes, reset_peak, tree
-from benchmarks.streaming import Stream, drive, wait_until_healthy
+from benchmarks.suite.jobs import Job, Outcome
 
 
 def free_port() -> int:

@@ -36,8 +36,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.children import child, peak_bytes
-from benchmarks.statistics import percentile
+from benchmarks.children import child
+from benchmarks.memory import peak_bytes
+from benchmarks.suite.statistics import percentile
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.gateway.server import allow_many_connections
@@ -78,7 +79,7 @@ class Load:
 
 LOADS = (Load(200, 4, 20.0, 15.0), Load(2000, 8, 2.0, 30.0))
 GATEWAY = ("promptq.producer.cli", "gateway", "--port", "0", "--redis")
-RELAY = ("benchmarks.relay",)
+RELAY = ("benchmarks.gateway.relay",)
 """Of the command line of what carries the streams; the server's URL follows."""
 
 ROWS = (
@@ -261,7 +262,7 @@ def measure(
             cpu_seconds = sum(map(_cpu_seconds, pids)) - cpu_before
             time.sleep(1)  # the observer may read its last bytes after the clients theirs
             cpu_per_token = cpu_seconds / (load.num_streams * load.num_tokens)
-            peak = sum(map(peak_bytes, pids))
+            peak = peak_bytes(pids)
         published = published_times(read_noted(noted))
     first = int(load.num_tokens * _FIRST_SHARE)
     arrived = {key: at for key, at in arrival_times(clients).items() if key[1] > first}
@@ -277,7 +278,7 @@ def _begin_attack(stack: ExitStack, attack: Attack, url: str, port: int) -> None
         key = ApiKey(name="b", requests_per_minute=attack.calls_per_minute)
         secret, _ = client.create_api_key(key)
     target = ("--port", str(port), "--secret", secret)
-    stack.enter_context(child("benchmarks.attacker", *target))
+    stack.enter_context(child("benchmarks.gateway.attacker", *target))
 
 
 def _port_in(said: str) -> int:

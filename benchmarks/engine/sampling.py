@@ -1,4 +1,4 @@
-"""What sampling takes of a decode step: `make bench-sampling`, or `python -m benchmarks.sampling`.
+"""What sampling takes of a decode step: `make bench-sampling`.
 
 The suite's 473m model with a vocabulary of 150,000, random weights, decodes 64 sequences around a
 length of 250 in the real engine. For each set of parameters, the time within the sampler and that

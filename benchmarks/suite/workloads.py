@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from benchmarks.jobs import Request, Workload
 from benchmarks.models import VOCAB_SIZE, Shape
+from benchmarks.suite.jobs import Request, Workload
 
 END_TOKEN = VOCAB_SIZE - 1
 LOOSE_LIMIT = 1024

@@ -1,4 +1,4 @@
-"""The least that can stand between Redis and a client: `python -m benchmarks.relay URL`.
+"""The least that can stand between Redis and a client: `python -m benchmarks.gateway.relay URL`.
 
 One connection brings the events of all streams, and each goes out as it came, in one write: no
 catching up, no chunks of an API, no bounds. What it adds to a token is the machine's, not the

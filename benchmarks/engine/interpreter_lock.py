@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.jobs import Request
 from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
 from benchmarks.rows.engine import engine_request
+from benchmarks.suite.jobs import Request
 from promptq.shared.protocol.events import token_event_json
 from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import Engine
@@ -100,7 +100,7 @@ def rate(engine: Engine, first_id: int, batch: int, tell: Tell) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-lock ARGS=...", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="medians are over these")
-    parser.add_argument("--cache", type=Path, default=Path(__file__).parent / ".cache")
+    parser.add_argument("--cache", type=Path, default=Path(__file__).parents[1] / ".cache")
     options = parser.parse_args()
     shape = MODELS["54m"]
     settings = read_settings(

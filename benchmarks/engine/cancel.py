@@ -1,4 +1,4 @@
-"""How long a cancelled request keeps its KV blocks: `python -m benchmarks.cancel`.
+"""How long a cancelled request keeps its KV blocks: `python -m benchmarks.engine.cancel`.
 
 While a full batch of the shipped model decodes, a plain client sets the flag and publishes the
 message. Measured is the time from just before that to the moment at which the engine has freed the
