@@ -33,6 +33,7 @@ from promptq.shared.runtime.tasks import end
 router = APIRouter(include_in_schema=False)
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_FOLDERS = ("", "pages/", "shared/")
 _HEADERS = {
     # Nothing but what this gateway serves, no script or style inside the page, and no text ever
     # taken for HTML: browsers that know trusted types refuse it.
@@ -61,9 +62,13 @@ class _Dead(BaseModel):
 
 @cache
 def _files() -> dict[str, bytes]:
-    folder = resources.files("promptq.producer.gateway.dashboard") / "static"
-    names = [it.name for it in folder.iterdir() if it.name.rpartition(".")[2] in _TYPES]
-    return {name: (folder / name).read_bytes() for name in names}
+    static = resources.files("promptq.producer.gateway.dashboard") / "static"
+    return {
+        f"{folder}{file.name}": file.read_bytes()
+        for folder in _FOLDERS
+        for file in (static / folder).iterdir()
+        if file.name.rpartition(".")[2] in _TYPES
+    }
 
 
 @router.get("/")
@@ -72,7 +77,7 @@ async def page() -> Response:
     return await file("index.html")
 
 
-@router.get("/dashboard/files/{name}")
+@router.get("/dashboard/files/{name:path}")
 async def file(name: str) -> Response:
     """A script or style of the page."""
     content = _files().get(name)

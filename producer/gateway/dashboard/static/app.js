@@ -1,13 +1,13 @@
 // The frame around the pages: which one is open, the theme, and the key.
 
-import { get, key, whenRefused } from "./api.js";
-import { h } from "./dom.js";
-import * as dead from "./page_dead.js";
-import * as overview from "./page_overview.js";
-import * as playground from "./page_playground.js";
-import * as request from "./page_request.js";
-import * as requests from "./page_requests.js";
-import * as worker from "./page_worker.js";
+import { get, key, whenRefused } from "./shared/api.js";
+import { h } from "./shared/dom.js";
+import * as dead from "./pages/dead.js";
+import * as overview from "./pages/overview.js";
+import * as playground from "./pages/playground.js";
+import * as request from "./pages/request.js";
+import * as requests from "./pages/requests.js";
+import * as worker from "./pages/worker.js";
 
 const PAGES = { "": overview, worker, requests, request, dead, playground };
 const TITLES = { "": "Overview", requests: "Requests", dead: "Dead letters", playground: "Playground" };

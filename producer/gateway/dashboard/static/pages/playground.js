@@ -1,11 +1,11 @@
 // Tries a prompt: its tokens as they come, each with its probability.
 
-import { post, stream } from "./api.js";
-import { toast } from "./dialog.js";
-import { h, show } from "./dom.js";
-import { count, duration, rate } from "./format.js";
-import { requestLink } from "./parts.js";
-import { tokenView } from "./tokens.js";
+import { post, stream } from "../shared/api.js";
+import { toast } from "../shared/dialog.js";
+import { h, show } from "../shared/dom.js";
+import { count, duration, rate } from "../shared/format.js";
+import { requestLink } from "../shared/parts.js";
+import { tokenView } from "../shared/tokens.js";
 
 /** Fields with a number; those left empty are not sent. */
 const NUMBERS = [

@@ -1,11 +1,11 @@
 // What waits, what runs, how fast it goes, and who works.
 
-import { drain, pause, resume } from "./actions.js";
-import { live } from "./api.js";
-import { chart } from "./chart.js";
-import { h, show } from "./dom.js";
-import { count, duration, rate } from "./format.js";
-import { badge, bar, heartbeat, section, table, tile, workerLink } from "./parts.js";
+import { drain, pause, resume } from "../shared/actions.js";
+import { live } from "../shared/api.js";
+import { chart } from "../shared/chart.js";
+import { h, show } from "../shared/dom.js";
+import { count, duration, rate } from "../shared/format.js";
+import { badge, bar, heartbeat, section, table, tile, workerLink } from "../shared/parts.js";
 
 const HOUR_MS = 3_600_000;
 const RECENT_MS = 60_000;

@@ -1,11 +1,11 @@
 // One request: what happened to it, and its text as it comes.
 
-import { cancel, reprioritise } from "./actions.js";
-import { stream } from "./api.js";
-import { h, show } from "./dom.js";
-import { clock, count, duration, rate } from "./format.js";
-import { badge, bar, facts, requestLink, section, workerLink } from "./parts.js";
-import { tokenView } from "./tokens.js";
+import { cancel, reprioritise } from "../shared/actions.js";
+import { stream } from "../shared/api.js";
+import { h, show } from "../shared/dom.js";
+import { clock, count, duration, rate } from "../shared/format.js";
+import { badge, bar, facts, requestLink, section, workerLink } from "../shared/parts.js";
+import { tokenView } from "../shared/tokens.js";
 
 const NAMES = {
   enqueued: "Enqueued", claimed: "Claimed", prefill: "Prefill begins", first_token: "First token",

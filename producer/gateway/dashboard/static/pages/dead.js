@@ -1,10 +1,10 @@
 // Requests that were given up because they crash their workers.
 
-import { purge, requeue } from "./actions.js";
-import { get, live } from "./api.js";
-import { h, show } from "./dom.js";
-import { clock, count } from "./format.js";
-import { requestLink } from "./parts.js";
+import { purge, requeue } from "../shared/actions.js";
+import { get, live } from "../shared/api.js";
+import { h, show } from "../shared/dom.js";
+import { clock, count } from "../shared/format.js";
+import { requestLink } from "../shared/parts.js";
 
 const MOST = 100;
 

@@ -1,10 +1,10 @@
 // One worker: its batch, a row a slot, and its memory.
 
-import { drain } from "./actions.js";
-import { live } from "./api.js";
-import { h, show, sized } from "./dom.js";
-import { ago, bytes, count, duration, percent, rate } from "./format.js";
-import { badge, bar, facts, heartbeat, requestLink, section, table, tile } from "./parts.js";
+import { drain } from "../shared/actions.js";
+import { live } from "../shared/api.js";
+import { h, show, sized } from "../shared/dom.js";
+import { ago, bytes, count, duration, percent, rate } from "../shared/format.js";
+import { badge, bar, facts, heartbeat, requestLink, section, table, tile } from "../shared/parts.js";
 
 export function open(main, { argument: id, frame }) {
   return live("worker", { id }, frame, ({ now, value }) => {

@@ -1,10 +1,10 @@
 // Looks for requests by id, tenant and state.
 
-import { get, live } from "./api.js";
-import { toast } from "./dialog.js";
-import { h, show } from "./dom.js";
-import { clock, count, duration } from "./format.js";
-import { badge, requestLink, table } from "./parts.js";
+import { get, live } from "../shared/api.js";
+import { toast } from "../shared/dialog.js";
+import { h, show } from "../shared/dom.js";
+import { clock, count, duration } from "../shared/format.js";
+import { badge, requestLink, table } from "../shared/parts.js";
 
 const STATES = [
   ["waiting", "waiting"], ["delayed", "delayed"], ["active", "active"], ["completed", "completed"], ["failed", "failed"],
