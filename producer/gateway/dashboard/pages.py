@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from promptq.producer.gateway.context.access import ThisAdmin
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.dashboard import request_search
 from promptq.producer.gateway.dashboard.page_stream import event_response, message
-from promptq.producer.gateway.dashboard.poller import Poller
+from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.producer.gateway.dashboard.request_search import FoundRequests
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
@@ -106,7 +106,7 @@ async def live_worker(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
 ) -> StreamingResponse:
     """A worker and its batch, once a second."""
-    return _live(request, gateway, f"worker {worker_id}")
+    return _live(request, gateway, "worker", worker_id)
 
 
 @router.get("/dashboard/api/live/request")
@@ -131,7 +131,7 @@ async def live_requests(
         names = ", ".join(request_search.SETS)
         raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
     gateway.keys.pending_of(tenant)  # raises if that is no name
-    return _live(request, gateway, f"requests {state} {tenant}")
+    return _live(request, gateway, "requests", state, tenant)
 
 
 @router.get("/dashboard/api/live/dead")
@@ -168,28 +168,27 @@ def _poller_of(request: Request, gateway: Gateway) -> Poller:
     """The one of this gateway; it starts with the first page and ends with the last."""
     state = request.app.state
     if not hasattr(state, "poller"):
-
-        async def read(topic: str) -> str:
-            return await _as_of_now(gateway, await _topic(gateway, topic))
-
-        state.poller = Poller(read)
+        state.poller = Poller(partial(_read, gateway))
     poller: Poller = state.poller
     return poller
 
 
-async def _topic(gateway: Gateway, topic: str) -> BaseModel | None:
-    """What pages show of `overview`, `dead`, `requests STATE TENANT` or `worker ID`."""
-    kind, _, rest = topic.partition(" ")
-    if kind == "overview":
-        return await gateway.client.overview()
-    if kind == "dead":
-        return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
-    if kind == "requests":
-        state, _, tenant = rest.partition(" ")
-        with explained(gateway.client.url):
-            return await request_search.search(gateway.queue, state=state, tenant=tenant)
+async def _read(gateway: Gateway, topic: Topic) -> str:
+    """What pages show of a topic, as JSON."""
+    return await _as_of_now(gateway, await _value_of(gateway, topic))
+
+
+async def _value_of(gateway: Gateway, topic: Topic) -> BaseModel | None:
+    match topic:
+        case ("overview",):
+            return await gateway.client.overview()
+        case ("dead",):
+            return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
+        case ("requests", state, tenant):
+            with explained(gateway.client.url):
+                return await request_search.search(gateway.queue, state=state, tenant=tenant)
     try:
-        return await gateway.client.worker(rest)
+        return await gateway.client.worker(topic[1])
     except RequestNotFoundError:
         return None
 
@@ -202,16 +201,15 @@ async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
     return f'{{"now":{now_ms},"value":{text}}}'
 
 
-def _live(request: Request, gateway: Gateway, topic: str) -> StreamingResponse:
+def _live(request: Request, gateway: Gateway, *topic: str) -> StreamingResponse:
     return event_response(request, gateway, _polled(_poller_of(request, gateway), topic))
 
 
-async def _polled(poller: Poller, topic: str) -> AsyncGenerator[str, None]:
-    """A topic as events of its kind, which is its first word."""
-    event = topic.partition(" ")[0]
+async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
+    """A topic as events, which its first word names."""
     async with aclosing(poller.watch(topic)) as samples:
         async for sample in samples:
-            yield message("unreachable", "null") if sample is None else message(event, sample)
+            yield message("unreachable", "null") if sample is None else message(topic[0], sample)
 
 
 async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, None]:
@@ -219,7 +217,7 @@ async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, Non
         samples = await gateway.client.statistics()
         dumped = [it.model_dump(mode="json") for it in samples]
         yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
-    async with aclosing(_polled(poller, "overview")) as messages:
+    async with aclosing(_polled(poller, ("overview",))) as messages:
         async for text in messages:
             yield text
 

@@ -11,9 +11,12 @@ from promptq.shared.runtime.logs import get_logger
 
 INTERVAL_SECONDS = 1.0
 
+Topic = tuple[str, ...]
+"""What a page shows, in words: a kind, and which of that kind."""
+
 
 @dataclass(slots=True)
-class _Topic:
+class _Watched:
     """What some pages look at. Whoever is slow misses what is old, and nothing piles up."""
 
     num_watchers: int = 0
@@ -30,16 +33,16 @@ class Poller:
     """
 
     def __init__(
-        self, read: Callable[[str], Awaitable[str]], interval: float = INTERVAL_SECONDS
+        self, read: Callable[[Topic], Awaitable[str]], interval: float = INTERVAL_SECONDS
     ) -> None:
         self._read = read
         self._interval = interval
-        self._topics: dict[str, _Topic] = {}
+        self._topics: dict[Topic, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def watch(self, topic: str) -> AsyncGenerator[str | None, None]:
+    async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
         """The topic's JSON, at first at once and then as it is read; None: it cannot be reached."""
-        watched = self._topics.setdefault(topic, _Topic())
+        watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:
             seen = 0
@@ -63,7 +66,7 @@ class Poller:
             for topic, watched in list(self._topics.items()):
                 await self._refresh(topic, watched)
 
-    async def _refresh(self, topic: str, watched: _Topic) -> None:
+    async def _refresh(self, topic: Topic, watched: _Watched) -> None:
         latest = None
         try:
             latest = await self._read(topic)
@@ -76,7 +79,7 @@ class Poller:
             watched.version += 1
             watched.changed.notify_all()
 
-    def _stop_if_unwatched(self, topic: str, watched: _Topic) -> None:
+    def _stop_if_unwatched(self, topic: Topic, watched: _Watched) -> None:
         if watched.num_watchers == 0:
             self._topics.pop(topic, None)
         if not self._topics and self._task is not None:
