@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
-import redis.asyncio
 
 from promptq.producer.batch_store.batch_lines import BatchFileError, count_lines, read_lines
 from promptq.producer.batch_store.batch_records import (
@@ -57,7 +56,7 @@ async def _run(settings: JobsSettings, batch_id: str) -> str:
             return "somebody else runs it"
         # Where it raises, the lease runs out by itself: the next try should not come at once.
         try:
-            ended = await _BatchJob(settings, connection, queue, batch_id, lease).run()
+            ended = await _BatchJob(settings, queue, batch_id, lease).run()
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
@@ -69,13 +68,12 @@ class _BatchJob:
     def __init__(
         self,
         settings: JobsSettings,
-        connection: redis.asyncio.Redis,
         queue: AsyncRequestQueue,
         batch_id: str,
         lease: RunnerLease,
     ) -> None:
         self._settings = settings
-        self._redis = connection
+        self._queue = queue
         self._batches = Batches(queue)
         self._batch_id = batch_id
         self._lease = lease
@@ -141,8 +139,7 @@ class _BatchJob:
             )
             run = BatchRun(
                 record.id,
-                self._redis,
-                settings.queue,
+                self._queue,
                 read_lines(source),
                 total,
                 journal,

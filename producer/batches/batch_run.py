@@ -16,16 +16,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 import redis
-import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from promptq.producer.batch_store.batch_lines import BrokenLineError, LineReader, RefusedLineError
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
-from promptq.producer.clients.connecting import address_of
 from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError
 from promptq.shared.protocol.events import Result
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
@@ -69,8 +66,7 @@ class BatchRun:
     def __init__(
         self,
         batch_id: str,
-        connection: redis.asyncio.Redis,
-        queue: str,
+        queue: AsyncRequestQueue,
         lines: Iterable[tuple[int, bytes]],
         total: int,
         journal: Journal,
@@ -81,10 +77,9 @@ class BatchRun:
         # Here and not above, for it brings the whole of FastAPI along.
         from promptq.producer.batches.line_requests import LineGateway
 
-        self._queue = AsyncRequestQueue(connection, queue)
-        self._keys = Keys(queue)
-        url = address_of(connection.connection_pool)
-        self._gateway = LineGateway(batch_id, self._queue, url, options)
+        self._queue = queue
+        self._keys = queue.keys
+        self._gateway = LineGateway(batch_id, queue, options)
         self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
         self._total = total
         self._journal = journal

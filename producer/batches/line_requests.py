@@ -17,7 +17,7 @@ from promptq.producer.gateway.context.access import Caller, account_of, beyond_r
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import CompletionCall, read_chat, read_completion
+from promptq.producer.gateway.openai.calls import CompletionCall, read_call
 from promptq.producer.gateway.openai.completion import completion_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
@@ -45,17 +45,11 @@ class LineRequest:
 class LineGateway:
     """Reads lines and answers them, each as if it had been a call to the gateway."""
 
-    def __init__(
-        self,
-        batch_id: str,
-        queue: AsyncRequestQueue,
-        url: str,
-        options: RunOptions,
-    ) -> None:
+    def __init__(self, batch_id: str, queue: AsyncRequestQueue, options: RunOptions) -> None:
         self._batch_id = batch_id
         self._queue = queue
         self._options = options
-        self._watch = QueueWatch(queue, url)
+        self._watch = QueueWatch(queue)
 
     def of(self, line: BatchLine) -> LineRequest:
         """Raises RefusedLineError for what the gateway would refuse."""
@@ -120,8 +114,7 @@ def _holder(caller: Caller) -> str:
 
 
 def _call_of(line: BatchLine) -> CompletionCall:
-    body = json.dumps(line.body).encode()
-    call = read_chat(body, {}) if line.is_chat else read_completion(body, {})
+    call = read_call(line.is_chat, json.dumps(line.body).encode(), {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
     return call

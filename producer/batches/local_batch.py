@@ -22,6 +22,7 @@ from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptio
 from promptq.producer.batches.stop_signals import stop_signals
 from promptq.producer.clients.connecting import explained, server_url, without_server
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import read_settings
 from promptq.shared.server.connection import open_async_redis
 
@@ -82,8 +83,7 @@ def run_batch(
             with Journal(batch_id, output, errors) as journal:
                 run = BatchRun(
                     batch_id,
-                    connection,
-                    queue or settings.queue,
+                    AsyncRequestQueue(connection, queue or settings.queue),
                     read_lines(source),
                     total,
                     journal,

@@ -70,7 +70,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             settings,
             client,
             connection.connection_pool.connection_kwargs.get("username") or "default",
-            QueueWatch(client.queue, url),
+            QueueWatch(client.queue),
             cancels,
             BodyBudget(
                 max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),

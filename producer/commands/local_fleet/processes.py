@@ -28,22 +28,17 @@ exit "$status"
 
 def worker_command(args: Sequence[str]) -> list[str]:
     """The command line of a worker process."""
-    return _command("promptq.worker", *args)
+    return _command("promptq.worker", args)
 
 
-def gateway_command(args: Sequence[str]) -> list[str]:
-    """The command line of a gateway process."""
-    return _command("promptq.producer.cli", "gateway", *args)
+def promptq_command(args: Sequence[str]) -> list[str]:
+    """The command line of a process that runs a command, such as `gateway`."""
+    return _command("promptq.producer.cli", args)
 
 
-def jobs_command(args: Sequence[str]) -> list[str]:
-    """The command line of a process for the background work."""
-    return _command("promptq.producer.cli", "jobs", *args)
-
-
-def _command(*args: str) -> list[str]:
+def _command(module: str, args: Sequence[str]) -> list[str]:
     # The folder that the user stands in may hold anything, and is not to be imported from.
-    return [sys.executable, "-P", "-m", *args]
+    return [sys.executable, "-P", "-m", module, *args]
 
 
 class ChildProcess:

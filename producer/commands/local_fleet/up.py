@@ -17,11 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from promptq.producer.commands.local_fleet.fleet import Fleet
-from promptq.producer.commands.local_fleet.processes import (
-    gateway_command,
-    jobs_command,
-    worker_command,
-)
+from promptq.producer.commands.local_fleet.processes import promptq_command, worker_command
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.advertised import how_to_find, is_free
@@ -128,8 +124,8 @@ def _commands(options: UpOptions) -> dict[str, list[str]]:
     commands = {f"worker {n + 1}": worker for n in range(options.num_workers)}
     if options.http_port is not None:
         port = str(options.http_port)
-        commands["gateway"] = gateway_command(["--port", port, "--queue", options.queue])
-        commands["jobs"] = jobs_command(["--queue", options.queue])
+        commands["gateway"] = promptq_command(["gateway", "--port", port, "--queue", options.queue])
+        commands["jobs"] = promptq_command(["jobs", "--queue", options.queue])
     return commands
 
 

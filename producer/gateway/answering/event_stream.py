@@ -16,6 +16,7 @@ from typing import cast
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.answering.presence import while_present
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
@@ -175,9 +176,10 @@ async def learned(
     """
     if completion.model and not completion.with_tools:
         return completion, None
-    view = await gateway.watch.look()
-    if not view.model or view.tool_call_style is None:  # perhaps it was told just now
-        view = await gateway.watch.look(now=True)
+    with explained(gateway.client.url):
+        view = await gateway.watch.look()
+        if not view.model or view.tool_call_style is None:  # perhaps it was told just now
+            view = await gateway.watch.look(now=True)
     if not completion.model:
         completion = replace(completion, model=view.model)
     return completion, view.tool_call_style

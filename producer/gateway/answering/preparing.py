@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
-from promptq.producer.gateway.answering.respond import Prepared, prepare, read_call
+from promptq.producer.gateway.answering.respond import Prepared, prepare
 from promptq.producer.gateway.context.access import Caller, account_of
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.calls import HEADERS, CompletionCall
+from promptq.producer.gateway.openai.calls import HEADERS, CompletionCall, read_call
 from promptq.producer.gateway.openai.completion import new_completion_id
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext

@@ -19,12 +19,7 @@ from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import (
-    CompletionCall,
-    read_chat,
-    read_completion,
-    request_ids,
-)
+from promptq.producer.gateway.openai.calls import CompletionCall, request_ids
 from promptq.producer.gateway.openai.completion import (
     Completion,
     check_completion_id,
@@ -52,11 +47,6 @@ class Prepared:
     rates: list[Rate]
     completion_id: str
     taken: int = 0
-
-
-def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Raises InvalidRequestError."""
-    return read_chat(body, headers) if is_chat else read_completion(body, headers)
 
 
 def prepare(call: CompletionCall, caller: Caller, completion_id: str) -> Prepared:

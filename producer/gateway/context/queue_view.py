@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from promptq.producer.clients.connecting import explained
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
@@ -27,11 +26,10 @@ class QueueView:
 
 
 class QueueWatch:
-    """Looks when asked. Raises RedisSideError where the server does not answer."""
+    """Looks when asked. Raises redis.RedisError where the server does not answer."""
 
-    def __init__(self, queue: AsyncRequestQueue, url: str) -> None:
+    def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
-        self._url = url
         self._seen: QueueView | None = None
         self._seen_at = 0.0
         self._looking = asyncio.Lock()
@@ -41,8 +39,7 @@ class QueueWatch:
         async with self._looking:
             is_old = time.monotonic() - self._seen_at > _FRESH_SECONDS
             if self._seen is None or is_old or now:
-                with explained(self._url):
-                    self._seen = await self._read()
+                self._seen = await self._read()
                 self._seen_at = time.monotonic()
             return self._seen
 

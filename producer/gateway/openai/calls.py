@@ -185,8 +185,12 @@ def request_ids(completion_id: str, num_choices: int) -> list[str]:
     return [f"{completion_id}:{index}" for index in range(num_choices)]
 
 
-def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    return _read_chat(body, headers) if is_chat else _read_completion(body, headers)
+
+
+def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = _read(ChatOptions, body, headers)
     if options.max_completion_tokens is not None:
         fields["max_tokens"] = options.max_completion_tokens
@@ -200,8 +204,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
-def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """As `read_chat`."""
+def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = _read(CompletionOptions, body, headers)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
