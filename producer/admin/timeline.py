@@ -20,7 +20,7 @@ from promptq.shared.queue.call import Operation
 
 
 class Happened(StrEnum):
-    """What may happen to a request, in the order in which it does where times are the same."""
+    """What may happen to a request. At the same time, it happens in this order."""
 
     ENQUEUED = "enqueued"
     CLAIMED = "claimed"
@@ -37,12 +37,12 @@ class Happened(StrEnum):
 _HOW = {
     "given back": Happened.GIVEN_BACK,
     "its claim was lost": Happened.CLAIM_LOST,
-}  # all else in `history` is a crash
+}  # anything else in `history` is a crash
 _RANKS = {what: rank for rank, what in enumerate(Happened)}
 
 
 class Moment(BaseModel):
-    """One thing that happened. `attempt` and `worker` where it belongs to an attempt."""
+    """One thing that happened. It has `attempt` and `worker` if it belongs to an attempt."""
 
     at: int
     """Unix milliseconds of the server."""
@@ -50,13 +50,13 @@ class Moment(BaseModel):
     attempt: int = 0
     worker: str = ""
     detail: str = ""
-    """Of a crash how, of the end the finish reason."""
+    """How it crashed, or the finish reason at the end."""
 
 
 class Timeline(BaseModel):
-    """A request as its hash tells of it, and its moments in order.
+    """A request as its hash describes it, and its moments in order.
 
-    Of earlier attempts only their beginnings and ends are known.
+    Only the beginning and the end of earlier attempts are known.
     """
 
     request_id: str
@@ -67,11 +67,11 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The dead letter that it was made of."""
+    """The id of the dead letter from which it was made."""
     worker: str = ""
-    """Who holds it, or held it last."""
+    """The worker that holds it, or held it last."""
     slot: SlotStats | None = None
-    """Where it stands in that worker's batch, if it does."""
+    """Its slot in that worker's batch, if it has one."""
     finish_reason: str = ""
     usage: Usage | None = None
     stats: Stats | None = None

@@ -1,4 +1,4 @@
-"""What one process of all `promptq jobs` does: hand out batches, call webhooks, run the cron."""
+"""The work of the leader of all `promptq jobs`: hand out batches, call webhooks, run the cron."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
 
 
 def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
-    """Whether all could be done. What one server refuses hinders nothing that goes to another."""
+    """Take each step, even if another one fails. Gives whether all worked."""
     is_well = True
     for step in steps:
         try:
@@ -67,6 +67,6 @@ def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
 
 
 def _is_away(error: redis.RedisError) -> bool:
-    """False, once it was said."""
+    """Log it, and give False."""
     get_logger().warning("the server is away", reason=str(error))
     return False

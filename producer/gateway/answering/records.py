@@ -1,4 +1,4 @@
-"""Requests that were enqueued before: what was asked, and whose they are."""
+"""Reads the payloads of requests that were enqueued before, for those who own them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.shared.queue.call import Call
 
 
 async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[str]) -> list[bytes]:
-    """Raises RequestNotFoundError for what is unknown, or is not the caller's."""
+    """The payloads. Raises RequestNotFoundError for ids that are unknown or not the caller's."""
     names = [gateway.keys.request(request_id) for request_id in request_ids]
     records = await gateway.queue.run(
         [Call("", ["HMGET", name, "payload", "tenant"], list) for name in names]

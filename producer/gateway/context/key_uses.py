@@ -1,4 +1,4 @@
-"""Writes down when API keys are used: each at most once a minute, whatever comes with it."""
+"""Writes down when API keys are used, each at most once a minute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY_SECONDS = 60.0
 
 
 class KeyUses:
-    """What one gateway has written down."""
+    """The uses that one gateway has written down."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue

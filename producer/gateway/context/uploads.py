@@ -1,4 +1,4 @@
-"""What a caller has to be let do before the body of its upload is read."""
+"""Lets a caller upload a file, before the body is read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from promptq.producer.gateway.context.access import ThisCaller, admit_call
 from promptq.producer.gateway.context.context import ThisGateway
 
 FORM_BYTES = 1 << 16
-"""What a form may have beside the file; so much does not count as the file's."""
+"""The bytes that a form may have beside the file. They do not count as the file."""
 
 
 class UploadCall:
-    """An upload that was let in: it took a request of its caller's rate, and counts as a file."""
+    """An upload that was let in. It took one request of its caller's rate and counts as a file."""
 
     def __init__(self, upload: Upload, declared: int) -> None:
         self._upload = upload

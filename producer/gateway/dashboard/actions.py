@@ -1,4 +1,4 @@
-"""What the dashboard does to a queue. Each action is logged with who did it."""
+"""The dashboard's actions on a queue. Each is logged with the name of who did it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from promptq.shared.runtime.logs import get_logger
 
 
 async def same_origin(request: Request) -> None:
-    """Keep other web sites from acting through the browser of somebody who may.
+    """Keep other web sites from acting through the browser of an administrator.
 
-    Without a key a gateway on this machine trusts everybody on it, and so every page that a browser
-    here shows. Browsers say where a request comes from; programs do not, and are no concern here.
+    While there is no key, a gateway trusts everybody on its machine, and so every page in a browser
+    there. Browsers say from where a request comes. Programs do not, and need not.
     Raises ApiError 403.
     """
     if not is_of_own_page(request):
@@ -39,7 +39,7 @@ router = APIRouter(
 )
 
 MAX_DEAD = 1000
-"""So many dead letters one action takes."""
+"""The most dead letters that one action takes."""
 
 
 class One(BaseModel):
@@ -49,13 +49,13 @@ class One(BaseModel):
 
 
 class Move(One):
-    """A request and where it is to go."""
+    """A request and its new priority."""
 
     priority: int = Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
 class DeadLetters(BaseModel):
-    """Some dead letters, or with `all` as many as one action takes."""
+    """Some dead letters, or with `all` the latest ones, as many as one action takes."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False
@@ -77,7 +77,7 @@ TheseLetters = Annotated[DeadLetters, Depends(json_body(DeadLetters))]
 
 @router.post("/cancel")
 async def cancel(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, str]:
-    """End a request: at once if it waits, at the next token if it runs."""
+    """Cancel a request: at once if it waits, at the next token if it runs."""
     request_id = one.id
     status = await gateway.client.cancel(request_id)
     log(action="cancel", request_id=request_id, status=status.value)
@@ -103,7 +103,7 @@ async def reprioritise(
 
 @router.post("/pause")
 async def pause(log: AdminLog, gateway: ThisGateway) -> dict[str, bool]:
-    """Hand out no more requests; what runs goes on."""
+    """Hand out no more requests. Those that run go on."""
     await gateway.client.pause()
     log(action="pause")
     return {"paused": True}
@@ -132,7 +132,7 @@ async def drain(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, 
 async def requeue(
     log: AdminLog, gateway: ThisGateway, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Run dead letters again; gives the new ids by the old ones. Others' haste is no error."""
+    """Run dead letters again; gives new ids by old ones. Skips those that somebody else took."""
     new_ids = {}
     for dead_id in await _chosen(gateway, letters):
         try:

@@ -1,4 +1,4 @@
-"""The dashboard: its page, and what the page shows. What it does is in actions.py."""
+"""The dashboard's page and the data that it shows. Its actions are in actions.py."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ router = APIRouter(include_in_schema=False)
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FOLDERS = ("", "pages/", "shared/")
 _HEADERS = {
-    # Nothing but what this gateway serves, no script or style inside the page, and no text ever
-    # taken for HTML: browsers that know trusted types refuse it.
+    # The page may load only what this gateway serves, and has no scripts or styles inside it. No
+    # text is ever taken for HTML: browsers that know trusted types refuse that.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -45,13 +45,13 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 TIMELINE_SECONDS = 1.0
-"""How often a request's page looks whether something but its tokens has changed."""
+"""How often a request's page looks for changes other than tokens."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""Characters; a longer payload is cut, as people do not read it."""
+"""Characters. A longer payload is cut, as people do not read it."""
 
 MAX_SHOWN_DEAD = 100
-"""Dead letters; the page is sent one more, to tell that there are more."""
+"""The most dead letters on the page. It gets one more id, which shows that there are more."""
 
 RequestId = Annotated[str, Query(alias="id")]
 
@@ -113,7 +113,7 @@ async def live_worker(
 async def live_request(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
 ) -> StreamingResponse:
-    """A request's life as it changes, and its events from the first on."""
+    """A request's timeline when it changes, and its events from the first one on."""
     timeline = await gateway.client.timeline(check_request_id(request_id))
     return event_response(request, gateway, _request(gateway, request_id, timeline))
 
@@ -126,17 +126,17 @@ async def live_requests(
     state: str,
     tenant: str = "",
 ) -> StreamingResponse:
-    """The first page of a state that has a sorted set, once a second."""
+    """The first page of requests in a state that has a sorted set, once a second."""
     if state not in request_search.SETS:
         names = ", ".join(request_search.SETS)
         raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
-    gateway.keys.pending_of(tenant)  # raises if that is no name
+    gateway.keys.pending_of(tenant)  # raises an error for a wrong name
     return _live(request, gateway, "requests", state, tenant)
 
 
 @router.get("/dashboard/api/live/dead")
 async def live_dead(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> StreamingResponse:
-    """The ids of the latest dead letters, once a second; what is in them never changes."""
+    """The ids of the latest dead letters, once a second. Their content never changes."""
     return _live(request, gateway, "dead")
 
 
@@ -149,7 +149,7 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """A page of requests, and what was searched for it."""
+    """A page of requests, and what was searched to find them."""
     return await request_search.search(
         gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
@@ -159,13 +159,13 @@ async def requests(
 async def dead_letters(
     admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[dict[str, object]]:
-    """Dead letters, the latest first; of long payloads the beginning."""
+    """Dead letters, the latest first. Long payloads are cut."""
     letters = await gateway.client.dead_letters(limit)
     return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
 
 
 def _poller_of(request: Request, gateway: Gateway) -> Poller:
-    """The one of this gateway; it starts with the first page and ends with the last."""
+    """The poller of this gateway. It polls from the first page's start to the last page's end."""
     state = request.app.state
     if not hasattr(state, "poller"):
         state.poller = Poller(partial(_read, gateway))
@@ -194,7 +194,7 @@ async def _value_of(gateway: Gateway, topic: Topic) -> BaseModel | None:
 
 
 async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
-    """With the server's time, by which pages reckon how long ago something was."""
+    """A value as JSON, with the server's time, as pages show how long ago things were."""
     with explained(gateway.client.url):
         now_ms = await gateway.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()
@@ -213,7 +213,7 @@ async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
 
 
 async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, None]:
-    with suppress(PromptqError):  # what follows says that the queue cannot be reached
+    with suppress(PromptqError):  # the next message says that the queue cannot be reached
         samples = await gateway.client.statistics()
         dumped = [it.model_dump(mode="json") for it in samples]
         yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
@@ -225,7 +225,7 @@ async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, Non
 async def _request(
     gateway: Gateway, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Both sources write into one bounded mailbox; a page that is slow holds up only itself."""
+    """Both sources write into one bounded mailbox, so a slow page delays only itself."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 
@@ -253,7 +253,7 @@ async def _request(
         tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
         try:
             await asyncio.gather(*tasks)
-        except Exception as error:  # a page would wait without an end for what failed in silence
+        except Exception as error:  # the page must hear of it, or it would wait forever
             if not isinstance(error, PromptqError):
                 get_logger().exception("not shown", request_id=request_id)
             body = as_api_error(error).body
@@ -271,7 +271,7 @@ async def _request(
 
 
 def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
-    """What has come meanwhile goes out with it: a long text is not thousands of packets."""
+    """Take all waiting messages at once, so that a long text is not thousands of packets."""
     texts: list[str] = []
     while not mailbox.empty():
         text = mailbox.get_nowait()

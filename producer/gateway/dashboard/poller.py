@@ -1,4 +1,4 @@
-"""Reads what pages show once a second, once for all pages that show it."""
+"""Reads what pages show, once a second and once for all pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Topic = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """What some pages look at. Whoever is slow misses what is old, and nothing piles up."""
+    """The state of one topic. A slow page misses old values, so nothing piles up."""
 
     num_watchers: int = 0
     latest: str | None = None
@@ -26,10 +26,10 @@ class _Watched:
 
 
 class Poller:
-    """`read` gives the JSON of a topic.
+    """Calls `read`, which gives the JSON of a topic, for all topics that are watched.
 
-    It runs while somebody watches, so that a gateway whose dashboard nobody has open asks the
-    server for nothing.
+    It stops when nobody watches, so that a gateway without an open dashboard asks the server for
+    nothing.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
 
     async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
-        """The topic's JSON, at first at once and then as it is read; None: it cannot be reached."""
+        """The topic's JSON, first at once and then each time it is read; None if that fails."""
         watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:
@@ -71,8 +71,8 @@ class Poller:
         try:
             latest = await self._read(topic)
         except RedisSideError:
-            pass  # pages say so
-        except Exception:  # whatever a stranger wrote there, it must not stop all pages for good
+            pass  # pages show that the queue cannot be reached
+        except Exception:  # data of a stranger must not stop all pages
             get_logger().exception("not read", topic=topic)
         async with watched.changed:
             watched.latest = latest

@@ -1,7 +1,8 @@
 """Finds requests by state, tenant and the beginning of their id.
 
-What waits, runs or is a dead letter lies in the queue's sorted sets, which are paged. No set holds
-what is over; it is looked for among the server's keys, with SCAN, so many keys a call.
+Requests that wait or run, and dead letters, are in the queue's sorted sets, which are read page by
+page. No set holds requests that have ended. They are searched among all keys of the server, with
+SCAN.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 PAGE = 50
 SCAN_COUNT = 500
 MAX_SCANS = 20
-"""So many calls of SCAN at most for one page, some 10,000 keys in all."""
+"""The most calls of SCAN for one page, for about 10,000 keys in all."""
 
 SETS = ("waiting", "delayed", "active", "dead")
 STATES = ("", *SETS, *(it.value for it in RequestState if it.value not in SETS))
@@ -31,11 +32,11 @@ _WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """One row. Times are Unix milliseconds of the server, None for what has not happened."""
+    """One row. Times are Unix milliseconds of the server; None if it has not happened."""
 
     request_id: str
     state: str
-    """As requests have it; `delayed` of one that waits and is not due."""
+    """The request's state, or `delayed` if it waits and is not due yet."""
     tenant: str = ""
     priority: int = 0
     attempt: int = 0
@@ -52,11 +53,11 @@ _FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
 
 
 class FoundRequests(BaseModel):
-    """A page; the next one is asked for with `cursor`, None after the last."""
+    """A page. `cursor` asks for the next page; it is None on the last one."""
 
     requests: list[FoundRequest]
     searched: str
-    """What was looked through, in words."""
+    """What was searched, in words."""
     cursor: str | None
 
 
@@ -81,7 +82,7 @@ async def search(
     except NoPermissionError:
         return FoundRequests(
             requests=await wanted.exactly(),
-            searched="only the id as it is written, since this gateway's user may not SCAN",
+            searched="only this exact id, since this gateway's Redis user may not SCAN",
             cursor=None,
         )
 
@@ -107,7 +108,7 @@ class _Wanted:
         ids = [it for page in await self._queue.run(pages) for it in page]
         rows = await self._rows(ids)
         upto = start + len(ids)
-        # Only those that wait have a queue for each tenant; of the others a page is filtered.
+        # Only waiting requests have a set for each tenant. Pages of other states are filtered.
         is_own = self._tenant and self._state == "waiting"
         whose = f" of tenant {self._tenant}" if is_own else ""
         words = {"waiting": "that wait", "active": "that workers hold", "dead": "dead letters"}
@@ -119,7 +120,7 @@ class _Wanted:
         )
 
     async def of_keys(self, position: int) -> FoundRequests:
-        """What matches among the keys of the server from `position` of its SCAN on."""
+        """Matches among the server's keys, from a position of SCAN on."""
         is_first = position == 0
         rows = await self.exactly() if self._prefix and is_first else []
         seen = {self._keys.request(it.request_id).encode() for it in rows}
@@ -128,7 +129,7 @@ class _Wanted:
         for _ in range(MAX_SCANS):
             position, found = await self._queue.run(_scan(position, pattern))
             looked_at += SCAN_COUNT
-            fresh = set(found) - seen  # SCAN may tell of a key twice
+            fresh = set(found) - seen  # SCAN may give a key twice
             seen |= fresh
             rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:
@@ -145,7 +146,7 @@ class _Wanted:
         )
 
     async def exactly(self) -> list[FoundRequest]:
-        """The one with this id, if it matches."""
+        """The request with exactly this id, if it matches."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:
@@ -159,7 +160,7 @@ class _Wanted:
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
     def _pattern(self) -> str:
-        """Of SCAN; what it takes for a wildcard stands for itself."""
+        """The pattern for SCAN. Wildcards in the id stand for themselves."""
         return re.sub(r"([*?\[\]\\^])", r"\\\1", self._keys.request(self._prefix)) + "*"
 
     def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:

@@ -1,4 +1,4 @@
-"""Batches, as in the OpenAI API. `promptq jobs` runs them; here they are only written down."""
+"""Batches, as in the OpenAI API. They are only recorded here; `promptq jobs` runs them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ router = APIRouter(
 
 
 class Expiry(BaseModel):
-    """When answers are deleted, counted from when they are there."""
+    """When answers are deleted, counted from their creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
 def _check_number(given: Any) -> Any:
-    """Before all else, as pydantic would report each that is wrong."""
+    """Check the number of entries first, as pydantic would report each wrong entry."""
     if isinstance(given, dict) and len(given) > _MOST_METADATA:
         raise ValueError(f"{len(given)} are more than the {_MOST_METADATA} allowed")
     return given
@@ -49,15 +49,17 @@ class NewBatch(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_file_id: str = Field(description="of an uploaded file whose purpose is `batch`")
+    input_file_id: str = Field(description="id of an uploaded file whose purpose is `batch`")
     endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(
-        description="`/v1/chat/completions` or `/v1/completions`, which every line names too"
+        description="`/v1/chat/completions` or `/v1/completions`; every line must name the same"
     )
     completion_window: Literal["24h"] = Field(description="`24h`")
     output_expires_after: Expiry | None = Field(
-        None, description="when the answers are deleted; left out: after 30 days"
+        None, description="when the answers are deleted; by default after 30 days"
     )
-    metadata: Metadata | None = Field(None, description="up to 16 texts, kept with the batch")
+    metadata: Metadata | None = Field(
+        None, description="up to 16 texts that are kept with the batch"
+    )
 
 
 def batches_of(gateway: ThisGateway) -> Batches:
@@ -77,7 +79,7 @@ async def create(
     store: ThisStore,
     batches: TheseBatches,
 ) -> dict[str, object]:
-    """Have the lines of an uploaded file run within a day."""
+    """Run the lines of an uploaded file within a day."""
     response.headers.update(await admit_call(gateway, caller))
     try:
         stored = await asyncio.to_thread(store.get, asked.input_file_id, *caller.reach)
@@ -97,7 +99,7 @@ async def create(
         asked.metadata,
         asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
     )
-    record.tenant = stored.tenant  # the caller's own, or nobody's
+    record.tenant = stored.tenant  # the caller's tenant, or the tenant without a name
     await batches.add(record, gateway.settings.batches_per_tenant)
     return record.to_api()
 
@@ -119,11 +121,11 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
-    """How far a batch is."""
+    """The state of a batch."""
     return (await batches.get(batch_id, caller.reach)).to_api()
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=described(409))
 async def cancel(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
-    """End a batch: what is answered until then goes to the output file."""
+    """End a batch. Lines that are answered by then go to the output file."""
     return (await batches.cancel(batch_id, caller.reach)).to_api()

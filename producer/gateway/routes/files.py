@@ -30,7 +30,7 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""By the names of their codecs. Python has others, which fail or give what is no text."""
+"""The names of their codecs. Python has others, which fail or do not give text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -44,7 +44,7 @@ _FORM: dict[str, Any] = {
             "type": "integer",
             "minimum": LEAST_EXPIRY_SECONDS,
             "maximum": BATCH_FILE_SECONDS,
-            "description": "when it is deleted; left out: after 30 days if it is for batches",
+            "description": "when it is deleted; by default after 30 days if it is for batches",
         },
     },
     "required": ["file", "purpose"],
@@ -64,13 +64,13 @@ ThisStore = Annotated[FileStore, Depends(file_store)]
 async def upload(
     request: Request, gateway: ThisGateway, caller: ThisCaller, upload: ThisUpload
 ) -> dict[str, object]:
-    """Take a file in; the body is a multipart form."""
+    """Upload a file. The body is a multipart form."""
     with gateway.uploads.hold(caller.party) as hold:
         return await _take_in(request, upload, hold)
 
 
 async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str, object]:
-    # It goes to the disk as it comes.
+    # The file goes to the disk while it comes.
     pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
     parser = MultiPartParser(
         _checked(request.headers),
@@ -82,7 +82,7 @@ async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str
     try:
         form = await parser.parse()
     except (MultiPartException, LookupError, ValueError) as error:
-        raise ApiError(400, f"the body is no multipart form: {str(error)[:200]}") from None
+        raise ApiError(400, f"the body is not a multipart form: {str(error)[:200]}") from None
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -115,7 +115,7 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
-    """Files of the caller's tenant, the newest first."""
+    """List files of the caller's tenant, the newest first."""
     found, has_more = await asyncio.to_thread(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
@@ -124,13 +124,13 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}")
 async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """What is known of a file."""
+    """Describe a file."""
     return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
 
 
 @router.get("/v1/files/{file_id}/content")
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
-    """The file itself."""
+    """Download a file."""
     stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
     return FileResponse(
         store.path(stored), media_type="application/octet-stream", filename=stored.filename
@@ -139,7 +139,7 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Forget a file. A batch that has begun with it goes on; one that has not fails."""
+    """Delete a file. A batch that has begun with it goes on; one that has not begun fails."""
     await asyncio.to_thread(store.delete, file_id, *caller.reach)
     return {"id": file_id, "object": "file", "deleted": True}
 
@@ -156,7 +156,7 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 
 def _checked(headers: Headers) -> Headers:
-    """Raises ApiError 400 where names and fields are not written as text usually is."""
+    """The headers. Raises ApiError 400 for a form in an unusual charset."""
     _, options = parse_options_header(headers.get("content-type"))
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     try:
