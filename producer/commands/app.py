@@ -50,7 +50,7 @@ def promptq(
 ) -> None:
     """A message-queue worker service for language models: Redis is its API.
 
-    Start a server and a worker in one terminal (with --port all of it), use them in another:
+    Start a server and a worker in one terminal (with --port also HTTP), use them in another:
 
     promptq up
     promptq submit "Once upon a time"

@@ -1,4 +1,4 @@
-"""Commands about a queue: what it holds, pause, resume, drain, who waits where, dead letters."""
+"""Commands about a queue: statistics, pause, resume, drain, priorities, dead letters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = 2**31
 
 
 def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Show what the queue holds and how its workers fare.
+    """Show what the queue holds and how its workers do.
 
     Examples:
 
@@ -49,7 +49,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Hand out no more requests; they are taken in and wait. What runs goes on.
+    """Hand out no more requests. New ones are accepted and wait; those that run go on.
 
     Examples:
 
@@ -57,7 +57,7 @@ def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     """
     with open_client(redis, queue) as client:
         client.pause()
-    write(json.dumps({"paused": True}) if as_json else "paused: requests are taken in and wait")
+    write(json.dumps({"paused": True}) if as_json else "paused: requests are accepted and wait")
 
 
 def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
@@ -75,7 +75,7 @@ def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) ->
 def drain(
     worker: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="This worker alone; `promptq stats` shows the ids."),
+        typer.Option(metavar="ID", help="Only this worker; `promptq stats` shows the ids."),
     ] = None,
     as_json: AsJson = False,
     redis: Redis = None,
@@ -83,8 +83,8 @@ def drain(
 ) -> None:
     """Tell workers to claim no more, finish what runs and exit, as SIGTERM does.
 
-    What keeps them running may start them again, `promptq up` among others:
-    pause the queue first if it is to stand still.
+    Whatever keeps them running may start them again, for example `promptq up`.
+    To stop the queue, pause it first.
 
     Examples:
 
@@ -107,7 +107,7 @@ def reprioritise(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Give a waiting request another priority: it moves as if it had come with it.
+    """Change the priority of a waiting request. It moves as if it had always had it.
 
     Examples:
 
@@ -128,7 +128,7 @@ def reprioritise(
 
 @dead.command("list")
 def list_dead(
-    limit: Annotated[int, typer.Option(min=1, help="So many, the latest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="How many, the latest first.")] = 100,
     as_json: AsJson = False,
     redis: Redis = None,
     queue: Queue = None,
@@ -186,7 +186,7 @@ def requeue(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Run dead letters again, each as a new request that has its worker to itself.
+    """Run dead letters again, each as a new request that runs alone in its worker.
 
     Examples:
 
@@ -214,7 +214,7 @@ def purge(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Delete dead letters and all that is kept of them.
+    """Delete dead letters and all data about them.
 
     Examples:
 

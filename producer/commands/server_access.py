@@ -37,9 +37,8 @@ def url(
 ) -> None:
     """Print the address of the server that commands talk to, with its password.
 
-    The embedded server has a new password at each start. Other users can see
-    command lines. If the machine has other users, put the password into the
-    environment.
+    The embedded server has a new password at each start. Other users of the machine
+    can see command lines. If there are any, put the password into the environment.
 
     Examples:
 
@@ -60,15 +59,15 @@ def acl(
     queues: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[QUEUE]...", help="Names of queues, '*' for all; default: `default`."
+            metavar="[QUEUE]...", help="Names of queues, or '*' for all; default: `default`."
         ),
     ] = None,
 ) -> None:
     """Print users for a server's ACL file, with new random passwords.
 
-    One for each role; docs/security.md says what each may do. Names of users
-    of another queue than `default` end in its name. The server reads the file
-    when it starts, or when the user `admin` sends ACL LOAD.
+    There is one user for each role; docs/security.md says what each may do. If the
+    queue is not `default`, names of users end in its name. The server reads the
+    file when it starts, or when the user `admin` sends ACL LOAD.
 
     Examples:
 
@@ -106,7 +105,7 @@ def _on_port(port: int) -> str:
 
 
 def _for_redis_cli(url: str) -> str:
-    """redis-cli takes a password only behind the name of a user; without one it is `default`'s."""
+    """Add the user `default` to an address without one: redis-cli needs it before a password."""
     parts = urlsplit(url)
     if not parts.netloc.startswith(":"):
         return url

@@ -1,4 +1,4 @@
-"""Commands about webhooks: secrets that receivers verify signatures with, and what was given up."""
+"""Commands about webhooks: the secrets of tenants, and webhooks that were given up."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ webhooks = typer.Typer(
 
 Tenant = Annotated[
     str | None,
-    typer.Option(help="Whose requests it signs; default: those without a tenant."),
+    typer.Option(help="Tenant whose requests it signs; default: requests without a tenant."),
 ]
 
 
 @webhooks.command()
 def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
-    """Print the secret that a tenant's receivers verify signatures with.
+    """Print the secret with which a tenant's receivers verify signatures.
 
-    Where two are valid, the newest comes first.
+    If two secrets are valid, the newest comes first.
 
-    Run it as the user and with the settings of `promptq jobs`, whose folder for files it reads.
+    Run it as the same user and with the same settings as `promptq jobs`: it reads the folder for
+    files.
 
     Examples:
 
@@ -45,9 +46,10 @@ def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
 @webhooks.command()
 def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
-    """Make and print a tenant's next secret; for a day the one before signs as well.
+    """Make and print a tenant's next secret. For one day the previous secret signs, too.
 
-    Give it to the receivers within that day. A second call within it ends the oldest one at once.
+    Give the new secret to the receivers within that day. A second call on that day ends the
+    oldest secret at once.
 
     Examples:
 
