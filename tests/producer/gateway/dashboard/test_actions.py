@@ -151,7 +151,7 @@ async def test_requeue_and_purge_dead_letters(
         await confirm(page, "Purge", "Purge", "1 purged")
         await expect(letters).to_have_count(2)
         await confirm(page, "Requeue all", "Requeue", "2 run again")
-        await expect(page.get_by_text("No request was given up")).to_be_visible()
+        await expect(page.get_by_text("There are no dead letters")).to_be_visible()
         assert (await client.stats()).waiting == 3
         async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
             await admin.flushall()

@@ -22,7 +22,7 @@ export function open(main, { frame }) {
       letters = await get("dead", { limit: MOST + 1 });
     } catch (error) {
       frame.warn(error.message);
-      shown = null; // the next event has it read again
+      shown = null; // so the next event reads it again
       return;
     }
     if (closed) return;
@@ -31,7 +31,7 @@ export function open(main, { frame }) {
     const hasMore = letters.length > MOST;
     show(list, hasMore && h("p", { class: "quiet" }, `The latest ${MOST}; there are more.`), letters.length
       ? letters.slice(0, MOST).map(letter)
-      : h("p", { class: "card empty" }, "No request was given up."));
+      : h("p", { class: "card empty" }, "There are no dead letters."));
   }
 
   const close = live("dead", {}, frame, ({ value }) => {

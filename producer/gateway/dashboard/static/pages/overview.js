@@ -1,4 +1,4 @@
-// What waits, what runs, how fast it goes, and who works.
+// How many requests wait and run, how fast they go, and the workers.
 
 import { drain, pause, resume } from "../shared/actions.js";
 import { live } from "../shared/api.js";
@@ -55,7 +55,7 @@ function head(it) {
   ];
 }
 
-/** A time and its 95th percentile, by the last five seconds in which there was one. */
+/** A median time and its 95th percentile, from the latest sample that has one. */
 function timeTile(name, kind, samples, now) {
   const latest = samples.findLast((it) => it[`${kind}_p50_ms`] !== null && now - it.at < RECENT_MS);
   if (!latest) return tile(name, "–", "none in the last minute");
@@ -78,7 +78,7 @@ function prioritiesOf(it) {
   const rows = Object.entries(it.priorities).map(([priority, num]) => ({ priority: Number(priority), num }));
   rows.sort((one, other) => one.priority - other.priority);
   const most = Math.max(1, ...rows.map((row) => row.num));
-  if (!rows.length) return section("Waiting by priority", h("p", { class: "empty" }, "Nothing waits."));
+  if (!rows.length) return section("Waiting by priority", h("p", { class: "empty" }, "No request waits."));
   return section("Waiting by priority", h("ul", { class: "ranking" }, rows.map((row) =>
     h("li", { "data-key": row.priority }, h("span", { class: "number" }, String(row.priority)),
       bar(row.num / most, count(row.num))))));

@@ -1,4 +1,4 @@
-// Tries a prompt: its tokens as they come, each with its probability.
+// Tries a prompt: shows its tokens as they come, each with its probability.
 
 import { post, stream } from "../shared/api.js";
 import { toast } from "../shared/dialog.js";
@@ -7,7 +7,7 @@ import { count, duration, rate } from "../shared/format.js";
 import { requestLink } from "../shared/parts.js";
 import { tokenView } from "../shared/tokens.js";
 
-/** Fields with a number; those left empty are not sent. */
+/** Fields with a number. Empty ones are not sent. */
 const NUMBERS = [
   ["max_tokens", "Max tokens", { min: 1, step: 1, value: "200" }],
   ["temperature", "Temperature", { min: 0, max: 2, step: 0.05, value: "0.8" }],
@@ -88,7 +88,7 @@ export function open(main) {
         },
       },
       h("label", { class: "field" }, "Prompt", prompt),
-      h("label", { class: "check" }, chat, "as a chat message, with the model's template"),
+      h("label", { class: "check" }, chat, "As a chat message, with the model's template"),
       h("div", { class: "fields" },
         numbers.map(([name, input]) => h("label", { class: "field" }, NUMBERS.find((it) => it[0] === name)[1], input)),
         h("label", { class: "field" }, "Stop at", stop)),
@@ -96,7 +96,7 @@ export function open(main) {
       h("section", { class: "card" }, h("h2", {}, "Answer"), tokens.element, outcome,
         h("p", { class: "legend" }, "Tokens by how surprising they are: ",
           h("span", {}, [0, 1, 2, 3, 4, 5].map((it) => h("i", { class: `swatch surprise-${it}` }))),
-          "Hover over one, tap it, or walk with the arrow keys."))));
+          "Hover over a token, tap it, or use the arrow keys."))));
   return () => close();
 }
 

@@ -1,4 +1,4 @@
-// One request: what happened to it, and its text as it comes.
+// One request: its timeline, and its text as it comes.
 
 import { cancel, reprioritise } from "../shared/actions.js";
 import { stream } from "../shared/api.js";
@@ -25,7 +25,7 @@ export function open(main, { argument: id, frame }) {
   main.append(title, about, h("div", { class: "halves" }, life,
     h("section", { class: "card" }, h("h2", {}, "Text ", length), text.element)), asked);
 
-  // The gateway tells of changes; how long one waits changes without any.
+  // The gateway reports changes. The waiting time changes by itself.
   const clockwork = setInterval(() => {
     if (latest?.value.state === "waiting") show(about, ...facets(latest.value, Date.now() + latest.ahead));
   }, 1000);
@@ -34,7 +34,7 @@ export function open(main, { argument: id, frame }) {
       latest = { value, ahead: now - Date.now() };
       show(title, ...head(value));
       show(about, ...facets(value, now));
-      show(life, section("Life", timeline(value, now)));
+      show(life, section("Timeline", timeline(value, now)));
       show(asked, section("Payload", payload(value.payload)));
     },
     tokens: (event) => {
@@ -86,7 +86,7 @@ function facets(it, now) {
       ["Speed", it.stats && `${rate(it.stats.tokens_per_second)} tokens/s`],
       ["Recomputed", it.stats?.recomputed_tokens ? `${count(it.stats.recomputed_tokens)} tokens` : null],
       ["Requeued from", it.requeued_from && requestLink(it.requeued_from)],
-      ["Waits for", it.state === "waiting" && it.moments.length ? duration(Math.max(0, now - it.moments[0].at)) : null],
+      ["Has waited", it.state === "waiting" && it.moments.length ? duration(Math.max(0, now - it.moments[0].at)) : null],
     ])),
   ];
 }
@@ -100,7 +100,7 @@ function timeline(it, now) {
     moment.worker && moment.what === "claimed" && h("span", { class: "where quiet" }, `attempt ${moment.attempt} on ${moment.worker}`))));
 }
 
-// What its name says already is not said twice.
+// A detail that its name already says is not shown twice.
 function happened({ what, detail }) {
   const name = NAMES[what] ?? what;
   const isSaid = !detail || name.toLowerCase() === detail;

@@ -1,4 +1,4 @@
-// Looks for requests by id, tenant and state.
+// Finds requests by id, tenant and state.
 
 import { get, live } from "../shared/api.js";
 import { toast } from "../shared/dialog.js";
@@ -11,13 +11,13 @@ const STATES = [
   ["cancelled", "cancelled"], ["expired", "expired"], ["dead", "dead"], ["", "any"],
 ];
 
-/** Those that lie in a set of the queue, whose first page is live; others are looked for among all keys. */
+/** States with a set in the queue: their first page is live. For other states, all keys are searched. */
 const IN_SETS = ["waiting", "delayed", "active", "dead"];
 
 export function open(main, { query, frame }) {
   const given = Object.fromEntries(["prefix", "tenant", "state"].map((it) => [it, query.get(it) ?? ""]));
   if (!query.has("state") && !given.prefix) given.state = "active";
-  const prefix = h("input", { name: "prefix", value: given.prefix, placeholder: "its id, or how it begins", autocomplete: "off" });
+  const prefix = h("input", { name: "prefix", value: given.prefix, placeholder: "the id, or its beginning", autocomplete: "off" });
   const tenant = h("input", { name: "tenant", value: given.tenant, placeholder: "any", autocomplete: "off" });
   const state = h("select", { name: "state" }, STATES.map(([value, name]) => h("option", { value, selected: value === given.state }, name)));
   const found = h("section", { class: "card" });
@@ -29,12 +29,12 @@ export function open(main, { query, frame }) {
     rows = [...before, ...page.requests];
     show(found,
       h("p", { class: "quiet searched" }, `Searched ${page.searched}.`),
-      rows.length ? table(COLUMNS, rows, (it) => it.request_id) : h("p", { class: "empty" }, page.cursor ? "Nothing so far." : "No request is like this."),
-      page.cursor && h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => searchOn(page.cursor, rows) }, "Search on")));
+      rows.length ? table(COLUMNS, rows, (it) => it.request_id) : h("p", { class: "empty" }, page.cursor ? "Nothing found yet." : "No request matches."),
+      page.cursor && h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => searchOn(page.cursor, rows) }, "Search further")));
   }
 
   async function searchOn(cursor, before) {
-    close(); // what comes behind belongs to what is shown now
+    close(); // further pages continue what is shown now
     try {
       const page = await get("requests", { ...given, cursor });
       if (!closed) showPage(page, before);
@@ -77,7 +77,7 @@ const COLUMNS = [
   { name: "State", of: (it) => badge(it.state) },
   { name: "Enqueued", of: (it) => clock(it.enqueued_at), number: true },
   { name: "First token", of: (it) => (it.first_token_at ? duration(it.first_token_at - it.enqueued_at) : "–"), number: true },
-  { name: "In all", of: (it) => (it.finished_at ? duration(it.finished_at - it.enqueued_at) : "–"), number: true },
+  { name: "Total", of: (it) => (it.finished_at ? duration(it.finished_at - it.enqueued_at) : "–"), number: true },
   { name: "Prompt", of: (it) => count(it.prompt_tokens), number: true },
   { name: "Priority", of: (it) => String(it.priority), number: true },
   { name: "Tenant", of: (it) => it.tenant || "–" },

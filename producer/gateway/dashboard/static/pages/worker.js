@@ -1,4 +1,4 @@
-// One worker: its batch, a row a slot, and its memory.
+// One worker: its batch, with a row for each slot, and its memory.
 
 import { drain } from "../shared/actions.js";
 import { live } from "../shared/api.js";
@@ -28,7 +28,7 @@ function view({ stats, slots, told_at }, now) {
       stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
     h("div", { class: "tiles" },
       tile("Slots in use", count(stats.num_running), `of ${count(stats.max_num_seqs)}`),
-      tile("Step time", duration(stats.step_ms), "median, lately"),
+      tile("Step time", duration(stats.step_ms), "recent median"),
       tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
       tile("Preemptions", count(stats.num_preemptions), "since it started"),
       tile("Recomputed", count(stats.recomputed_tokens), "tokens since it started"),
@@ -50,8 +50,8 @@ function memory(stats) {
   const own = stats.kv_used_blocks - stats.kv_shared_blocks;
   const empty = stats.kv_free_blocks - stats.kv_cached_blocks;
   const parts = [
-    ["used", own, "Used by one"], ["shared", stats.kv_shared_blocks, "Shared by several"],
-    ["cached", stats.kv_cached_blocks, "Free, with a prefix that may be used again"], ["free", empty, "Free"],
+    ["used", own, "Used by one request"], ["shared", stats.kv_shared_blocks, "Shared by several requests"],
+    ["cached", stats.kv_cached_blocks, "Free, with a prefix that can be used again"], ["free", empty, "Free"],
   ];
   const all = Math.max(1, stats.kv_blocks);
   return section(`KV blocks, ${count(stats.kv_blocks)} in all`,

@@ -1,4 +1,4 @@
-// What can be done to a queue: each asks first, then says what came of it.
+// Actions on a queue. Each asks first, and then shows the result.
 
 import { post } from "./api.js";
 import { confirm, toast } from "./dialog.js";
@@ -20,27 +20,27 @@ async function act(question, path, body, done) {
 const CANCELLED = {
   cancelled: "It is cancelled",
   flagged: "Its worker ends it now",
-  finished: "It was over before",
+  finished: "It had already ended",
 };
 
 export function cancel(id) {
   return act({
     title: "Cancel this request?",
-    text: `${id} ends at once if it waits, at its next token if it runs. What it has emitted is kept.`,
+    text: `${id} ends at once if it waits, at its next token if it runs. Its output so far is kept.`,
     action: "Cancel the request", danger: true,
   }, "cancel", { id }, ({ status }) => CANCELLED[status] ?? status);
 }
 
 const MOVED = {
   changed: "It has moved",
-  active: "Nothing changed: a worker holds it by now",
-  finished: "Nothing changed: it is over",
+  active: "Nothing changed: a worker already holds it",
+  finished: "Nothing changed: it has ended",
 };
 
 export function reprioritise(id, priority) {
   return act({
     title: "Change the priority?",
-    text: `${id} moves to where it would wait, had it come with this priority. Lower runs sooner.`,
+    text: `${id} moves to the place that it would have with this priority. Lower runs sooner.`,
     action: "Change it",
     field: { label: "Priority, -1000 to 1000", type: "number", min: -1000, max: 1000, value: priority },
   }, "reprioritise", (given) => ({ id, priority: Number(given) }), ({ status }) => MOVED[status] ?? status);
@@ -49,7 +49,7 @@ export function reprioritise(id, priority) {
 export function pause() {
   return act({
     title: "Pause the queue?",
-    text: "Requests are taken in and wait; none is handed out. What runs goes on.",
+    text: "New requests are accepted and wait. Requests that run go on.",
     action: "Pause", danger: true,
   }, "pause", {}, () => "The queue is paused");
 }
@@ -57,7 +57,7 @@ export function pause() {
 export function resume() {
   return act({
     title: "Resume the queue?",
-    text: "Workers get what waits again.",
+    text: "Workers get waiting requests again.",
     action: "Resume",
   }, "resume", {}, () => "The queue hands out requests again");
 }
@@ -65,16 +65,16 @@ export function resume() {
 export function drain(id) {
   return act({
     title: "Drain this worker?",
-    text: `${id} claims no more, finishes what it runs and exits. What keeps it running may start it again.`,
+    text: `${id} claims no more, finishes its requests and exits. Whatever keeps it running may start it again.`,
     action: "Drain it", danger: true,
-  }, "drain", { id }, () => "It was told to finish and exit");
+  }, "drain", { id }, () => "The worker was told to finish and exit");
 }
 
 export function requeue(ids) {
   const one = ids?.length === 1;
   return act({
     title: one ? "Run this dead letter again?" : "Run all dead letters again?",
-    text: `${one ? `${ids[0]} becomes` : "Each becomes"} a new request that has its worker to itself.`,
+    text: `${one ? `${ids[0]} becomes` : "Each becomes"} a new request that runs alone in its worker.`,
     action: "Requeue",
   }, "dead/requeue", ids ? { ids } : { all: true }, ({ requeued }) => {
     const fresh = Object.values(requeued);
@@ -86,7 +86,7 @@ export function purge(ids) {
   const one = ids?.length === 1;
   return act({
     title: one ? "Purge this dead letter?" : "Purge all dead letters?",
-    text: `${one ? `${ids[0]} and all that is kept of it` : "They and all that is kept of them"} will be deleted. This cannot be undone.`,
+    text: `${one ? `${ids[0]} and all data about it` : "They and all data about them"} will be deleted. This cannot be undone.`,
     action: "Purge", danger: true,
   }, "dead/purge", ids ? { ids } : { all: true }, ({ purged }) => `${count(purged)} purged`);
 }

@@ -1,4 +1,4 @@
-// Talks to the gateway. The key lives in this tab alone and goes out as a header.
+// Talks to the gateway. Only this tab keeps the key, and sends it as a header.
 
 const KEY = "promptq-key";
 const BASE = "dashboard/api/";
@@ -49,14 +49,14 @@ export async function post(path, body = {}) {
   return (await send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
 
-/** Whether asking again is of no use. */
+/** Whether it does not help to ask again. */
 const isRefusal = (error) => error instanceof ApiError && error.status >= 400 && error.status < 500;
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8000;
 const SILENCE_MS = 40_000;
 
-/** Resolves once somebody looks at the page: browsers give a gateway six connections for all tabs. */
+/** Resolves when the page is visible: browsers allow six connections to a gateway for all tabs. */
 function visible() {
   if (!document.hidden) return Promise.resolve();
   return new Promise((resolve) => {
@@ -65,9 +65,9 @@ function visible() {
 }
 
 /**
- * Read server-sent events, by fetch since an EventSource sends no headers, and again after a break.
- * `on` has a function for each kind of event; `on.broken(error)` and `on.begun()` tell of breaks.
- * Where `isOver()` is true, the stream's end is the end. Returns what closes it.
+ * Reads server-sent events with fetch, as an EventSource sends no headers, and reconnects after a break.
+ * `on` has a function for each kind of event. `on.begun()` and `on.broken(error)` report connections and breaks.
+ * If `isOver()` is true when the stream ends, it does not reconnect. Returns a function that closes it.
  */
 export function stream(path, query, on, isOver = () => false) {
   let control;
@@ -130,8 +130,8 @@ export function stream(path, query, on, isOver = () => false) {
 }
 
 /**
- * A stream that tells a page all of itself once a second, to `told`; `more` has functions for other events.
- * The frame says while the page is not live. Returns what closes it.
+ * A stream that sends the whole state of a page to `told` once a second. `more` has functions for other events.
+ * The frame shows a warning while the page is not live. Returns a function that closes the stream.
  */
 export function live(kind, query, frame, told, more = {}) {
   return stream(`live/${kind}`, query, {
@@ -140,7 +140,7 @@ export function live(kind, query, frame, told, more = {}) {
       frame.warn(null);
       told(it);
     },
-    unreachable: () => frame.warn("The queue cannot be reached at the moment; what is below is older."),
+    unreachable: () => frame.warn("The queue cannot be reached at the moment. The data below is old."),
     broken: (error) => frame.warn(isRefusal(error) ? error.message : `Not live: ${error.message}. Trying again.`),
     begun: () => frame.warn(null),
   });

@@ -1,4 +1,4 @@
-// Lines over the last hour, drawn as SVG at the width that is there.
+// Lines over the last hour, drawn as SVG as wide as the page allows.
 
 import { h, s, show } from "./dom.js";
 import { clock, count, duration } from "./format.js";
@@ -11,7 +11,7 @@ const TOP = 8;
 const BOTTOM = 22;
 const WHOLE = new Map([[duration, [HOUR_MS, 60_000]], [count, [1]]]);
 
-/** Round steps so that about four of them reach `most`; counts and long times in whole ones. */
+/** About four round steps up to `most`. Counts and long times have whole steps. */
 function ticks(most, format) {
   if (!(most > 0)) return [0, 1];
   const unit = (WHOLE.get(format) || []).find((it) => most >= it) || 0;
@@ -53,7 +53,7 @@ export function chart(title, series, format) {
     };
   }
 
-  /** Path of a line, broken where nothing was measured; what stands alone is a small circle. */
+  /** The path of a line, with gaps where nothing was measured. A single point is a small circle. */
   function path(line, { x, y }) {
     const measured = state.samples.filter((it) => line.of(it) !== null && line.of(it) !== undefined);
     const joins = (one, other) => one && other && other.at - one.at <= 2.5 * state.sampleMs;
@@ -82,7 +82,7 @@ export function chart(title, series, format) {
         "text-anchor": minutes === 60 ? "start" : minutes === 0 ? "end" : "middle",
       }, minutes === 0 ? "now" : `-${minutes} min`)),
       at.isEmpty
-        ? s("text", { class: "axis", x: (LEFT + at.width) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing was measured in the last hour")
+        ? s("text", { class: "axis", x: (LEFT + at.width) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "Nothing was measured in the last hour.")
         : series.map((line, nth) => s("path", { class: `line line-${nth}`, d: path(line, at) })),
       shown && s("line", { class: "cross", x1: at.x(shown.at), x2: at.x(shown.at), y1: TOP, y2: HEIGHT - BOTTOM }));
     tip.hidden = !shown;

@@ -1,9 +1,9 @@
-// Asks before something is done, and says what came of it.
+// Asks before an action, and shows its result.
 
 import { h } from "./dom.js";
 
 /**
- * A dialog; resolves to null if it was left, else to the value of its field ("" without one).
+ * A dialog. Resolves to null if it was cancelled, else to the value of its field ("" without one).
  * `field` is {label, value, type, min, max}.
  */
 export function confirm({ title, text, action, danger = false, field = null }) {

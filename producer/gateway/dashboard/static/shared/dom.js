@@ -1,4 +1,4 @@
-// Builds and updates the page. Text only ever becomes a text node, never HTML.
+// Builds and updates the page. Text becomes a text node, never HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,7 +7,7 @@ export function h(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-/** The same for a part of a drawing. */
+/** The same for an SVG element. */
 export function s(tag, properties = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), properties, children);
 }
@@ -24,7 +24,7 @@ function fill(element, properties, children) {
 
 const HANDLERS = ["onclick", "onchange", "onsubmit"];
 
-/** Make the children of `target` like `fresh`, keeping nodes, so that focus and clicks survive. */
+/** Makes the children of `target` like `fresh`. Nodes are kept, so that focus and clicks survive. */
 export function show(target, ...fresh) {
   const wanted = fresh.flat().filter(Boolean).map((it) => (typeof it === "string" ? document.createTextNode(it) : it));
   wanted.forEach((node, at) => {
@@ -46,11 +46,11 @@ function become(old, node) {
     return;
   }
   for (const { name } of [...old.attributes]) {
-    // What people opened stays open; what `sized` drew keeps its size until it is drawn anew.
+    // What people opened stays open. Elements of `sized` keep their size until they get a new one.
     if (!node.hasAttribute(name) && name !== "open" && name !== "style") old.removeAttribute(name);
   }
   for (const { name, value } of node.attributes) {
-    // A style attribute would be refused by the page's policy; setting properties is not.
+    // The page's policy refuses style attributes, but allows setting properties.
     if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
   for (const name of HANDLERS) old[name] = node[name];
@@ -58,7 +58,7 @@ function become(old, node) {
   show(old, ...node.childNodes);
 }
 
-/** An element whose width is a share of its parent, as in bars. */
+/** Sets an element's width to a share of its parent's, as in bars. */
 export function sized(element, share) {
   element.style.width = `${Math.max(0, Math.min(1, share || 0)) * 100}%`;
   return element;

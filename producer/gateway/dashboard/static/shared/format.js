@@ -6,7 +6,7 @@ export function count(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
 
-/** A rate: small ones with a digit behind the point. */
+/** A rate. Small ones have one decimal. */
 export function rate(value) {
   if (value === null || value === undefined) return NONE;
   return value > 0 && value < 10 ? value.toFixed(1) : count(value);
@@ -27,7 +27,7 @@ export function duration(ms) {
   return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
 }
 
-/** How long ago, in whole seconds. */
+/** How long ago something was, in whole seconds. */
 export function ago(ms) {
   return ms < 1000 ? "now" : `${duration(Math.floor(ms / 1000) * 1000).replace(/\.\d+ s/, " s")} ago`;
 }
@@ -35,7 +35,7 @@ export function ago(ms) {
 /** A time of day, with the date if it is another day. */
 export function clock(at, now = Date.now()) {
   const date = new Date(at);
-  if (!at || Number.isNaN(date.getTime())) return NONE; // anybody may write anything there
+  if (!at || Number.isNaN(date.getTime())) return NONE; // a stranger may have written anything
   const time = date.toLocaleTimeString("en-GB");
   return date.toDateString() === new Date(now).toDateString() ? time : `${date.toISOString().slice(0, 10)} ${time}`;
 }
@@ -48,7 +48,7 @@ export function bytes(value) {
   return `${value.toFixed(1)} GiB`;
 }
 
-/** A long id by its beginning and end; ids of one time begin alike. */
+/** The beginning and end of a long id, as ids of the same time begin alike. */
 export function shortId(id) {
   return id.length > 22 ? `${id.slice(0, 8)}…${id.slice(-8)}` : id;
 }

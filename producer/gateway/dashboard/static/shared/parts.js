@@ -1,4 +1,4 @@
-// Pieces that several pages are made of.
+// Elements that several pages use.
 
 import { h, sized } from "./dom.js";
 import { ago, shortId } from "./format.js";
@@ -23,12 +23,12 @@ export function workerLink(id) {
 
 const LATE_MS = 3000;
 
-/** How long ago a worker's last heartbeat was; there is one a second. */
+/** How long ago a worker's last heartbeat was. There should be one each second. */
 export function heartbeat(ms) {
   return h("span", { class: ms > LATE_MS && "late" }, ago(ms));
 }
 
-/** A bar that is filled to a share, with words beside it. */
+/** A bar that is filled up to a share, with words beside it. */
 export function bar(share, words, kind = "") {
   return h("span", { class: "bar" },
     h("span", { class: `track ${kind}` }, sized(h("span", { class: "filled" }), share)),

@@ -1,16 +1,16 @@
-// A text as it comes, token by token, with their probabilities where they are known.
+// A text as it comes, token by token, with probabilities if they are known.
 
 import { h, s, show } from "./dom.js";
 import { count, percent } from "./format.js";
 
 const WIDEST_TIP = 260;
 
-/** Printable: spaces and line breaks would not be seen. */
+/** Makes spaces and line breaks visible. */
 function visible(text) {
   return text === "" ? "(nothing)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-/** Steps of colour: 0 for what was certain, 5 for what was most surprising. */
+/** The step of colour: 0 for a certain token, 5 for the most surprising ones. */
 function surprise(logprob) {
   return Math.min(5, Math.floor(-logprob / 0.7));
 }
@@ -24,7 +24,7 @@ export function tokenView() {
   let coming = [];
   let shown = null;
 
-  /** Once a frame, however many tokens there were; who reads at the end stays there. */
+  /** Once a frame, for all tokens. If the end was visible, it stays visible. */
   function append() {
     const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
     text.append(...coming);
@@ -87,8 +87,8 @@ export function tokenView() {
 }
 
 /**
- * An event's text token by token: what has ended comes as one event. Halves of a character, and what was cut
- * off at an end, are not in the text as they are; such tokens share what lies between their neighbours.
+ * Splits an event's text into tokens, as an ended request comes as one event. Half characters, and tokens that
+ * were cut at the end, are not in the text. Such tokens share the text between their neighbours.
  */
 function piecesOf({ text, logprobs }) {
   const pieces = [];
