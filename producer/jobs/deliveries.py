@@ -20,7 +20,7 @@ from typing import Any, Literal
 import redis
 from pydantic import BaseModel, ValidationError
 
-from promptq.producer.jobs.strange_lists import entries_of, shown
+from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.turns import Turns
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets

@@ -17,7 +17,7 @@ from redis.exceptions import NoPermissionError
 from rq.exceptions import StopRequested
 
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.jobs.leading import lead
+from promptq.producer.jobs.leader import lead
 from promptq.producer.jobs.rq_queues import (
     MakeQueue,
     batch_queue,

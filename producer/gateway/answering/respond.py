@@ -13,7 +13,7 @@ from starlette.responses import Response
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.presence import while_present
-from promptq.producer.gateway.answering.records import payloads_of
+from promptq.producer.gateway.answering.request_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, account_of, rates_of, take
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.body_budget import Hold

@@ -136,7 +136,7 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await expect(rows.nth(0)).to_contain_text("5 shared")
         await expect(rows.nth(1)).to_contain_text("of 3,000")
         await expect(rows.nth(1)).to_contain_text("gold")
-        await expect(page.get_by_text("Shared by several 5")).to_be_visible()
+        await expect(page.get_by_text("Shared by several requests 5")).to_be_visible()
         legend = await page.locator(".legend").inner_text()
         told = re.findall(r"(\w[\w ,]*?) ([\d,]+) \(", legend)
         blocks = {name: int(num.replace(",", "")) for name, num in told}

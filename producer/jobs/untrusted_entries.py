@@ -1,4 +1,4 @@
-"""Lists of the queue that a stranger may have made something else of."""
+"""Reads entries that strangers may have written or replaced."""
 
 from __future__ import annotations
 
