@@ -172,7 +172,7 @@ async def test_an_action_that_comes_too_late_says_so(client: AsyncClient, open_p
     await page.get_by_role("button", name="Change priority").click()
     await client.cancel("a")
     await page.get_by_role("button", name="Change it").click()
-    await expect(page.locator("#toasts")).to_contain_text("Nothing changed: it is over")
+    await expect(page.locator("#toasts")).to_contain_text("Nothing changed: it has ended")
 
 
 async def test_other_web_sites_may_do_nothing(client: AsyncClient, gateway: LiveGateway) -> None:
