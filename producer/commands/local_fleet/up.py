@@ -150,7 +150,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         f"  queue    {options.queue}, {workers} starting",
     ]
     if options.http_port is None:
-        lines.append("  HTTP     off  [dim](--port 8000 adds gateway, dashboard and jobs)[/]")
+        lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
     else:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
         lines.append(f"  HTTP     {where} is the dashboard; /v1 is the API of OpenAI")
@@ -171,6 +171,6 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
             f"  {cli} zadd '{prefix}pending' 0 1",
             f"  {cli} xrange '{prefix}tokens:1' - +",
         ]
-    lines += ["", "[dim]Ctrl-C finishes what runs and stops everything.[/]", ""]
+    lines += ["", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
