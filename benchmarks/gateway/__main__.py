@@ -96,12 +96,18 @@ class Attack:
     """Of the attacker's key; 0: no limit."""
     is_elsewhere: bool = False
     """On another gateway, of another server, which carries nothing else."""
+    seconds_before: float = 0.0
+    """How long it has attacked when the streams begin. A key's first calls may come at once."""
 
 
+_SPENT = 40.0
+"""Seconds after which a key has spent the calls of its first minute."""
 ATTACKS = {
     "alone": None,
     "60 calls a minute, elsewhere": Attack(60, is_elsewhere=True),
     "60 calls a minute": Attack(60),
+    "60 calls a minute, later, elsewhere": Attack(60, is_elsewhere=True, seconds_before=_SPENT),
+    "60 calls a minute, later": Attack(60, seconds_before=_SPENT),
     "no rate": Attack(0),
 }
 _PLACES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "largest": 1.0}
@@ -279,6 +285,7 @@ def _begin_attack(stack: ExitStack, attack: Attack, url: str, port: int) -> None
         secret, _ = client.create_api_key(key)
     target = ("--port", str(port), "--secret", secret)
     stack.enter_context(child("benchmarks.gateway.attacker", *target))
+    time.sleep(attack.seconds_before)
 
 
 def _port_in(said: str) -> int:
@@ -302,6 +309,8 @@ def compare_attacks(load: Load, num_rounds: int) -> None:
     for name, other in (
         ("60 calls a minute", "60 calls a minute, elsewhere"),
         ("60 calls a minute", "alone"),
+        ("60 calls a minute, later", "60 calls a minute, later, elsewhere"),
+        ("60 calls a minute, later", "alone"),
     ):
         ratios = [
             percentile(each[name].added, 0.99) / percentile(each[other].added, 0.99)
