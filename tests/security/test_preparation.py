@@ -44,10 +44,10 @@ from promptq.worker.text.schema_patterns import num_combined_patterns
 from promptq.worker.text.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tests.model_free import ModelFreeRunner
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.processes import started
 from tests.requests import async_put, put, result_of, until_active
-from tests.model_free import ModelFreeRunner
 from tests.roles import QueueClient, as_role
 from tests.waiting import async_until, until
 from tests.worker.text.structured import json_schema

@@ -21,8 +21,6 @@ from tests.model_free import (
     build_model_free_engine,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine_thread import EngineThread
 from tests.waiting import async_until
 
 PATIENCE = 60.0

@@ -22,8 +22,8 @@ from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.served_model import Served
-from tests.model_free_worker import served_model_free
 from tests.model_free import ModelFreeRunner, ModelFreeStep
+from tests.model_free_worker import served_model_free
 
 FAULT = os.environ.get("FAULT", "")
 SECONDS = float(os.environ.get("FAULT_FOR", "0"))

@@ -13,8 +13,8 @@ from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.service import Worker
-from tests.model_free_worker import served_model_free
 from tests.model_free import ModelFreeRunner, ModelFreeStep
+from tests.model_free_worker import served_model_free
 
 EXIT_CODE = 66
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from promptq.shared.runtime.metrics import BETWEEN_TOKENS
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.metrics import BETWEEN_TOKENS
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from tests.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
 from tests.roles import as_role

@@ -19,10 +19,6 @@ from tests.model_free import (
     token_at,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.core.stepping import make_request, run_to_end
 from tests.worker.engine.tiny_models import save_model
 

@@ -19,8 +19,6 @@ from tests.model_free import (
     build_model_free_engine,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch, Sequence
 from tests.worker.engine.core.scheduling import add, make_scheduler, make_sequence, step
 from tests.worker.engine.core.stepping import make_request, run_to_end
 

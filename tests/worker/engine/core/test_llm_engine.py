@@ -23,8 +23,6 @@ from tests.model_free import (
     token_at,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch
 from tests.worker.engine.core.stepping import make_request, run_to_end
 
 

@@ -132,8 +132,7 @@ def test_graphs_are_few(family: str, kinds: int) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 @torch.inference_mode()
 def test_padded_decodes_on_the_triton_backend() -> None:
-    from promptq.worker.engine.model.cuda_graphs import GraphedModel
-    from tests.worker.engine.attention.test_triton import DEVICE, TinyModel
+    from tests.worker.engine.attention.test_triton import DEVICE, PaddedModel, TinyModel
 
     tiny = TinyModel("qwen3", 7)
     for layer in tiny.cache.layers:
