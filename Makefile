@@ -72,11 +72,11 @@ bench-batch: $(SET_UP)
 
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)
-	@$(BIN)/python -m benchmarks.cancel
+	@$(BIN)/python -m benchmarks.engine.cancel
 
 # What drafting gains where a text repeats itself, and costs where it does not.
 bench-drafting: $(SET_UP)
-	@$(BIN)/python -m benchmarks.drafting $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.drafting $(ARGS)
 
 # What the gateway adds to a token, at 200 and at 2,000 streams: ARGS="--quick" tries it.
 bench-gateway: $(SET_UP)
@@ -92,16 +92,16 @@ bench-import: $(SET_UP)
 
 # What sampling takes of a decode step.
 bench-sampling: $(SET_UP)
-	@$(BIN)/python -m benchmarks.sampling $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.sampling $(ARGS)
 
 # What grammars (JSON schemas, calls of tools) cost a step.
 bench-grammar: $(SET_UP)
-	@$(BIN)/python -m benchmarks.grammar_masks
+	@$(BIN)/python -m benchmarks.engine.grammar_masks
 
 # What sharing an interpreter with the publishing side costs the engine.
 bench-lock: $(SET_UP)
 	@OMP_WAIT_POLICY=passive OMP_PLACES=cores OMP_PROC_BIND=close \
-		$(BIN)/python -m benchmarks.interpreter_lock $(ARGS)
+		$(BIN)/python -m benchmarks.engine.interpreter_lock $(ARGS)
 
 # This checkout against another one, in alternating pairs: ARGS="../earlier".
 bench-pairs: $(SET_UP)

@@ -13,12 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import peers, plot, table, targets
-from benchmarks.floor import torch_dtype
-from benchmarks.measuring import Plan, Run, carry_out
+from benchmarks import peers
 from benchmarks.models import MODELS
-from benchmarks.registry import ROWS
-from benchmarks.workloads import WORKLOADS
+from benchmarks.suite import plot, table, targets
+from benchmarks.suite.floor import torch_dtype
+from benchmarks.suite.measuring import Plan, Run, carry_out
+from benchmarks.suite.registry import ROWS
+from benchmarks.suite.workloads import WORKLOADS
 
 _FOLDER = Path(__file__).parent
 _WORKLOADS = [*WORKLOADS, "poisson", "queue"]

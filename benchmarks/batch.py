@@ -19,7 +19,8 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.children import child, peak_bytes
+from benchmarks.children import child
+from benchmarks.memory import peak_bytes
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES, MAX_LINES
 from promptq.shared.server.embedded import EmbeddedServer
 
@@ -48,7 +49,7 @@ class Peaks:
     def look(self) -> None:
         for pid in family_of(self._pid):
             with suppress(OSError, IndexError):
-                self.largest = max(self.largest, peak_bytes(pid))
+                self.largest = max(self.largest, peak_bytes([pid]))
 
 
 def family_of(pid: int) -> list[int]:

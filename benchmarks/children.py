@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts, and the most memory that one has had."""
+"""Processes that a benchmark starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 
 @contextmanager
@@ -29,9 +28,3 @@ def child(*args: str, **environment: str) -> Iterator[tuple[int, str]]:
     finally:
         process.terminate()
         process.communicate()
-
-
-def peak_bytes(pid: int) -> int:
-    """The most physical memory that a process has had, as Linux counts it (`VmHWM`)."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""The console command, which says in one sentence whatever is wrong."""
+"""The console command. It reports each error in one sentence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from promptq.shared.runtime.printable import printable
 
 
 def main() -> NoReturn:
-    """Run the command that the arguments name; exit code 1 where something is wrong."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack what a text has
+    """Run the command that the arguments name. The exit code is 1 if something is wrong."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         require("the command", "cli")
@@ -21,7 +21,7 @@ def main() -> NoReturn:
 
         app(prog_name="promptq")
     except PromptqError as error:
-        said = printable(str(error), keep="\n\t")  # it may repeat what a stranger wrote
+        said = printable(str(error), keep="\n\t")  # it may quote what a stranger wrote
         print(f"promptq: {said}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)

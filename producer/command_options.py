@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have, and the client they ask for."""
+"""Options and arguments that several commands share, and the client made from them."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of the request.
 
 
 def open_client(redis: str | None, queue: str | None) -> Client:
-    """The client of a command's `--redis` and `--queue`. Raises PromptqError."""
+    """The client for a command's `--redis` and `--queue`. Raises PromptqError."""
     return Client(redis, queue or read_settings().queue)

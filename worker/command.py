@@ -240,7 +240,7 @@ def command() -> click.Command:
     """The command, with one option for each setting, so that each is described in one place."""
 
     def callback(**given: Any) -> None:
-        run(read_settings(**{key: value for key, value in given.items() if value is not None}))
+        run(read_settings(**given))
 
     options: list[click.Parameter] = []
     for key, field in Settings.model_fields.items():

@@ -51,25 +51,7 @@ def readings(worker: Worker) -> Iterator[Reading]:
     for reason in FinishReason:
         labels = (*model, _VLLMS_WORDS.get(reason, reason.value))
         yield metrics.SUCCESS, labels, float(meter.num_ended[reason])
-    histograms = {
-        metrics.FIRST_TOKEN: meter.first_token,
-        metrics.BETWEEN_TOKENS: meter.between_tokens,
-        metrics.END_TO_END: meter.end_to_end,
-        metrics.QUEUE_TIME: meter.queue_time,
-        metrics.PREFILL_TIME: meter.prefill_time,
-        metrics.DECODE_TIME: meter.decode_time,
-        metrics.INFERENCE_TIME: meter.inference_time,
-        metrics.TOKEN_TIME: meter.token_time,
-        metrics.REQUEST_PROMPT: meter.request_prompt,
-        metrics.REQUEST_OUTPUT: meter.request_output,
-        metrics.REQUEST_MOST_OUTPUT: meter.request_output,
-        metrics.REQUEST_MAX_TOKENS: meter.request_max_tokens,
-        metrics.STEP_TOKENS: meter.step_tokens,
-        metrics.ATTEMPTS: meter.attempts,
-        metrics.PUBLISH_TIME: meter.publish_time,
-        metrics.CLAIM_TIME: meter.claim_time,
-    }
-    for spec, histogram in histograms.items():
+    for spec, histogram in meter.histograms.items():
         yield spec, model, histogram
 
 

@@ -75,7 +75,6 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
         num_blocks=(memory or _MODEL_FREE_KV_BYTES) // (_MODEL_FREE_BLOCK_SIZE * 8),
         block_size=_MODEL_FREE_BLOCK_SIZE,
         max_model_len=_MODEL_FREE_MODEL_LEN,
-        verify=False,
     )
     engine = _engine(runner, settings, _SPECULATIVE_TOKENS)
     identity = ModelIdentity(MODEL_FREE, MODEL_FREE)

@@ -37,7 +37,6 @@ from promptq.worker.publishing.cancellation import Cancellation
 from promptq.worker.publishing.coalescer import Coalescer, default_rate
 from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.publishing.publisher import Publisher
-from promptq.worker.publishing.renewal import Renewal
 from promptq.worker.served_model import Served
 from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
@@ -49,9 +48,10 @@ _REAPS_PER_LEASE = 4
 class Worker:
     """Serves one queue with one engine until it is told to stop.
 
-    `start_up_seconds` is what each stage of loading took, to be told in the heartbeat. It makes the
-    parts and runs them: intake claims and prepares, the publisher sends what comes out, and all
-    tell the leases of what happens to what is held, which feed the engine.
+    It makes the parts of a worker and runs them. The intake claims and prepares requests, and the
+    publisher sends what the engine makes of them. All parts report what happens to a held request
+    to the leases, and the leases feed the engine. `start_up_seconds` says how long each stage of
+    loading took; the heartbeat shows it.
     """
 
     def __init__(
@@ -81,9 +81,7 @@ class Worker:
         tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
         self._departures = Departures(self.meter, tracer, self.worker_id)
         about = self._about(start_up_seconds or {})
-        self._heartbeat = Heartbeat(
-            self._queue, self.engine, self.leases, self.meter, self._departures, about
-        )
+        self._heartbeat = Heartbeat(self._queue, self.engine, self.leases, self.meter, about)
         self._publisher = Publisher(
             self._queue,
             self.leases,
@@ -94,9 +92,8 @@ class Worker:
             self._departures,
             settings.redis_retry_seconds,
         )
-        renewal = Renewal(self._queue, self.leases, self._departures)
         self._give_back = GiveBack(self._queue, self.leases, self._departures)
-        self._cancels = Cancellation(self._queue, self.leases, renewal)
+        self._cancels = Cancellation(self._queue, self.leases, self._publisher)
         self._reaper = Reaper(self._queue)
         self.intake = Prefetcher(
             self._queue,
@@ -111,20 +108,21 @@ class Worker:
             ),
             ClaimPolicy(self.leases, self.engine, settings.prefetch_depth),
             self._publisher,
-            renewal,
             self._give_back,
             self._departures,
             self.meter,
             settings.stuck_seconds,
         )
         self._standstill = Standstill(self.engine, self.intake, settings.stuck_seconds)
-        self._lease_timer = LeaseTimer(self.leases, renewal, self._standstill, self._queue.lease_ms)
+        self._lease_timer = LeaseTimer(
+            self.leases, self._publisher, self._standstill, self._queue.lease_ms
+        )
         self._told_to_drain = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
 
     def _about(self, start_up_seconds: Mapping[str, float]) -> WorkerStats:
-        """What it tells of itself that does not change."""
+        """The part of the worker's statistics that does not change."""
         served, limits = self.served, self.engine.limits
         stages = start_up_seconds.items()
         return WorkerStats(
@@ -145,7 +143,7 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Begin to claim. Raises ModelMismatchError if the queue belongs to another model."""
+        """Start claiming. Raises ModelMismatchError if the queue is served by another model."""
         await self._queue.take_batch(Room(max_count=0, token_budget=0))
         self.engine.start()
         lease_ms = self._queue.lease_ms
@@ -162,9 +160,9 @@ class Worker:
         self.intake.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, or until the queue's control channel says to drain.
+        """Work until `stop` is set, or until a drain is asked for on the control channel.
 
-        Raises what made a part of the worker fail.
+        Raises the exception of a part of the worker that failed.
         """
         stopping = {asyncio.create_task(it.wait()) for it in (stop, self._told_to_drain)}
         parts = [*self._tasks, self.intake.task]
@@ -177,9 +175,9 @@ class Worker:
                 task.cancel()
 
     async def drain(self, now: asyncio.Event) -> None:
-        """Claim no more; finish what runs within the grace time, or until `now` is set.
+        """Stop claiming, and let running requests finish until the grace time is over.
 
-        Raises what made a part of the worker fail, as `serve` does.
+        Setting `now` ends the grace time early. Raises as `serve` does.
         """
         self._heartbeat.about.state = "draining"
         await self._survive_redis(self.intake.stop)
@@ -193,16 +191,16 @@ class Worker:
                     await now.wait()
 
     async def stop(self) -> None:
-        """End all parts, give back what is still held with its progress, and leave the queue."""
+        """End all parts, give held requests back with their progress, and leave the queue."""
         self._heartbeat.about.state = "draining"
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
         await self._survive_redis(self._publisher.flush)
         broken = self.engine.has_failed or self._standstill.is_in_engine
-        for lease in self.leases:  # before the step that runs has ended, for it writes nothing
+        for lease in self.leases:  # no need to wait for the running step: it writes nothing
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
-        seconds = self._queue.lease_ms / 1000  # later there is nothing to give back
+        seconds = self._queue.lease_ms / 1000  # after that the leases have run out anyway
         await self._survive_redis(lambda: self._give_back.run_once(seconds))
         for lease in self.leases:
             self._departures.note(lease, Departure.of(lease))
@@ -212,22 +210,22 @@ class Worker:
         await self._survive_redis(self._heartbeat.leave)
 
     def stats(self) -> WorkerStats:
-        """What the worker tells of itself."""
+        """The worker's statistics as they are now."""
         return self._heartbeat.stats()
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()
 
     async def _compare_lengths(self) -> None:
-        """Warn of the first worker of the queue with another limit: streams may move to it."""
+        """Warn if another worker has another length limit, as streams may move to it."""
         keys, own = self._queue.keys, self.engine.limits.max_model_len
-        with suppress(ValueError):  # whatever a stranger wrote there, a worker starts
+        with suppress(ValueError):  # a worker starts whatever a stranger wrote there
             for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
                 other = await self._queue.run(lookups.worker_stats(keys, worker_id))
                 if other is not None and other.max_model_len not in (0, own):
                     self._log.warning(
-                        "another worker of the queue takes other lengths; streams that move between"
-                        " them may be cut short: give all the same --max-model-len",
+                        "another worker of the queue has another length limit, so streams that move"
+                        " between them may be cut short; give all workers the same --max-model-len",
                         max_model_len=own,
                         other_max_model_len=other.max_model_len,
                         other_worker_id=worker_id,

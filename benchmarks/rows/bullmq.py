@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.jobs import Job, Outcome, Trace, main, now
+from benchmarks.suite.jobs import Job, Outcome, Trace, main, now
 from promptq.shared.server.embedded import EmbeddedServer
 
 _SCRIPT = Path(__file__).with_suffix(".mjs")

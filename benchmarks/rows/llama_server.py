@@ -6,10 +6,10 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from benchmarks.gguf_file import gguf_file
-from benchmarks.jobs import Job, Outcome, Request, main
-from benchmarks.serving import free_port, serve
-from benchmarks.streaming import http_events
+from benchmarks.driving.gguf_file import gguf_file
+from benchmarks.driving.serving import free_port, serve
+from benchmarks.driving.streaming import http_events
+from benchmarks.suite.jobs import Job, Outcome, Request, main
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import redis.asyncio
 
-from benchmarks.jobs import Job, Outcome, Trace, Workload, main, now
 from benchmarks.rows.whole_path import start_worker
+from benchmarks.suite.jobs import Job, Outcome, Trace, Workload, main, now
 from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer

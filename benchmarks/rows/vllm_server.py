@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Callable
 
-from benchmarks.jobs import Job, Outcome, Request, main
-from benchmarks.serving import free_port, serve
-from benchmarks.streaming import http_events
+from benchmarks.driving.serving import free_port, serve
+from benchmarks.driving.streaming import http_events
+from benchmarks.suite.jobs import Job, Outcome, Request, main
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:

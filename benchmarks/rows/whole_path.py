@@ -10,10 +10,10 @@ from contextlib import aclosing
 
 import redis.asyncio
 
-from benchmarks.jobs import Job, Outcome, Request, main
+from benchmarks.driving.streaming import drive
 from benchmarks.memory import peak_bytes, reset_peak, tree
 from benchmarks.rows.engine import COUNTERS
-from benchmarks.streaming import drive
+from benchmarks.suite.jobs import Job, Outcome, Request, main
 from promptq import AsyncClient
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.embedded import EmbeddedServer

@@ -1,1 +1,1 @@
-"""What is asked of a whole queue, and told to it."""
+"""Reads and controls a whole queue."""

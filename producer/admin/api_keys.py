@@ -1,7 +1,7 @@
-"""API keys of the gateway: what each stands for, and where they are kept.
+"""API keys of the gateway: what each allows, and where they are kept.
 
-A key is 256 random bits, so its plain SHA-256 is enough to keep: there is nothing to guess. The key
-itself is shown once, when it is made, and is nowhere afterwards.
+A key is 256 random bits. Nobody can guess it, so it is enough to keep its plain SHA-256. The key
+itself is shown once, when it is made, and is stored nowhere.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation, text_map
 
 SCOPES = ("completions", "files", "batches", "models")
-"""What a key may be kept to: completions with their streams, files, batches, the list of models."""
+"""The groups of calls: completions with their streams, files, batches, the list of models."""
 
 LOCAL_NAME = "local"
-"""What callers of this machine are called where no key is needed; no key may be called so."""
+"""The name of callers on this machine while no key is needed. No key may have it."""
 
 _PREFIX = "pq-"
 
 
 class ApiKey(BaseModel):
-    """What a key allows. Limits of 0 are none."""
+    """What a key allows. A limit of 0 means no limit."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: str = Field(pattern=NAME)
-    """Unique; what people call the key, and what stands in logs."""
+    """The key's unique name, for people and logs."""
     tenant: str | None = Field(None, pattern=NAME)
-    """Whose share its requests use, and whose files it sees.
+    """The tenant whose share its requests use, and whose files it sees.
 
-    Of a key that was made without one, its name, as soon as it is read. None is the tenant without
-    a name, which only a caller without a key is.
+    A key that was made without a tenant gets its own name as tenant when it is read. None is the
+    tenant without a name, which only callers without a key have.
     """
     is_own_tenant: bool = False
-    """It was made without a tenant, so its name is that of a tenant which no other key may have."""
+    """It was made without a tenant, so it is a tenant of its own, which no other key may have."""
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """The lowest number that its requests may ask for; lower runs sooner."""
+    """The lowest priority that its requests may have; lower runs sooner."""
     requests_per_minute: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
-    """The prompt, as estimated, counts when a request comes, the output as it comes."""
+    """An estimate of the prompt counts at once, and output while it is generated."""
     is_admin: bool = False
-    """May see and steer the whole queue."""
+    """Whether it may see and control the whole queue."""
     scopes: tuple[str, ...] | None = None
-    """Those of `SCOPES` that it may call; None: all."""
+    """The scopes (`SCOPES`) that it may call; None: all."""
     expires_at: int = Field(0, ge=0)
-    """Unix milliseconds from which on nobody gets in with it; 0: never."""
+    """When it stops being valid, in Unix milliseconds; 0: never."""
     created_at: int = 0
-    """Unix milliseconds of the server."""
+    """When it was made, in Unix milliseconds of the server."""
     hint: str = ""
-    """The key's last characters, to tell keys apart."""
+    """The key's last characters, to distinguish keys."""
     last_used_at: int = 0
-    """Unix milliseconds, exact to a minute; 0: never. Kept apart from the rest."""
+    """When it was last used, in Unix milliseconds, exact to a minute; 0: never."""
 
     @classmethod
     def build(cls, **fields: Any) -> Self:
-        """Raises ConfigurationError naming the field that is wrong."""
+        """Make a key. Raises ConfigurationError that names the wrong field."""
         try:
             return cls(**fields)
         except ValidationError as error:
@@ -72,20 +72,20 @@ class ApiKey(BaseModel):
 
     @property
     def party(self) -> str:
-        """Whose share of a gateway's memory and time its calls take: that of its tenant."""
+        """The one whose share of a gateway's memory and time its calls take: its tenant."""
         return self.tenant or self.name
 
     @property
     def is_free(self) -> bool:
-        """Whether its requests may name any tenant: of an administrator who belongs to none."""
+        """Whether its requests may name any tenant: for administrators without a given tenant."""
         return self.is_admin and (self.tenant is None or self.is_own_tenant)
 
     @property
     def reach(self) -> tuple[str, ...]:
         """The tenants whose files and batches it sees: its own.
 
-        Of an administrator who belongs to none also what belongs to nobody, as what was made before
-        there were keys; '' is the tenant without a name.
+        Administrators without a given tenant also see those of the tenant without a name (''),
+        such as those made before there were keys.
         """
         own = self.tenant or ""
         return (own, "") if own and self.is_free else (own,)
@@ -96,22 +96,22 @@ class ApiKey(BaseModel):
 
 
 def hash_of(secret: str) -> str:
-    """Under which a key is kept."""
+    """The hash under which a key is kept."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def create_api_key(
     keys: Keys, /, key: ApiKey, weight: float | None = None
 ) -> Operation[tuple[str, ApiKey]]:
-    """Make a key of the gateway: its secret, shown this once, and what is kept of it.
+    """Make a key of the gateway. Gives its secret, which is not stored, and what is kept of it.
 
-    With `weight`, that of its tenant is set too. Raises ConfigurationError if the name is taken, if
-    it or the tenant would let two keys see each other's that should not, and for an unknown scope.
+    `weight` sets the weight of its tenant. Raises ConfigurationError if the name is taken, if two
+    keys that should be separate would see each other's files, and for an unknown scope.
     """
     _check_scopes(key)
     if key.name == LOCAL_NAME:
         raise ConfigurationError(
-            f"name: {LOCAL_NAME!r} is what callers without a key are called; choose another one"
+            f"name: {LOCAL_NAME!r} is the name of callers without a key; choose another one"
         )
     _check_apart(key, (yield from api_keys(keys)))
     secret = _PREFIX + secrets.token_urlsafe(32)
@@ -126,7 +126,7 @@ def create_api_key(
 
 
 def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
-    """The gateway's keys by name."""
+    """The gateway's keys, sorted by name."""
     found, used = yield [
         Call("", ["HGETALL", key], text_map) for key in (keys.api_keys, keys.api_keys_used)
     ]
@@ -140,18 +140,18 @@ def api_keys(keys: Keys, /) -> Operation[list[ApiKey]]:
 
 
 def revoke_api_key(keys: Keys, /, name: str) -> Operation[ApiKey]:
-    """Let nobody in with a key from now on. Raises RequestNotFoundError."""
+    """Make a key invalid from now on. Raises RequestNotFoundError."""
     found = yield Call("", ["HGETALL", keys.api_keys], text_map)
     named = {hashed: key for hashed, value in found.items() if (key := _read(value)).name == name}
     if not named:
         raise RequestNotFoundError(f"there is no key {name!r}")
-    # Two, where two were made at the same moment.
+    # Two keys may have one name, if they were made at the same moment.
     yield [Call("", ["HDEL", key, *named], int) for key in (keys.api_keys, keys.api_keys_used)]
     return next(iter(named.values()))
 
 
 def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
-    """What a key allows; None if there is no such key."""
+    """Read what a key allows; None if there is no such key."""
     return Call(
         "",
         ["HGET", keys.api_keys, hash_of(secret)],
@@ -160,7 +160,7 @@ def look_up(keys: Keys, secret: str) -> Call[ApiKey | None]:
 
 
 def note_use(keys: Keys, secret: str, now_ms: int) -> Call[int]:
-    """Write down when a key was last used."""
+    """Write down when a key was used."""
     return Call("", ["HSET", keys.api_keys_used, hash_of(secret), now_ms], int)
 
 
@@ -174,7 +174,7 @@ def _read(value: str | bytes) -> ApiKey:
 
 
 def _of_a_tenant(key: ApiKey) -> ApiKey:
-    """The key, which is a tenant of its own if it was made without one."""
+    """The key, with its own name as tenant if it was made without one."""
     is_own = key.tenant is None
     tenant = key.name if is_own else key.tenant
     return key.model_copy(update={"tenant": tenant, "is_own_tenant": is_own})

@@ -11,7 +11,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Operation
 
 _RECORDS = 100
-"""So many are read in one round trip, as each may be large."""
+"""The most that are read in one round trip, as each may be large."""
 
 
 class DeadLetter(BaseModel):
@@ -19,15 +19,15 @@ class DeadLetter(BaseModel):
 
     request_id: str
     buried_at: int
-    """Unix milliseconds of the server."""
+    """When it was given up, in Unix milliseconds of the server."""
     crashes: int
     attempts: int
     message: str
     """Why it was given up."""
     payload: str
-    """JSON as it was enqueued."""
+    """The payload as it was enqueued, JSON."""
     num_tokens: int
-    """How many tokens it emitted before."""
+    """How many tokens it had emitted."""
     history: list[EndedAttempt]
     """The last attempts, oldest first."""
 
@@ -53,7 +53,7 @@ def dead_letters(keys: Keys, /, limit: int = 100) -> Operation[list[DeadLetter]]
 
 
 def _dead_letter(request_id: str, record: dict[str, str]) -> DeadLetter | None:
-    """None of what is none, such as one that was purged after its id was read."""
+    """None if it is not a dead letter, for example if it was purged after its id was read."""
     if record.get("state") != "dead":
         return None
     last = json_object(record.get("last_event"))

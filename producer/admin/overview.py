@@ -1,4 +1,4 @@
-"""A queue and its workers as people look at them: an overview, and one worker's batch."""
+"""A queue and its workers, for people: an overview, and one worker's batch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _READS = 3
 
 
 class Overview(QueueStats):
-    """What the queue holds, how its workers fare, and what it was like lately."""
+    """What the queue holds, how its workers do, and the latest statistics."""
 
     priorities: dict[int, int]
-    """How many wait at each priority, lowest number first; an estimate where many wait."""
+    """How many wait at each priority, lowest number first; an estimate if many wait."""
     running: int
-    """In the workers' batches."""
+    """Requests in the workers' batches."""
     tokens_per_second: float
-    """Of all workers, since their last heartbeats."""
+    """The sum of all workers, as of their last heartbeats."""
     latest: Sample | None
-    """The last sample of the statistics; None where there was none for an hour."""
+    """The last sample of the statistics; None if there was none for an hour."""
 
 
 class WorkerView(BaseModel):
-    """A worker and its batch: those that run by slot, then those that wait inside its engine."""
+    """A worker and its batch: running requests by slot, then those that wait in its engine."""
 
     stats: WorkerStats
     told_at: int
-    """When it told of its batch, in Unix milliseconds of the server; 0: not yet."""
+    """When it last reported its batch, in Unix milliseconds of the server; 0: not yet."""
     slots: list[SlotStats]
 
 
 def overview(keys: Keys, /) -> Operation[Overview]:
-    """What the queue holds, how its workers fare, and what it was like lately."""
+    """What the queue holds, how its workers do, and the latest statistics."""
     now = yield from stats(keys)
     priorities, latest = yield [
         queue_statistics.priorities(keys),
@@ -68,13 +68,14 @@ def worker(keys: Keys, /, worker_id: str) -> Operation[WorkerView]:
 
 
 def statistics(keys: Keys, /, since_ms: int = 0) -> Operation[list[Sample]]:
-    """Samples of what the queue was like, one for each 5 s of the last hour, from `since_ms` (Unix
-    milliseconds of the server) on, the oldest first.
+    """Samples of the queue's statistics from `since_ms` (Unix milliseconds of the server) on.
+
+    There is one for each 5 s of the last hour. The oldest comes first.
     """
     found: list[Sample] = yield queue_statistics.samples(keys, since_ms)
     return found
 
 
 def keep_statistics(keys: Keys, /) -> Operation[None]:
-    """Call it every few seconds to have samples of the time when no worker is alive, too."""
+    """Take a sample if one is due. Call it every few seconds if workers may all be away."""
     yield queue_statistics.sample(queue_statistics.Contribution())

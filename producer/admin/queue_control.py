@@ -1,4 +1,4 @@
-"""What steers a queue: pause, resume, workers that are to drain, and who waits where."""
+"""Controls a queue: pause, resume, drain workers, and change priorities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptq.shared.queue.call import Operation
 
 
 def pause(keys: Keys, /) -> Operation[None]:
-    """Hand out no more requests: they are taken in and wait. What runs goes on."""
+    """Hand out no more requests. New ones are accepted and wait; those that run go on."""
     yield scripts.set_paused(keys, True)
 
 
@@ -23,7 +23,7 @@ def resume(keys: Keys, /) -> Operation[None]:
 
 
 def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
-    """Tell workers to claim no more, finish what runs and exit, all or one. Gives their ids."""
+    """Tell all workers, or one, to claim no more, finish what runs and exit. Gives their ids."""
     now_ms = yield lookups.server_time_ms()
     alive = yield lookups.live_worker_ids(keys, now_ms)
     channels = (keys.drain, keys.control)  # earlier releases listen to the second
@@ -32,9 +32,10 @@ def drain(keys: Keys, /, worker_id: str | None = None) -> Operation[list[str]]:
 
 
 def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[PriorityStatus]:
-    """Move a waiting request to where it would be, had it come with this priority.
+    """Move a waiting request to the place that it would have if enqueued with this priority.
 
-    Says whether it did; what a worker holds stays as it is. Raises InvalidRequestError.
+    Gives whether that worked. A request that a worker holds stays as it is. Raises
+    InvalidRequestError.
     """
     check_request_id(request_id)
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -42,8 +43,8 @@ def reprioritise(keys: Keys, /, request_id: str, priority: int) -> Operation[Pri
             f"priority: {priority} is not between -{MAX_PRIORITY} and {MAX_PRIORITY}",
             field="priority",
         )
-    # The payload bears the priority too, as workers decide by it who makes room for whom; it is
-    # rewritten here, since Lua's JSON would not keep large numbers and empty lists as they are.
+    # The payload holds the priority, too: workers decide by it which request makes room. The
+    # payload is rewritten here, as Lua's JSON would change large numbers and empty lists.
     status = PriorityStatus.STALE
     while status is PriorityStatus.STALE:
         payload = yield lookups.payload(keys, request_id)

@@ -1,4 +1,4 @@
-"""What a queue holds and how its workers fare."""
+"""What a queue holds and how its workers do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.shared.queue.call import Call, Operation
 
 
 class QueueStats(BaseModel):
-    """Counts of requests by where they are, and the heartbeats of the workers that live."""
+    """How many requests are in each state, and the heartbeats of workers that are alive."""
 
     queue: str
     model: str = ""
@@ -19,12 +19,12 @@ class QueueStats(BaseModel):
     waiting: int
     delayed: int
     active: int
-    """Held by a worker: running, or prepared to run."""
+    """Requests that a worker holds: they run, or are prepared to run."""
     dead: int
     """Dead letters: given up after crashes of their workers."""
     workers: list[WorkerStats]
     now_ms: int = 0
-    """Server time, by which heartbeats are dated."""
+    """The server's time; heartbeats use the same clock."""
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
@@ -40,12 +40,12 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
     return QueueStats(
         queue=keys.queue,
-        model=(model or told_before or b"").decode(),  # earlier releases told in `config`
+        model=(model or told_before or b"").decode(),  # earlier releases write it into `config`
         paused=paused == b"1",
         waiting=waiting,
         delayed=delayed,
         active=active,
         dead=dead,
-        workers=[it for it in workers if it is not None],  # it left between the two calls
+        workers=[it for it in workers if it is not None],  # None: it left between the two calls
         now_ms=now_ms,
     )

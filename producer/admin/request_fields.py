@@ -1,4 +1,4 @@
-"""Fields of a request's hash as values; a stranger may have written anything into them."""
+"""Reads fields of a request's hash, into which a stranger may have written anything."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class EndedAttempt(BaseModel):
 
 
 def whole(text: str | None) -> int:
-    """A whole number, 0 where there is none: anybody may have written the field."""
+    """A whole number; 0 for anything else."""
     text = text or ""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
 
 
 def json_object(text: str | None) -> dict[str, Any]:
-    """A JSON object, empty where there is none."""
+    """A JSON object; an empty one for anything else."""
     value = _parsed(text)
     return value if isinstance(value, dict) else {}
 
 
 def ended_attempts(text: str | None) -> list[EndedAttempt]:
-    """What `history` holds, the oldest first."""
+    """The attempts in the field `history`, the oldest first."""
     items = _parsed(text)
     found = []
     for item in items if isinstance(items, list) else []:

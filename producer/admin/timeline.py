@@ -20,7 +20,7 @@ from promptq.shared.queue.call import Operation
 
 
 class Happened(StrEnum):
-    """What may happen to a request, in the order in which it does where times are the same."""
+    """What may happen to a request. At the same time, it happens in this order."""
 
     ENQUEUED = "enqueued"
     CLAIMED = "claimed"
@@ -37,12 +37,12 @@ class Happened(StrEnum):
 _HOW = {
     "given back": Happened.GIVEN_BACK,
     "its claim was lost": Happened.CLAIM_LOST,
-}  # all else in `history` is a crash
+}  # anything else in `history` is a crash
 _RANKS = {what: rank for rank, what in enumerate(Happened)}
 
 
 class Moment(BaseModel):
-    """One thing that happened. `attempt` and `worker` where it belongs to an attempt."""
+    """One thing that happened. It has `attempt` and `worker` if it belongs to an attempt."""
 
     at: int
     """Unix milliseconds of the server."""
@@ -50,13 +50,13 @@ class Moment(BaseModel):
     attempt: int = 0
     worker: str = ""
     detail: str = ""
-    """Of a crash how, of the end the finish reason."""
+    """How it crashed, or the finish reason at the end."""
 
 
 class Timeline(BaseModel):
-    """A request as its hash tells of it, and its moments in order.
+    """A request as its hash describes it, and its moments in order.
 
-    Of earlier attempts only their beginnings and ends are known.
+    Only the beginning and the end of earlier attempts are known.
     """
 
     request_id: str
@@ -67,11 +67,11 @@ class Timeline(BaseModel):
     attempts: int = 0
     crashes: int = 0
     requeued_from: str = ""
-    """The dead letter that it was made of."""
+    """The id of the dead letter from which it was made."""
     worker: str = ""
-    """Who holds it, or held it last."""
+    """The worker that holds it, or held it last."""
     slot: SlotStats | None = None
-    """Where it stands in that worker's batch, if it does."""
+    """Its slot in that worker's batch, if it has one."""
     finish_reason: str = ""
     usage: Usage | None = None
     stats: Stats | None = None
@@ -119,32 +119,20 @@ def _moments(timeline: Timeline, record: dict[str, str]) -> Iterator[Moment]:
         yield Moment(at=ended.claimed_at, what=Happened.CLAIMED, **of_attempt)
         what = _HOW.get(ended.how, Happened.CRASHED)
         yield Moment(at=ended.ended_at, what=what, detail=ended.how, **of_attempt)
+    last = EndedAttempt(attempt=timeline.attempts, worker=timeline.worker)
     first_token_at = whole(record.get("first_token_at"))
     finished_at = whole(record.get("finished_at"))
-    if first_token_at:
-        yield _first_token(timeline, history, first_token_at)
+    if at := first_token_at:
+        had = next((it for it in history if it.claimed_at <= at <= it.ended_at), last)
+        what, attempt, worker = Happened.FIRST_TOKEN, had.attempt, had.worker
+        yield Moment(at=at, what=what, attempt=attempt, worker=worker)
     claimed_at = whole(record.get("claimed_at"))
     if claimed_at and timeline.attempts not in {ended.attempt for ended in history}:
         yield from _of_this_attempt(timeline, claimed_at, first_token_at, finished_at)
-    if finished_at:
-        yield Moment(
-            at=finished_at,
-            what=Happened.FINISHED,
-            attempt=timeline.attempts,
-            worker=timeline.worker,
-            detail=timeline.finish_reason,
-        )
-
-
-def _first_token(timeline: Timeline, history: list[EndedAttempt], at: int) -> Moment:
-    for ended in history:
-        if ended.claimed_at <= at <= ended.ended_at:
-            return Moment(
-                at=at, what=Happened.FIRST_TOKEN, attempt=ended.attempt, worker=ended.worker
-            )
-    return Moment(
-        at=at, what=Happened.FIRST_TOKEN, attempt=timeline.attempts, worker=timeline.worker
-    )
+    if at := finished_at:
+        what, attempt, worker = Happened.FINISHED, last.attempt, last.worker
+        reason = timeline.finish_reason
+        yield Moment(at=at, what=what, attempt=attempt, worker=worker, detail=reason)
 
 
 def _of_this_attempt(
@@ -154,16 +142,14 @@ def _of_this_attempt(
         return Moment(at=at, what=what, attempt=timeline.attempts, worker=timeline.worker)
 
     yield moment(Happened.CLAIMED, claimed_at)
-    told = timeline.slot or timeline.stats
-    prefill_at = None
-    if timeline.slot is not None:
-        prefill_at = timeline.slot.prefill_at
-    elif timeline.stats is not None and timeline.stats.prompt_ms:
+    slot, stats = timeline.slot, timeline.stats
+    told = slot or stats
+    prefill_at = slot.prefill_at if slot else None
+    if slot is None and stats is not None and stats.prompt_ms:
         if first_token_at >= claimed_at:
-            prefill_at = first_token_at - round(timeline.stats.prompt_ms)
-        else:  # an earlier attempt had it
-            ended_ms = timeline.stats.prompt_ms + timeline.stats.generation_ms
-            prefill_at = finished_at - round(ended_ms)
+            prefill_at = first_token_at - round(stats.prompt_ms)
+        else:  # an earlier attempt had the first token
+            prefill_at = finished_at - round(stats.prompt_ms + stats.generation_ms)
         prefill_at = max(claimed_at, prefill_at)
     if prefill_at is not None:
         yield moment(Happened.PREFILL, prefill_at)

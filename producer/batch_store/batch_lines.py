@@ -1,4 +1,4 @@
-"""The lines of a batch's input file: read in pieces, each checked by itself.
+"""The lines of a batch's input file, read in pieces and checked one by one.
 
 A line is `{"custom_id": ..., "method": "POST", "url": "/v1/...", "body": {...}}`, as in the OpenAI
 Batch API.
@@ -26,12 +26,12 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
-"""Without halves of characters, which could not be written down."""
+"""Without half characters, which cannot be written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a batch. `number` counts from 1, blank lines included."""
+    """One request of a batch. `number` counts all lines from 1, also blank ones."""
 
     number: int
     custom_id: str
@@ -44,18 +44,19 @@ class BatchLine:
 
 
 def new_batch_id() -> str:
-    """Ids of later batches sort behind."""
+    """An id that sorts after those of earlier batches."""
     return "batch_" + new_request_id().replace("-", "")
 
 
 def is_batch_id(text: str) -> bool:
-    """Whether it has the form of one."""
+    """Whether a text has the form of a batch's id."""
     return _BATCH_ID.fullmatch(text) is not None
 
 
 def request_id_of(batch_id: str, line: BatchLine) -> str:
-    """The id that a line's request has in the queue, whoever enqueues it: a UUIDv7 of the batch's
-    time, whose random bits are a hash of the batch's id and the line's number."""
+    """The id of a line's request in the queue. It is the same for every process that enqueues the
+    line: a UUIDv7 of the batch's time, with a hash of the batch's id and the line's number as its
+    random bits."""
     time_and_version = uuid.UUID(batch_id.removeprefix("batch_")).int >> 76
     digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()
     low = int.from_bytes(digest[:10]) & (2**76 - 1)
@@ -65,7 +66,7 @@ def request_id_of(batch_id: str, line: BatchLine) -> str:
 
 
 class BatchFileError(PromptqError):
-    """A whole file cannot be run. `code` is a word for programs."""
+    """A file that cannot be run at all. `code` is a word for programs."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -73,7 +74,7 @@ class BatchFileError(PromptqError):
 
 
 class BrokenLineError(PromptqError):
-    """A line that is no request. `custom_id` is what it was called, where that can be told."""
+    """A line that is not a request. `custom_id` is its name, if that can be read."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -82,7 +83,7 @@ class BrokenLineError(PromptqError):
 
 
 class RefusedLineError(PromptqError):
-    """A request that gets an HTTP error; `body` is what the gateway would have answered."""
+    """A request that gets an HTTP error; `body` is what the gateway would answer."""
 
     def __init__(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> None:
         super().__init__(f"line {line.number} is refused with {status}")
@@ -95,7 +96,7 @@ class RefusedLineError(PromptqError):
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, line) of all lines that are not blank.
 
-    Of a line longer than MAX_LINE_BYTES only the beginning is given, which is longer too.
+    A line that is longer than MAX_LINE_BYTES is cut, but still longer than that.
     """
     with path.open("rb") as file:
         number = 0
@@ -113,7 +114,7 @@ def _goes_on(piece: bytes) -> bool:
 
 
 def count_lines(path: Path) -> int:
-    """How many requests a file has.
+    """How many lines a file has, without blank ones.
 
     Raises BatchFileError if it is empty, has over 50,000 or is larger than 200 MB.
     """
@@ -135,9 +136,9 @@ def count_lines(path: Path) -> int:
 
 
 class LineReader:
-    """Makes requests of lines; each custom id may come once.
+    """Reads lines as requests. Each custom id may come only once.
 
-    With an `endpoint` only lines for this URL are taken.
+    With an `endpoint`, only lines for this URL are allowed.
     """
 
     def __init__(self, endpoint: str | None = None) -> None:

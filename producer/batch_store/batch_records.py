@@ -1,4 +1,4 @@
-"""What is known of batches, in Redis: who made them, how far they are, who runs them."""
+"""The records of batches in Redis: who made them, how far they are, who runs them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ FINAL = ("failed", "completed", "expired", "cancelled")
 
 
 class BatchMissingError(PromptqError):
-    """There is no such batch, or it belongs to somebody else."""
+    """There is no such batch, or it belongs to another tenant."""
 
 
 class BatchOverError(PromptqError):
-    """The batch has ended, or is about to, and can no longer be cancelled."""
+    """The batch has ended, or is about to end, and can no longer be cancelled."""
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds. Its runner alone changes it, but for `cancelling_at`."""
+    """A batch. Times are Unix seconds. Only its runner changes it, except for `cancelling_at`."""
 
     id: str
     endpoint: str
     input_file_id: str
     tenant: str = ""
     caller: ApiKey = ApiKey(name="unknown")
-    """What the key allowed that made it, and so what its lines may ask for."""
+    """What the key that made it allowed, and so what its lines may have."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
-    """What follows `finalizing`."""
+    """The status after `finalizing`."""
     created_at: int
     expires_at: int
     in_progress_at: int | None = None
@@ -72,7 +72,7 @@ class BatchRecord(BaseModel):
 
     @property
     def tenant_as_written(self) -> str:
-        """As `Batches.turns` has it."""
+        """The tenant as in `Batches.turns`."""
         return json.dumps(self.tenant)
 
     def to_api(self) -> dict[str, object]:
@@ -108,7 +108,7 @@ def new_batch(
     metadata: dict[str, str] | None = None,
     output_ttl_seconds: int = BATCH_FILE_SECONDS,
 ) -> BatchRecord:
-    """A batch that nobody knows of yet."""
+    """A new batch, which is not in Redis yet."""
     now = int(time.time())
     return BatchRecord(
         id=new_batch_id(),
@@ -124,7 +124,7 @@ def new_batch(
 
 
 class TooManyBatchesError(PromptqError):
-    """As many batches of a tenant as it may have have not ended."""
+    """A tenant has as many unfinished batches as it may have."""
 
 
 class Batches:
@@ -135,9 +135,9 @@ class Batches:
         self._keys = queue.keys
 
     async def add(self, record: BatchRecord, max_unfinished: int = 0) -> None:
-        """From now on the jobs know of it.
+        """Add a batch, so that the jobs run it.
 
-        Raises TooManyBatchesError where its tenant has so many that have not ended; 0: no limit.
+        Raises TooManyBatchesError if its tenant has `max_unfinished` of them; 0 means no limit.
         """
         own, unfinished = self._keys.batches_of(record.tenant), self._keys.unfinished_batches
         count = _command("ZINTERCARD", 2, unfinished, own)
@@ -154,7 +154,7 @@ class Batches:
             await self._queue.run(adding, atomic=True)
             return
         *_, num_unfinished = await self._queue.run([*adding, count], atomic=True)
-        if num_unfinished > max_unfinished:  # others came at the same time
+        if num_unfinished > max_unfinished:  # other batches came at the same time
             taking_back = [
                 _command("SREM", unfinished, record.id),
                 _command("ZREM", own, record.id),
@@ -164,8 +164,8 @@ class Batches:
             raise _too_many(max_unfinished)
 
     async def get(self, batch_id: str, tenants: tuple[str, ...] | None = None) -> BatchRecord:
-        """With tenants only if it is one of theirs. Raises BatchMissingError."""
-        if is_batch_id(batch_id):  # else its key may be another one's
+        """A batch; if `tenants` are given, only one of theirs. Raises BatchMissingError."""
+        if is_batch_id(batch_id):  # otherwise it might name another key
             record = await self._queue.run(self._read(batch_id))
             if record is not None and (tenants is None or record.tenant in tenants):
                 return record
@@ -178,8 +178,8 @@ class Batches:
     async def page(
         self, tenants: tuple[str, ...], limit: int, after: str | None
     ) -> tuple[list[BatchRecord], bool]:
-        """So many of the tenants' batches, the newest first, behind the id `after`, and whether
-        there are more."""
+        """At most `limit` of the tenants' batches after the id `after`, the newest first, and
+        whether there are more. Raises BatchMissingError."""
         listed: list[str] = []
         for tenant in tenants:
             key = self._keys.batches_of(tenant)
@@ -196,7 +196,7 @@ class Batches:
         return [it for it in records if it is not None], len(listed) > begin + limit
 
     async def cancel(self, batch_id: str, tenants: tuple[str, ...]) -> BatchRecord:
-        """Ask its runner to end it. Raises BatchMissingError, BatchOverError."""
+        """Ask a batch's runner to end it. Raises BatchMissingError, BatchOverError."""
         record = await self.get(batch_id, tenants)
         if record.is_final or record.status == "finalizing":
             raise BatchOverError(f"batch {batch_id!r} is {record.status} and cannot be cancelled")
@@ -205,7 +205,7 @@ class Batches:
         return await self.get(batch_id, tenants)
 
     async def update(self, batch_id: str, **changes: Any) -> None:
-        """For its runner alone."""
+        """Change fields of a batch. Only its runner may do this."""
         await self._queue.run(self._set(batch_id, changes))
 
     async def is_cancelling(self, batch_id: str) -> bool:
@@ -213,7 +213,7 @@ class Batches:
         return bool(await self._queue.run(call))
 
     async def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """How many batches of each tenant wait for a process, and how many are run."""
+        """How many batches of each tenant wait for a process, and how many run."""
         key = self._keys.unfinished_batches
         members: Call[list[str]] = Call("", ["SMEMBERS", key], ids_of, list)
         asking = list[Call[Any]]()
@@ -225,12 +225,12 @@ class Batches:
         waiting: Counter[str] = Counter()
         run: Counter[str] = Counter()
         for is_run, tenant in zip(answers[::2], answers[1::2], strict=True):
-            if isinstance(tenant, bytes):  # else its hash is gone, or no hash
+            if isinstance(tenant, bytes):  # otherwise there is no such hash
                 (run if is_run else waiting)[tenant.decode("utf-8", "replace")] += 1
         return waiting, run
 
     async def end(self, batch_id: str, status: Status, **changes: Any) -> None:
-        """The last change; what is known is kept as long as the files."""
+        """Write the last status. The record is kept as long as the files."""
         key = self._keys.batch(batch_id)
         changes |= {"status": status, f"{status}_at": int(time.time())}
         ending = [
@@ -241,7 +241,7 @@ class Batches:
         await self._queue.run(ending, atomic=True)
 
     async def forget(self, batch_id: str) -> None:
-        """One whose record is gone need not be run."""
+        """Take a batch whose record is gone off the list of those to run."""
         await self._queue.run(_command("SREM", self._keys.unfinished_batches, batch_id))
 
     def _set(self, batch_id: str, values: dict[str, Any]) -> Call[int]:
@@ -261,7 +261,7 @@ def _command(*args: str | int) -> Call[int]:
 
 
 def _record(batch_id: str, reply: Any) -> BatchRecord | None:
-    """None where there is none, or only what a stranger wrote."""
+    """The record; None if there is none, or a stranger wrote it."""
     fields = text_map(reply)
     names = [name for name in BatchRecord.model_fields if name in fields]
     try:

@@ -1,9 +1,9 @@
-"""How much each tenant may keep in the folder for files, and how much it is just bringing.
+"""How much each tenant may keep in the folder for files, including uploads that are under way.
 
-What is kept is counted anew whenever it is asked for: a look at the folder's names, as other
-gateways and the jobs add and delete too. A file that has expired counts until it is deleted. What
-is being uploaded counts as well, each process its own; the last look, at the end of an upload, is
-one process's at a time, so all gateways together keep to the quota.
+Files are counted each time anew, as other gateways and the jobs add and delete files, too. A file
+that has expired counts until it is deleted. Each process counts its own uploads under way. At the
+end of an upload the files are counted once more, by one process at a time, so all gateways together
+keep to the quota.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from promptq.shared.errors import PromptqError
 
 
 class FileQuotaError(PromptqError):
-    """A tenant has as many files, or bytes of them, as it may have."""
+    """A tenant has as many files, or bytes of files, as it may have."""
 
 
 class FileQuotas:
-    """The quotas of a folder, the same for each tenant; 0 is none. Thread-safe."""
+    """The quotas of a folder, the same for each tenant; 0 means no quota. Thread-safe."""
 
     def __init__(self, store: FileStore, max_bytes: int, max_files: int) -> None:
         self.store = store
@@ -33,11 +33,11 @@ class FileQuotas:
         self._changing = threading.Lock()
 
     def check(self, tenant: str) -> None:
-        """Raises FileQuotaError where nothing may be added."""
+        """Raises FileQuotaError if the tenant may not add anything."""
         self._check(tenant, *self.kept(tenant), more_bytes=1)
 
     def begin(self, tenant: str, num_bytes: int) -> Upload:
-        """An upload of at least so many bytes, which counts from now on. Raises FileQuotaError."""
+        """Begin an upload of so many bytes or more; it counts at once. Raises FileQuotaError."""
         upload = Upload(self, tenant, *self.kept(tenant))
         with self._changing:
             self._uploads.add(upload)
@@ -49,7 +49,7 @@ class FileQuotas:
         return upload
 
     def grow(self, upload: Upload, num_bytes: int) -> None:
-        """Count more bytes of an upload. Raises FileQuotaError; waits for no disk."""
+        """Count more bytes of an upload. Does not touch the disk. Raises FileQuotaError."""
         with self._changing:
             others = [it for it in self._uploads if it.tenant == upload.tenant and it is not upload]
             files = upload.kept_files + len(others)
@@ -63,7 +63,7 @@ class FileQuotas:
 
     @contextmanager
     def entering(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Within it a file of so many bytes may enter the folder. Raises FileQuotaError."""
+        """Inside it, a file of so many bytes may be added. Raises FileQuotaError."""
         with (self.store.folder / "quotas.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._check(tenant, *self.kept(tenant), more_bytes=num_bytes)
@@ -89,13 +89,13 @@ class FileQuotas:
 
 
 class Upload:
-    """A file on its way. Left by `with`, it counts no more, but as what was added."""
+    """An upload under way. It counts until its `with` block ends; then the added file counts."""
 
     def __init__(self, quotas: FileQuotas, tenant: str, kept_files: int, kept_bytes: int) -> None:
         self.tenant = tenant
         self.kept_files = kept_files
         self.kept_bytes = kept_bytes
-        """Both as they were when it began."""
+        """The tenant's bytes and files when the upload began."""
         self.num_bytes = 0
         self._quotas = quotas
 

@@ -1,8 +1,8 @@
-"""Uploaded files and the answers of batches: a folder, and nothing but it.
+"""Uploaded files and the answers of batches, kept in a folder alone.
 
-A file is two entries: `ID.data`, its content, and `ID.json`, which is written last and says what it
-is. So a file is there whole or not at all, and the folder can be copied, restored or put on a
-shared disk. Ids sort by time.
+A file is two entries: `ID.data` is its content, and `ID.json` describes it and is written last. So
+a file is either complete or not there, and the folder can be copied, restored or put on a shared
+disk. Ids sort by time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from promptq.shared.queue.request_queue import new_request_id
 
 DAY_SECONDS = 86_400
 BATCH_FILE_SECONDS = 30 * DAY_SECONDS
-"""Files of batches are kept so long, as OpenAI keeps them."""
+"""How long files of batches are kept, as OpenAI does."""
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32,40}")
 _ABANDONED_SECONDS = DAY_SECONDS
 
 
 class FileMissingError(PromptqError):
-    """There is no such file, or it belongs to somebody else."""
+    """There is no such file, or it belongs to another tenant."""
 
 
 class StoredFile(BaseModel):
-    """What is known of a file. Times are Unix seconds; `tenant` may see it, and nobody else."""
+    """Describes a file. Times are Unix seconds. Only its `tenant` may see it."""
 
     id: str
     filename: str
@@ -53,7 +53,7 @@ class StoredFile(BaseModel):
         return self.expires_at is not None and self.expires_at < time.time()
 
     def is_of(self, *tenants: str) -> bool:
-        """Whether one of them has it, as long as it has not expired."""
+        """Whether one of the tenants has it, and it has not expired."""
         return self.tenant in tenants and not self.is_over
 
     def to_api(self) -> dict[str, object]:
@@ -67,7 +67,7 @@ def new_file_id() -> str:
 
 
 class FileStore:
-    """The files in a folder, which is made when the first one comes. Thread-safe."""
+    """The files in a folder. The first file creates the folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,8 +87,9 @@ class FileStore:
     ) -> StoredFile:
         """Copy a stream, or move a file of the same disk, into the store.
 
-        With an id that is there already nothing is done. `entering` is called with the tenant and
-        the bytes, and the file is there when what it gives is left; where it raises, nothing is.
+        If there is a file with the id already, nothing is done. `entering` is called with the
+        tenant and the number of bytes, and gives a context manager. The file is added inside it. If
+        it raises, nothing is added.
         """
         file_id = file_id or new_file_id()
         with suppress(FileMissingError):
@@ -96,7 +97,7 @@ class FileStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = self._data(file_id)
         if isinstance(source, Path):
-            with suppress(FileNotFoundError):  # moved by a process that died before the next line
+            with suppress(FileNotFoundError):  # a process moved it and died before the next line
                 source.replace(data)
         else:
             with _nothing_left(data):
@@ -131,9 +132,9 @@ class FileStore:
         return self._data(stored.id)
 
     def keep(self, file_id: str, tenant: str, path: Path) -> None:
-        """Have a file's content at `path` as well, whatever becomes of the file.
+        """Keep a file's content at `path` as well, even if the file is deleted.
 
-        Where `path` is there already, it is as if written just now. Raises FileMissingError.
+        If `path` is there already, only its time is set to now. Raises FileMissingError.
         """
         if not path.exists():
             data = self.path(self.get(file_id, tenant))
@@ -145,11 +146,11 @@ class FileStore:
             with source:
                 try:
                     os.link(data, path)
-                except OSError:  # of a disk with no hard links, or of a file that another user made
+                except OSError:  # no hard links here, or another user made the file
                     _write_whole(source, path)
         try:
             os.utime(path)
-        except PermissionError:  # another user's, which can be read and no more
+        except PermissionError:  # another user's file, which can only be read
             with path.open("rb") as source:
                 _write_whole(source, path)
 
@@ -165,7 +166,7 @@ class FileStore:
         after: str | None = None,
         order: Literal["asc", "desc"] = "desc",
     ) -> tuple[list[StoredFile], bool]:
-        """So many files of these tenants behind the id `after`, and whether there are more."""
+        """At most `limit` files of these tenants after the id `after`; whether there are more."""
         is_newest_first = order == "desc"
         found = [
             it
@@ -178,9 +179,9 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     def of(self, *tenants: str) -> list[StoredFile]:
-        """All files of these tenants, those too that have expired and are not deleted yet.
+        """All files of these tenants, also those that have expired but are not deleted yet.
 
-        What was read of a file is not read again, for it never changes.
+        A description is read only once, as it never changes.
         """
         with self._looking:
             known = {}
@@ -191,7 +192,7 @@ class FileStore:
         return [it for it in known.values() if it.tenant in tenants]
 
     def sweep(self) -> int:
-        """Delete what is over, and what uploads that broke off left; gives how many files."""
+        """Delete expired files, and what interrupted uploads left. Gives how many files."""
         count = 0
         known = set()
         for file_id in list(self._ids()):
@@ -223,7 +224,7 @@ class FileStore:
             raise FileMissingError(f"no file {file_id!r} is known") from None
 
     def _remove(self, file_id: str) -> None:
-        self._meta(file_id).unlink(missing_ok=True)  # first, so that none is there by half
+        self._meta(file_id).unlink(missing_ok=True)  # first, so that no file is there by half
         self._data(file_id).unlink(missing_ok=True)
 
     def _meta(self, file_id: str) -> Path:
@@ -235,7 +236,7 @@ class FileStore:
 
 @contextmanager
 def _nothing_left(path: Path) -> Iterator[None]:
-    """Delete what has been written there if what is done inside fails."""
+    """Delete the file if the `with` block fails."""
     try:
         yield
     except BaseException:
@@ -244,7 +245,7 @@ def _nothing_left(path: Path) -> Iterator[None]:
 
 
 def _write(source: BinaryIO, path: Path) -> None:
-    """To the disk itself, so that what is renamed or told of then is whole after a crash."""
+    """Write a file to the disk itself, so that it is complete even after a crash."""
     with path.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         target.flush()
@@ -252,7 +253,7 @@ def _write(source: BinaryIO, path: Path) -> None:
 
 
 def _write_whole(source: BinaryIO, path: Path) -> None:
-    """Under a name of its own first, for another process may be writing it too."""
+    """Write under a temporary name first, as another process may be writing it, too."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")
     try:
         _write(source, new)

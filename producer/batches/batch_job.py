@@ -1,6 +1,6 @@
 """The RQ job that runs one batch of the API, from its input file to its output files.
 
-It may be killed at any point: each step either was done or is done again, and `batch_run` runs no
+It may be killed at any point. A step that was not finished is done again, and `batch_run` runs no
 line twice.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
-import redis.asyncio
 
 from promptq.producer.batch_store.batch_lines import BatchFileError, count_lines, read_lines
 from promptq.producer.batch_store.batch_records import (
@@ -39,17 +38,12 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
 _SHORTEST_TURN_SECONDS = 5.0
-"""So long one runs that only waits for its key's rates, lest those of many take up each other's
-time."""
-_STATUS_AFTER: dict[Ending, Status] = {
-    Ending.COMPLETED: "completed",
-    Ending.CANCELLED: "cancelled",
-    Ending.EXPIRED: "expired",
-}
+"""The shortest turn of a batch that only waits for its key's rates, so that many such batches do
+not replace each other all the time."""
 
 
 def run_batch_job(queue: str, batch_id: str) -> str:
-    """Run a batch up to its end, unless somebody else does; gives its status then."""
+    """Run a batch to its end, unless another process runs it. Gives its status."""
     settings = read_jobs_settings(queue=queue)
     return asyncio.run(_run(settings, batch_id))
 
@@ -60,9 +54,9 @@ async def _run(settings: JobsSettings, batch_id: str) -> str:
         lease = RunnerLease(queue, batch_id)
         if not await lease.hold():
             return "somebody else runs it"
-        # Where it raises, the lease runs out by itself: the next try should not come at once.
+        # If this raises, the lease expires by itself, so that the next try does not come at once.
         try:
-            ended = await _BatchJob(settings, connection, queue, batch_id, lease).run()
+            ended = await _BatchJob(settings, queue, batch_id, lease).run()
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
@@ -74,13 +68,12 @@ class _BatchJob:
     def __init__(
         self,
         settings: JobsSettings,
-        connection: redis.asyncio.Redis,
         queue: AsyncRequestQueue,
         batch_id: str,
         lease: RunnerLease,
     ) -> None:
         self._settings = settings
-        self._redis = connection
+        self._queue = queue
         self._batches = Batches(queue)
         self._batch_id = batch_id
         self._lease = lease
@@ -118,15 +111,15 @@ class _BatchJob:
             return await self._fail("output_missing", "the answers were deleted while it ran")
 
     async def _aside(self, call: Callable[..., T], *args: object) -> T:
-        """Call it in a thread, and keep the lease for as long as it takes."""
+        """Call a function in a thread, and keep the lease meanwhile."""
         work = asyncio.create_task(asyncio.to_thread(call, *args))
         while not (await asyncio.wait([work], timeout=LEASE_MS / 4000))[0]:
-            with suppress(redis.RedisError):  # whether it was lost is looked at between lines
+            with suppress(redis.RedisError):  # between lines it is checked whether it was lost
                 await self._lease.hold()
         return work.result()
 
     async def _run_lines(self, record: BatchRecord, source: Path, total: int) -> bool:
-        """Whether the batch is over; otherwise another process is to go on with it."""
+        """Run the lines. Gives whether the batch is over; if not, another process goes on."""
         self._log.info("batch begins", total=total)
         await self._batches.update(
             record.id,
@@ -146,8 +139,7 @@ class _BatchJob:
             )
             run = BatchRun(
                 record.id,
-                self._redis,
-                settings.queue,
+                self._queue,
                 read_lines(source),
                 total,
                 journal,
@@ -162,7 +154,7 @@ class _BatchJob:
         await self._batches.update(
             record.id,
             status="finalizing",
-            ending=_STATUS_AFTER[ending],
+            ending=ending,
             finalizing_at=int(time.time()),
             completed=progress.completed,
             failed=progress.failed,
@@ -194,10 +186,10 @@ class _BatchJob:
         return Ending.STOPPED if await self._gives_way(record, run) else None
 
     async def _gives_way(self, record: BatchRecord, run: BatchRun) -> bool:
-        """Whether it has had its turn, and a batch of another tenant waits for a process.
+        """Whether the batch has had its turn and makes room for a batch of another tenant.
 
-        One that only waits for its key's rates makes room for anybody else's; any other one for a
-        tenant of whom fewer run.
+        A batch that only waits for its key's rates makes room for any other tenant. Other batches
+        make room for tenants with fewer running batches.
         """
         has_run, turn = time.monotonic() - self._began, self._settings.batch_turn_seconds
         only_waits = run.only_waits and has_run >= min(turn, _SHORTEST_TURN_SECONDS)
@@ -208,7 +200,7 @@ class _BatchJob:
         return any(only_waits or running[it] < running[own] for it in waiting if it != own)
 
     async def _finalize(self, record: BatchRecord) -> str:
-        """Make files of what was written; whatever a process before has done of it stays."""
+        """Make files from the written lines. Files that an earlier process made stay."""
         changes: dict[str, Any] = {}
         parts = (("output", record.completed, "0"), ("errors", record.failed, "1"))
         for name, count, digit in parts:
@@ -236,7 +228,7 @@ class _BatchJob:
 
     async def _end(self, status: Status, **changes: Any) -> None:
         source = self._running("input")
-        for path in source.parent.glob(f"{source.name}*"):  # and what killed processes half copied
+        for path in source.parent.glob(f"{source.name}*"):  # also half copies of killed processes
             path.unlink(missing_ok=True)
         await self._batches.end(self._batch_id, status, **changes)
 

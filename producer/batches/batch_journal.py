@@ -1,8 +1,8 @@
-"""The output and the error file of a batch, which also say what of it is done.
+"""The output and the error file of a batch. They also say which lines are done.
 
-A line is written once its request has ended, with the number of the input line in its id. Whoever
-takes a batch up after a crash reads here what needs not run again, so there is no second record
-that could differ.
+A line is written when its request has ended, with the number of the input line in its id. After a
+crash, these files say which lines need not run again. So there is no second record that could be
+different.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class BatchIsRunningError(PromptqError):
 
 
 class Journal:
-    """Appends answers and errors; a context manager, as it locks its files.
+    """Appends answers and errors. It is a context manager, as it locks its files.
 
-    Raises BatchIsRunningError if another process has them. A line that was only half written when
-    a process was killed is cut off.
+    Raises BatchIsRunningError if another process has locked them. A half line, which a killed
+    process left, is cut off.
     """
 
     def __init__(self, batch_id: str, output: Path, errors: Path) -> None:
@@ -46,21 +46,21 @@ class Journal:
         completed = _numbers_in(self._output, self._count_usage)
         failed = _numbers_in(self._errors)
         self.done = completed | failed
-        """Numbers of the input lines that are written."""
+        """The numbers of the input lines that are done."""
         self.num_completed = len(completed)
         self.num_failed = len(failed)
 
     def add_answer(
         self, number: int, custom_id: str, request_id: str, body: dict[str, Any]
     ) -> None:
-        """A request that was served."""
+        """Write the answer of a request."""
         response = {"status_code": 200, "request_id": request_id, "body": body}
         self._write(self._output, number, custom_id, response, None)
         self.num_completed += 1
         self._count_usage(body)
 
     def add_refusal(self, refused: RefusedLineError) -> None:
-        """A request that would have got an HTTP error."""
+        """Write a request that the gateway would refuse."""
         response = {
             "status_code": refused.status,
             "request_id": refused.request_id,
@@ -71,24 +71,24 @@ class Journal:
         self.num_failed += 1
 
     def add_error(self, number: int, custom_id: str | None, code: str, message: str) -> None:
-        """A line that was not run, or not to its end."""
+        """Write a line that did not run to its end, or not at all."""
         error = {"code": code, "message": message}
         self._write(self._errors, number, custom_id, None, error)
         self.num_failed += 1
 
     def flush(self) -> None:
-        """From here on a killed process loses nothing of it."""
+        """Give everything to the system: from now on a killed process loses nothing."""
         self._output.flush()
         self._errors.flush()
 
     def sync(self) -> None:
-        """From here on a machine that loses its power loses nothing of it."""
+        """Write everything to the disk: from now on a power cut loses nothing."""
         for file in (self._output, self._errors):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """On the disk, and free for others."""
+        """Write everything to the disk, and unlock the files."""
         self.sync()
         self._output.close()
         self._errors.close()
@@ -141,9 +141,9 @@ def _open_locked(path: Path) -> BinaryIO:
 def _numbers_in(
     file: BinaryIO, on_body: Callable[[dict[str, Any]], object] | None = None
 ) -> set[int]:
-    """Numbers of the whole lines of a file; what is behind the last of them is cut off.
+    """The numbers of the complete lines of a file. Anything after them is cut off.
 
-    `on_body` is told the body of each answer.
+    `on_body` is called with the body of each answer.
     """
     numbers, whole = set(), 0
     for line in file:

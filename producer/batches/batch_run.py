@@ -1,9 +1,9 @@
-"""Runs the lines of a batch: so many at a time, each once, whoever crashes in between.
+"""Runs the lines of a batch, several at a time and each exactly once, even after a crash.
 
-A line's request has an id made of the batch's id and the line's number. What an earlier process
-enqueued is therefore found again, waiting, running or finished, and not enqueued a second time;
-what it wrote down is not even asked for. Results are asked for in one call for all that is in
-flight, since nobody reads a batch's tokens one by one.
+The id of a line's request is made from the batch's id and the line's number. So requests that an
+earlier process enqueued are found again, waiting, running or finished, and are not enqueued twice.
+Lines that it wrote down are not asked for again. One call asks for the results of all requests in
+flight, as nobody reads a batch's tokens one by one.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 import redis
-import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from promptq.producer.batch_store.batch_lines import BrokenLineError, LineReader, RefusedLineError
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
-from promptq.producer.clients.connecting import address_of
 from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError
 from promptq.shared.protocol.events import Result
-from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason, NewRequest, RequestState
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
@@ -40,12 +37,12 @@ _FIRST_WAIT_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.5
 _LONGEST_FULL_SECONDS = 5.0
 _KEPT_MS = 120_000
-"""So long a request whose answer is written down is still there for whoever looks; all of a large
-batch would fill the server."""
+"""How long a request is kept after its answer was written down. All requests of a large batch would
+fill the server."""
 _LET_GO_SECONDS = 1.0
-"""So often at most the disk is waited for."""
+"""The shortest time between two writes to the disk."""
 _END_SECONDS = 30.0
-"""How long what was cancelled may take to end: a worker that died holds it for a lease."""
+"""How long cancelled requests may take to end: a dead worker holds them for a lease."""
 _UNFINISHED = {
     Ending.CANCELLED: (
         "batch_cancelled",
@@ -56,11 +53,11 @@ _UNFINISHED = {
         "the request was not finished before the batch's window ended",
     ),
 }
-"""What becomes of a line that was not done: OpenAI's code, and a sentence."""
+"""The error of a line that was not done: OpenAI's code, and a sentence."""
 
 
 class _StoppedError(Exception):
-    """The process is to end, and the server is away."""
+    """The process was told to stop while the server is away."""
 
 
 class BatchRun:
@@ -69,8 +66,7 @@ class BatchRun:
     def __init__(
         self,
         batch_id: str,
-        connection: redis.asyncio.Redis,
-        queue: str,
+        queue: AsyncRequestQueue,
         lines: Iterable[tuple[int, bytes]],
         total: int,
         journal: Journal,
@@ -78,13 +74,12 @@ class BatchRun:
         stopped: asyncio.Event,
         on_progress: Callable[[BatchProgress], object] = lambda _: None,
     ) -> None:
-        # Here and not above, for it brings the whole of FastAPI along.
+        # Imported here, as it imports all of FastAPI.
         from promptq.producer.batches.line_requests import LineGateway
 
-        self._queue = AsyncRequestQueue(connection, queue)
-        self._keys = Keys(queue)
-        url = address_of(connection.connection_pool)
-        self._gateway = LineGateway(batch_id, self._queue, url, options)
+        self._queue = queue
+        self._keys = queue.keys
+        self._gateway = LineGateway(batch_id, queue, options)
         self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
         self._total = total
         self._journal = journal
@@ -101,10 +96,10 @@ class BatchRun:
         self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
-        """Run what is not done yet; `look` says, between two rounds, whether to end before.
+        """Run the lines that are not done. Between two rounds, `look` may say how to end early.
 
-        Raises redis.RedisError or RedisSideError if the server stays away; a later run goes on
-        from there.
+        Raises redis.RedisError or RedisSideError if the server stays away. A later run goes on from
+        there.
         """
         try:
             while self._ending is None:
@@ -126,7 +121,7 @@ class BatchRun:
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing of it is in the queue, and what is to come waits for its key's rates."""
+        """Whether no line is in the queue, and the next lines wait for the key's rates."""
         return self._waits_for_rates and not self._in_flight
 
     async def _round(self, look: Callable[[], Awaitable[Ending | None]]) -> None:
@@ -152,7 +147,7 @@ class BatchRun:
     def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
     ) -> Iterator[LineRequest]:
-        """Lines that are not done; those that are no requests are written down as errors."""
+        """The lines to run. Lines that are not requests are written down as errors."""
         for number, raw in lines:
             is_done = number in self._journal.done
             try:
@@ -189,7 +184,7 @@ class BatchRun:
                 await self._refuse_if_too_large(item)
 
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
-        """Whether they are in the queue now, or were before; the item is held back otherwise."""
+        """Enqueue requests, unless they are in the queue. Gives false if the item is held back."""
         try:
             await self._persist(partial(self._queue.enqueue, requests))
         except RequestExistsError:
@@ -204,7 +199,7 @@ class BatchRun:
         self._full_until = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
 
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
-        """What a limit keeps out even while nothing waits would keep the rest waiting for ever."""
+        """Refuse a line that does not even fit into an empty queue: others would wait forever."""
         if await self._persist(self._num_waiting):
             return
         try:
@@ -221,14 +216,14 @@ class BatchRun:
         return sum(await self._queue.run([delayed, lookups.count(self._keys)]))
 
     async def _collect(self) -> int:
-        """Write down what has ended; gives how many lines."""
+        """Write down lines that have ended. Gives how many."""
         asked = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
         states = await self._ask("state", [new for _, new in asked])
         final = []
         for (item, new), state in zip(asked, states, strict=True):
             if state is not None and RequestState(state.decode()).is_final:
                 final.append((item, new))
-            # The server lost it, or kept it no longer.
+            # The server has lost it, or it has expired.
             is_lost = state is None and self._ending is None
             if is_lost and not await self._enqueue(item, [new]):
                 self._in_flight.pop(item.line.number, None)
@@ -244,15 +239,15 @@ class BatchRun:
         return len(ended)
 
     async def _ask(self, name: str, requests: list[NewRequest]) -> list[bytes | None]:
-        """One field of many requests' hashes."""
+        """Read one field of many requests' hashes."""
         keys = [self._keys.request(new.request_id) for new in requests]
         calls = [Call("", ["HGET", key, name], lambda reply: reply) for key in keys]
         return await self._persist(partial(self._queue.run, calls))
 
     async def _let_go(self) -> None:
-        """Shorten the life of what was written down, once that is safe on the disk.
+        """Let requests expire soon whose lines are written to the disk.
 
-        A dead letter, which alone has no time to live, is kept for whoever looks why it died.
+        Dead letters stay, so that people can find out why they died. They never expire.
         """
         done, self._written = self._written, []
         self._let_go_at = time.monotonic()
@@ -276,7 +271,7 @@ class BatchRun:
         return self._journal.add_answer(line.number, line.custom_id, item.request_id, answer)
 
     def _cut_short(self, reason: FinishReason) -> tuple[str, str]:
-        """Why a request was: for the batch's sake, or on its own."""
+        """Why a request was cut short: because the batch ended, or by itself."""
         if self._ending in _UNFINISHED:
             return _UNFINISHED[self._ending]
         until = self._options.expires_at
@@ -285,8 +280,8 @@ class BatchRun:
         return f"request_{reason}", f"the request was {reason}"
 
     async def _give_up(self, code: str, message: str) -> None:
-        """Cancel what is in flight, but keep what ends by itself before that takes effect."""
-        # An earlier process may have enqueued these, and told nobody.
+        """Cancel what is in flight. Answers that are ready before that are kept."""
+        # An earlier process may have enqueued these lines, too.
         for item in islice(self._lines, max(0, self._options.max_in_flight - len(self._in_flight))):
             self._in_flight[item.line.number] = item
         await self._collect()
@@ -296,7 +291,7 @@ class BatchRun:
             self._journal.add_error(item.line.number, item.line.custom_id, code, message)
 
     async def _cancel(self, requests: list[NewRequest]) -> None:
-        """Cancel those that are in the queue, and see them end."""
+        """Cancel requests that are in the queue, and wait for their end."""
         left = await self._unfinished(requests)
         for new in left:
             await self._persist(partial(self._queue.cancel, new.request_id))
@@ -311,9 +306,9 @@ class BatchRun:
         return [new for new, it in pairs if it and not RequestState(it.decode()).is_final]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try again while the server is away or refuses; all calls here may be repeated.
+        """Repeat a call while the server is away or refuses it. All calls here may be repeated.
 
-        Refused credentials and rights are raised at once.
+        Errors about credentials and permissions are raised at once.
         """
         until: float | None = None
         while True:

@@ -1,4 +1,4 @@
-"""From a batch's line to requests and back to an answer, as the gateway does it."""
+"""From a batch's line to its requests, and from their results to its answer, as in the gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from promptq.producer.gateway.context.access import Caller, account_of, beyond_r
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import CompletionCall, read_chat, read_completion
+from promptq.producer.gateway.openai.calls import CompletionCall, read_call
 from promptq.producer.gateway.openai.completion import completion_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
@@ -28,13 +28,13 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 @dataclass(slots=True)
 class LineRequest:
-    """A line on its way: what is enqueued for it, and what has come of that."""
+    """A line under way: its requests, and their results."""
 
     line: BatchLine
     request_id: str
     requests: list[NewRequest]
     rates: list[Rate]
-    """What it still has to take of its caller's rates."""
+    """What it must still take of its caller's rates."""
     results: dict[str, Result] = field(default_factory=dict)
 
     @property
@@ -43,22 +43,16 @@ class LineRequest:
 
 
 class LineGateway:
-    """Reads lines and answers them, each as if it had been a call to the gateway."""
+    """Reads lines and answers them, each like a call to the gateway."""
 
-    def __init__(
-        self,
-        batch_id: str,
-        queue: AsyncRequestQueue,
-        url: str,
-        options: RunOptions,
-    ) -> None:
+    def __init__(self, batch_id: str, queue: AsyncRequestQueue, options: RunOptions) -> None:
         self._batch_id = batch_id
         self._queue = queue
         self._options = options
-        self._watch = QueueWatch(queue, url)
+        self._watch = QueueWatch(queue)
 
     def of(self, line: BatchLine) -> LineRequest:
-        """Raises RefusedLineError for what the gateway would refuse."""
+        """The requests of a line. Raises RefusedLineError if the gateway would refuse it."""
         options, request_id = self._options, request_id_of(self._batch_id, line)
         with _refusing(line, request_id):
             call = _call_of(line)
@@ -68,15 +62,15 @@ class LineGateway:
                 call = granted(call, caller)
                 rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
-            # The id says already that it is the same again.
+            # A repeated line is known by its id.
             new = compose(call.with_fields(idempotency_key=None).requests(request_id), account)
         return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
-        """Take what it needs of its caller's rates; seconds after which to ask again, or 0.
+        """Take what a line needs of its caller's rates. Gives the seconds to wait, or 0.
 
-        Batches have the rates of a key once more, beside its other calls, as at OpenAI. Raises
-        RefusedLineError for what is more than a minute's.
+        A key has its rates a second time for its batches, apart from its other calls, as at
+        OpenAI. Raises RefusedLineError if a line needs more than a whole minute allows.
         """
         caller = self._options.caller
         if caller is None or not item.rates:
@@ -90,7 +84,7 @@ class LineGateway:
         return taken.wait_ms / 1000
 
     async def answer(self, item: LineRequest) -> dict[str, Any]:
-        """The body of the answer. Raises RefusedLineError where the results are none."""
+        """The body of the answer. Raises RefusedLineError if a request failed."""
         view = await self._watch.look()
         completion = completion_of(_call_of(item.line), item.request_id, view.model)
         style = view.tool_call_style if completion.with_tools else None
@@ -99,13 +93,13 @@ class LineGateway:
             return answer(completion, results, style)
 
     def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
-        """The error of a line that a limit of the queue would never let in."""
+        """The error for a line that a limit of the queue never lets in."""
         message = f"this line alone is more than the queue's limit {limit} lets in"
         refusal = ApiError(429, message, code="queue_full")
         return RefusedLineError(item.line, item.request_id, refusal.status, refusal.body)
 
     def _in_the_window(self, new: NewRequest) -> NewRequest:
-        """The request, which ends with the batch's window at the latest."""
+        """The request with a deadline at the end of the batch's window, or earlier."""
         if self._options.expires_at is None:
             return new
         left = max(1, int((self._options.expires_at - time.time()) * 1000))
@@ -115,13 +109,12 @@ class LineGateway:
 
 
 def _holder(caller: Caller) -> str:
-    """Whose rates the lines of a caller's batches take."""
+    """The name under which lines of a caller's batches take rates."""
     return f"{caller.name}:batches"
 
 
 def _call_of(line: BatchLine) -> CompletionCall:
-    body = json.dumps(line.body).encode()
-    call = read_chat(body, {}) if line.is_chat else read_completion(body, {})
+    call = read_call(line.is_chat, json.dumps(line.body).encode(), {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
     return call

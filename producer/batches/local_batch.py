@@ -1,4 +1,4 @@
-"""A batch from one local file to another, without any service but the queue."""
+"""Runs a batch from one local file to another. It needs no service but the queue."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptio
 from promptq.producer.batches.stop_signals import stop_signals
 from promptq.producer.clients.connecting import explained, server_url, without_server
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import read_settings
 from promptq.shared.server.connection import open_async_redis
 
@@ -52,13 +53,13 @@ def run_batch(
 ) -> BatchOutcome:
     """Run a file of requests in OpenAI's batch format, and write answers in that format.
 
-    `fields` are fields of each request that its line may override. Interrupted, by a signal or a
-    crash, the same call goes on where it was: beside the output lies `OUTPUT.batch`, which
-    names the run, until all is done. SIGINT and SIGTERM end it in order; what is in flight
-    then goes on in the queue and is picked up by the next call. Where an event loop runs
-    already, call it through `asyncio.to_thread`.
+    `fields` are default fields of each request; its line may override them. If the run is
+    interrupted, by a signal or a crash, the same call continues it: until all is done, a file
+    `OUTPUT.batch` beside the output names the run. SIGINT and SIGTERM stop the run in good order.
+    Requests in flight then go on in the queue, and the next call collects them. If an event loop
+    is running, call this function through `asyncio.to_thread`.
 
-    Raises BatchFileError for an input that cannot be run, ConfigurationError where the output
+    Raises BatchFileError for an input that cannot be run, ConfigurationError if the output
     belongs to something else or a file cannot be read or written, BatchIsRunningError,
     RedisUnavailableError.
     """
@@ -82,8 +83,7 @@ def run_batch(
             with Journal(batch_id, output, errors) as journal:
                 run = BatchRun(
                     batch_id,
-                    connection,
-                    queue or settings.queue,
+                    AsyncRequestQueue(connection, queue or settings.queue),
                     read_lines(source),
                     total,
                     journal,
@@ -109,15 +109,15 @@ def run_batch(
 
 
 async def _never() -> Ending | None:
-    """Nobody but a signal ends a local batch."""
+    """Only a signal ends a local batch early."""
 
 
 def _check_apart(source: Path, *others: Path) -> None:
-    """Raises ConfigurationError where one file is to be two, or is none."""
+    """Raises ConfigurationError if a file is used twice, or is not a plain file."""
     seen = {source.resolve()}
     for file in others:
         if file.exists() and not file.is_file():
-            raise ConfigurationError(f"{file} is no plain file; name another one")
+            raise ConfigurationError(f"{file} is not a plain file; name another one")
         if file.resolve() in seen:
             raise ConfigurationError(
                 f"{file} cannot be two of the batch's input, output, errors and mark at once"
@@ -126,14 +126,14 @@ def _check_apart(source: Path, *others: Path) -> None:
 
 
 def _run_id(source: Path, output: Path, errors: Path, mark: Path) -> str:
-    """The id of the run that the files belong to, or of a new one."""
+    """The id of the run to which the files belong, or of a new run."""
     digest = _digest(source)
     if mark.exists() and output.exists():  # the output is there before anything is enqueued
         try:
             begun = json.loads(mark.read_text())
             begun_id, begun_digest = str(begun["id"]), begun["input_sha256"]
         except (ValueError, KeyError, TypeError):
-            raise ConfigurationError(f"{mark} is no mark of a batch; delete it") from None
+            raise ConfigurationError(f"{mark} is not the mark of a batch; delete it") from None
         if begun_digest != digest:
             raise ConfigurationError(
                 f"{source} is not the file that {output} was begun with; to begin anew, delete"

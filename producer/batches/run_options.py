@@ -1,4 +1,4 @@
-"""How a batch is run, how far it is, and how it ends."""
+"""How a batch runs, how far it is, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from promptq.producer.admin.api_keys import ApiKey
 
 
 class Ending(StrEnum):
-    """Why a run is over."""
+    """Why a run is over. All but `stopped` are the batch's last status too."""
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     STOPPED = "stopped"
-    """The process is to end; another one may go on."""
+    """The process was told to stop; another one may continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a batch is run."""
+    """How a batch runs."""
 
     endpoint: str | None = None
-    """Only lines for this URL are taken; None: any."""
+    """The URL that all lines must have; None: any."""
     max_in_flight: int = 128
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of each request that its line may override."""
+    """Default fields of each request; its line may override them."""
     caller: ApiKey | None = None
-    """Whose key allows lines what it allows; None: anything."""
+    """The key that says what lines may have; None: anything."""
     expires_at: float | None = None
-    """Unix seconds at which the batch's window ends; what is in the queue then ends there."""
+    """When the batch's window ends, in Unix seconds. Its requests end then, too."""
     retry_seconds: float = 60.0
-    """How long a server that is away is waited for, before its error is raised."""
+    """How long to wait for a server that is away before its error is raised."""

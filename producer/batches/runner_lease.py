@@ -1,4 +1,4 @@
-"""Who runs a batch: one process, for as long as it says so."""
+"""The lease of a batch's runner: one process runs a batch, as long as it renews the lease."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 LEASE_MS = 15_000
-"""A batch whose runner said nothing for so long is given to another one."""
+"""If a runner does not renew its lease for this time, another process gets the batch."""
 
 
 class RunnerLease:
-    """The right to run a batch, for LEASE_MS at a time. Two never hold one."""
+    """The right to run a batch, for LEASE_MS at a time. Only one process holds it."""
 
     def __init__(self, queue: AsyncRequestQueue, batch_id: str) -> None:
         self._queue = queue
@@ -20,11 +20,11 @@ class RunnerLease:
         self._holder = secrets.token_hex(8)
 
     async def hold(self) -> bool:
-        """Whether it is ours from now on; one that ran out is taken again if nobody else did."""
+        """Take or renew the lease. Gives whether it is ours now."""
         return await self._set(LEASE_MS)
 
     async def let_go(self) -> None:
-        """Leave the batch to others, if it was ours."""
+        """Give the lease back, if it is ours."""
         await self._set(0)
 
     async def _set(self, ttl_ms: int) -> bool:

@@ -1,4 +1,4 @@
-"""How a run of a batch hears that its process is to end."""
+"""Tells a run of a batch that its process was told to stop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import suppress
 
 
 def stop_signals() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM while the running event loop lives, in the main thread."""
+    """An event that SIGINT and SIGTERM set, if the event loop runs in the main thread."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(RuntimeError, ValueError):  # another thread's loop hears no signals
+        with suppress(RuntimeError, ValueError):  # loops in other threads hear no signals
             loop.add_signal_handler(number, stopped.set)
     return stopped

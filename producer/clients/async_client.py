@@ -62,9 +62,10 @@ class AsyncClient:
     """`promptq.Client` for asyncio: the same methods, awaited, with the same errors, and `follow`.
 
     It connects at the first call, or on entering `async with`. Any number of tasks may use it at
-    once: at most 32 calls are on their way, more wait for their turn, and all streams together keep
-    one connection. Of those that a given redis-py client may have (`max_connections`, 100 unless it
-    says otherwise), calls take half at most; where several clients share it, each may need 33.
+    once. At most 32 calls are on their way, and further calls wait for their turn. All streams
+    together use one connection. If you give it a redis-py client, calls take at most half of that
+    client's connections (its `max_connections`, by default 100). If several clients share one
+    redis-py client, each may need 33 connections.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class AsyncClient:
     def queue(self) -> AsyncRequestQueue:
         """The queue itself, for what the client has no method for.
 
-        A client of a URL has it once it is connected, as within `async with`.
+        A client that was made from a URL has it once it is connected, such as in `async with`.
         """
         if self._queue is None:
             raise RedisUnavailableError("the client is not connected yet: enter it with async with")
@@ -130,7 +131,7 @@ class AsyncClient:
     def stream(
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """As `Client.stream`. Who leaves the loop early closes it with `contextlib.aclosing`."""
+        """As `Client.stream`. To leave the loop early, use `contextlib.aclosing`."""
         return self._carry_out(partial(advance, self._steps(request_id, from_index, timeout)))
 
     async def follow(
@@ -141,18 +142,18 @@ class AsyncClient:
         from_index: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Call `handle` with each event of a stream where it is heard, until its last.
+        """Call `handle` with each event of a stream as soon as it arrives, up to the last one.
 
-        In `stream` each event wakes up a task, which costs more than the event where hundreds are
-        followed; here all streams of the client wait while one's event is handled. A function that
-        `handle` gives is called and awaited before the stream goes on, for what takes time. Raises
-        what `stream` does, and what `handle` raises.
+        With `stream`, each event wakes up a task. With hundreds of streams that costs more than the
+        events themselves. Here no task wakes up, and all streams of the client wait while `handle`
+        runs. For work that takes time, `handle` returns a function, which is called and awaited
+        before the stream goes on. Raises what `stream` and `handle` raise.
         """
         steps = self._steps(request_id, from_index, timeout)
 
         def go_on(answer: Any) -> Action | Callable[[], Awaitable[None]] | None:
             action = advance(steps, answer)
-            while type(action) is TokenEvent:  # isinstance asks pydantic, for whatever is none
+            while type(action) is TokenEvent:  # isinstance of a pydantic class is slow
                 if (unfinished := handle(action)) is not None:
                     return unfinished
                 action = advance(steps, None)
@@ -214,7 +215,7 @@ class AsyncClient:
         )
 
     async def _carry_out(self, go_on: GoOn[Any]) -> AsyncGenerator[Any, None]:
-        """Carry out a stream's actions, and yield what else `go_on` gives, until it gives None."""
+        """Carry out a stream's actions. Yields whatever else `go_on` gives, until it gives None."""
         await self._connected()
         assert self._subscriptions is not None
         with explained(self.url):

@@ -1,4 +1,4 @@
-"""Which server a client talks to, and what a client library's errors mean."""
+"""Which server a client talks to, and what the errors of redis-py mean."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HOW_TO_GET_A_SERVER = (
 
 
 def server_url(url: str | None = None) -> str:
-    """The URL given, else that of the settings, else that of the `promptq up` of this user.
+    """The given URL, else the URL of the settings, else the URL of this user's `promptq up`.
 
-    Raises RedisUnavailableError where there is none of them.
+    Raises RedisUnavailableError if there is none of them.
     """
     if url:
         return url
@@ -39,7 +39,7 @@ def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
 
 
 def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str:
-    """Where a redis-py client connects to, to be named in errors."""
+    """Where a redis-py client connects to, for error messages."""
     options = pool.connection_kwargs
     if path := options.get("path"):
         return f"unix://{path}"

@@ -1,7 +1,7 @@
 """What the clients do, written once: each operation here is a method of `Client` and `AsyncClient`.
 
-It does no I/O itself: it says which steps to take, and a client takes them. Its docstring and its
-parameters behind `keys` are those of the method.
+An operation does no I/O itself: it says which steps to take, and a client takes them. The method
+has the operation's docstring, and its parameters after `keys`.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Enqueue:
-    """A step beside calls: put requests in, with spans where the client traces; gives their ids."""
+    """A step that enqueues requests, with spans if the client traces. Gives their ids."""
 
     new: list[NewRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadToEnd:
-    """A step beside calls: read a stream; gives all its events, raises what `stream` does."""
+    """A step that reads a whole stream. Gives its events; raises what `stream` raises."""
 
     request_id: str
     timeout: float | None
 
 
 def as_method(method: Method, operation: Callable[..., Operation[Any]]) -> Method:
-    """Let a method that carries out an operation show the operation's name, text and parameters."""
+    """Give a method the name, the docstring and the parameters of its operation."""
     signature = inspect.signature(operation)
     keys, *others = signature.parameters.values()
     shown: Any = method
@@ -88,11 +88,11 @@ def enqueue(
 
     `prompt` is text or token ids; `messages` goes through the model's chat template; `fields`
     are those of `promptq.shared.protocol.request.Request` (`max_tokens`, `temperature`,
-    `priority`, ...). With `delay_ms` it waits at least so long.
+    `priority`, ...). With `delay_ms` it waits at least that long.
 
-    Raises InvalidRequestError, RequestExistsError, QueueFullError. When the reply gets lost,
-    it is sent again and known by the server. If the server stays away, nobody can say whether
-    it got through; an `idempotency_key` makes repeating safe.
+    Raises InvalidRequestError, RequestExistsError, QueueFullError. If the reply gets lost, the
+    request is sent again, and the server recognises it. If the server stays away, nobody can
+    say whether the request arrived; with an `idempotency_key` it is safe to repeat the call.
     """
     request = call_fields(prompt, messages, request_id, delay_ms, fields)
     (own_id,) = yield from enqueue_many(keys, [request])
@@ -108,7 +108,7 @@ def enqueue_many(keys: Keys, /, requests: Iterable[Mapping[str, Any]]) -> Operat
 
 
 def enqueue_composed(keys: Keys, /, new: list[NewRequest]) -> Operation[list[str]]:
-    """As `enqueue_many`, of what `promptq.producer.clients.request_builder.compose` gives."""
+    """As `enqueue_many`, for requests of `promptq.producer.clients.request_builder.compose`."""
     return (yield Enqueue(new)) if new else []
 
 
@@ -123,9 +123,9 @@ def enqueue_samples(
     delay_ms: int = 0,
     **fields: Any,
 ) -> Operation[list[str]]:
-    """Put `n` requests of one prompt in, all or none.
+    """Put `n` requests with the same prompt in, all or none.
 
-    Their ids are `ID:0` ... `ID:n-1`; where `seed` is given, theirs are `seed + i`.
+    Their ids are `ID:0` ... `ID:n-1`. If `seed` is given, their seeds are `seed + i`.
     """
     request = call_fields(prompt, messages, request_id, delay_ms, fields)
     return (yield from enqueue_composed(keys, compose_samples(n, request)))
@@ -134,12 +134,12 @@ def enqueue_samples(
 def result(
     keys: Keys, /, request_id: str, *, timeout: float | None = None, check: bool = True
 ) -> Operation[Result]:
-    """Wait for the request to end and give the whole.
+    """Wait for the request to end and give its whole result.
 
-    Raises RequestFailedError if it ended with an error, unless `check` is false; a request
-    that was cancelled or expired gives what it had. Raises TimeoutError after `timeout`
-    seconds (it goes on; call `cancel` to end it), RequestNotFoundError and StreamChangedError
-    as `stream` does.
+    Raises RequestFailedError if it ended with an error, unless `check` is false. A request that
+    was cancelled or expired gives what it had generated. Raises TimeoutError after `timeout`
+    seconds; the request then goes on, unless you call `cancel`. Raises RequestNotFoundError and
+    StreamChangedError as `stream` does.
     """
     events = yield ReadToEnd(check_request_id(request_id), timeout)
     return fold(request_id, events, check)
@@ -154,7 +154,7 @@ def generate(
     check: bool = True,
     **fields: Any,
 ) -> Operation[Result]:
-    """`enqueue` and `result` in one. Who stops waiting does not cancel the request."""
+    """`enqueue` and `result` in one. The request goes on if you stop waiting for it."""
     request_id = yield from enqueue(keys, prompt, **fields)
     return (yield from result(keys, request_id, timeout=timeout, check=check))
 
@@ -169,7 +169,7 @@ def sample(
     check: bool = True,
     **fields: Any,
 ) -> Operation[Samples]:
-    """`enqueue_samples` and the results of all; `timeout` is that of the whole."""
+    """`enqueue_samples` and the results of all samples; `timeout` is for all together."""
     request_ids = yield from enqueue_samples(keys, n, prompt, **fields)
     deadline = None if timeout is None else time.monotonic() + timeout
     results = []
@@ -186,7 +186,7 @@ def cancel(keys: Keys, /, request_id: str) -> Operation[CancelStatus]:
 
 
 def state(keys: Keys, /, request_id: str) -> Operation[RequestState | None]:
-    """Where a request is in its life; None if it is unknown."""
+    """The state of a request; None if it is unknown."""
     found: RequestState | None = yield lookups.state(keys, check_request_id(request_id))
     return found
 

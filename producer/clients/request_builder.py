@@ -1,4 +1,4 @@
-"""Makes requests of what callers pass to a client."""
+"""Makes requests from what callers pass to a client."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Messages = list[dict[str, Any]]
 def compose(
     requests: Iterable[Mapping[str, Any]], account: TokenAccount | None = None
 ) -> list[NewRequest]:
-    """Requests of their payloads' fields and, beside those, `request_id` and `delay_ms`.
+    """Makes requests from fields of their payloads, `request_id` and `delay_ms`.
 
-    With an account their output is charged to it. Raises InvalidRequestError naming the first field
-    that is wrong.
+    If there is an account, their output is charged to it. Raises InvalidRequestError that names the
+    first wrong field.
     """
     composed = [_compose_one(dict(fields)) for fields in requests]
     return [replace(it, account=account) for it in composed] if account else composed
 
 
 def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
-    """`n` requests of one prompt: ids `ID:0` ... `ID:n-1`, seeds `seed + i` where one is given.
+    """`n` requests with one prompt: ids `ID:0` ... `ID:n-1`, seeds `seed + i` if one is given.
 
     Raises InvalidRequestError.
     """
@@ -50,8 +50,8 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
     try:
         request = Request.build(fields)
         payload = request.to_payload().encode()
-        from_json(payload)  # as workers read it, which is less deep than it can be written
-        # In the names within an object halves of characters would be replaced in silence.
+        from_json(payload)  # workers read less deeply nested JSON than can be written
+        # Half a character in a name within an object would be replaced silently.
         to_json(request.model_dump(exclude={"prompt"}, exclude_defaults=True))
     except (ValueError, RecursionError):
         raise _unfit_for_json(fields) from None
@@ -60,7 +60,7 @@ def _compose_one(fields: dict[str, Any]) -> NewRequest:
 
 
 def _unfit_for_json(fields: dict[str, Any]) -> InvalidRequestError:
-    """Python has values that JSON has not, such as half of a character, or no bottom."""
+    """The error for a value that JSON cannot hold: half a character, or a list within itself."""
     for name, value in fields.items():
         try:
             from_json(to_json({name: value}))
@@ -77,7 +77,7 @@ def _sample(i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(seed := fields.get("seed"), int):
         own["seed"] = seed + i
     if isinstance(key := fields.get("idempotency_key"), str):
-        own["idempotency_key"] = f"{key}:{i}"  # one key would make all of them one request
+        own["idempotency_key"] = f"{key}:{i}"  # with one key, all would be one request
     return {**fields, **own}
 
 
@@ -88,6 +88,6 @@ def call_fields(
     delay_ms: int,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a client's method was given, as one mapping for `compose`."""
+    """The arguments of a client's method as one mapping for `compose`."""
     own = {"prompt": prompt, "messages": messages, "request_id": request_id, "delay_ms": delay_ms}
     return {**fields, **own}

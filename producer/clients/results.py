@@ -1,4 +1,4 @@
-"""What a client gives back for finished requests."""
+"""What a client returns for finished requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Samples:
 
 
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
-    """The result of a whole stream. With `check`, raises RequestFailedError if it is an error."""
+    """The result of a whole stream. If `check`, raises RequestFailedError for a failed request."""
     result = Result.fold(events)
     if check and result.finish_reason is FinishReason.ERROR:
         error_type = result.error.type if result.error else "unknown"

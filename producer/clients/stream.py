@@ -1,9 +1,9 @@
 """The order of one request's stream: replay, repeats, gaps, silence, lost connections.
 
-Does no I/O itself. `follow` yields what is to be done and is sent what came of it, so that the
-rules stand here once and the clients only carry them out. In short: what is heard on the channel
-is trusted only where it continues what was delivered; whenever something may have been missed
-(at the start, after a reconnection, on a jump of `index`, after some silence), the log is read.
+This module does no I/O. `follow` yields actions and is sent their results, so the rules are written
+once and both clients only carry the actions out. In short: an event of the channel is used only if
+it continues what was delivered. Whenever an event may have been missed (at the start, after a
+reconnection, when `index` jumps, after some silence), the log is read.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from promptq.shared.queue.call import Call, is_wrong_type
 T = TypeVar("T")
 
 SILENCE_SECONDS = 3.0
-"""After so long without an event the log is read: a last event that was lost leaves no gap."""
+"""After this time without an event the log is read: if the last event is lost, no gap shows it."""
 
 GIVE_UP_SECONDS = 60.0
-"""How long a stream tries to get a connection back."""
+"""How long a stream tries to connect again."""
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 4.0
@@ -47,45 +47,45 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Answered with what the call gives."""
+    """Make a call; answered with what it gives."""
 
     call: Call[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Answered with what the subscription brings within so many seconds, see `heard`."""
+    """Wait so many seconds; answered with what the subscription brings, see `heard`."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Answered with None, after so many seconds."""
+    """Sleep so many seconds; answered with None."""
 
     seconds: float
 
 
 Action = Subscribe | Ask | Wait | Sleep | TokenEvent
-"""An event is the stream's next one, to be handed out; answered with None."""
+"""A TokenEvent is the stream's next event for the reader; answered with None."""
 
 Steps = Generator[Action, Any, None]
 
 
 class Subscribed(Enum):
-    """Heard when the server confirms a subscription, again also after a reconnection."""
+    """Heard when the server confirms a subscription, and again after each reconnection."""
 
     SUBSCRIBED = "subscribed"
 
 
 class Missed(Enum):
-    """Heard in the place of messages that were dropped."""
+    """Heard instead of messages that were dropped."""
 
     MISSED = "missed"
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
-    """What a redis-py pub/sub message says: an event, a confirmed subscription, or nothing."""
+    """What a pub/sub message of redis-py says: an event, a confirmed subscription, or nothing."""
     kind = message["type"] if message else None
     if message and kind in ("message", "smessage"):
         data: bytes = message["data"]
@@ -94,7 +94,10 @@ def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
 
 
 def advance(steps: Steps, answer: Any) -> Action | None:
-    """Give the answer to the last action, an exception if it failed; None when the stream ended."""
+    """Send the answer to the last action (an exception if it failed) and get the next action.
+
+    None when the stream has ended.
+    """
     try:
         return steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
     except StopIteration:
@@ -112,10 +115,10 @@ def follow(
 ) -> Steps:
     """Stream a request, from its first event or the one that holds token `from_index`, to its last.
 
-    A request whose log was folded into its result gives one event with all that is left. Only if
-    the stream began at a later index, where the borders of its text are lost with the log, that
-    event has `index` 0 and holds everything. A user who may not read requests' records streams what
-    log and channel tell, and waits where a log is gone or never was.
+    If the request's log was folded into its result, the stream is one event with all that is left.
+    If it was also to begin at a later index, that event has `index` 0 and holds everything, as the
+    borders of the text are lost with the log. A user who may not read requests' records gets what
+    log and channel say, and waits if there is no log.
 
     Raises RequestNotFoundError, StreamChangedError, TimeoutError after `timeout` seconds, and what
     redis-py raises when the server stays away.
@@ -192,20 +195,20 @@ class _Stream:
                 self._failures = 0  # the server answers, however short its visit
 
     def _continue(self, event: TokenEvent) -> Steps:
-        """Deliver an event of the log or the channel, less what was delivered before."""
+        """Deliver an event of the log or the channel, without what was delivered before."""
         self._check(event.index, event.token_ids)
         if not event.is_last and event.end <= self._position:
             return
         if event.index < self._position and self._text_from is not None:
             event = yield from self._beyond(event)
-        if event.is_last and self._was_cut:  # what took the place of lost tokens may be unheard
+        if event.is_last and self._was_cut:  # other tokens may have replaced lost ones unseen
             record = yield from self._read_record()
             if record is not None and (result := record[2]) is not None:
                 self._check(0, result.token_ids)
         yield self._delivered(event)
 
     def _check(self, index: int, token_ids: list[int]) -> None:
-        """Raise StreamChangedError if these, from `index` on, are not those that were delivered."""
+        """Raise StreamChangedError if these tokens, from `index` on, are not those delivered."""
         if self._text_from is None or index >= self._position:
             return
         start = max(index, self._text_from)
@@ -219,7 +222,7 @@ class _Stream:
             )
 
     def _delivered(self, event: TokenEvent) -> TokenEvent:
-        """The event, from now on delivered."""
+        """Note that the event is delivered, and give it."""
         if self._text_from is None:
             self._text_from = event.index
         self._position = max(self._position, event.end)
@@ -232,7 +235,8 @@ class _Stream:
     def _beyond(self, event: TokenEvent) -> Generator[Action, Any, TokenEvent]:
         """What an event brings beyond the tokens that were delivered.
 
-        Its log was lost in part, as in a failover, and another worker went on with other borders.
+        This is for a log of which a part was lost, as in a failover: another worker went on, and
+        its events begin at other tokens.
         """
         text = ""
         call = lookups.log_after(self._keys, self._id, 0)
@@ -255,12 +259,12 @@ class _Stream:
         )
 
     def _catch_up(self) -> Steps:
-        """Deliver what the log has, or where it has nothing new, what the record tells."""
+        """Deliver what the log has, or what the record says if the log has nothing new."""
         if (yield from self._read_log()):
             return
         record = yield from self._read_record()
         if record is None:
-            return  # only the log and the channel tell
+            return  # only the log and the channel can be read
         has_state, last_event, result = record
         over = last_event is not None and result is not None
         if not over and (has_state or (yield from self._is_known())):
@@ -277,7 +281,7 @@ class _Stream:
         yield self._delivered(self._rest(last_event, result))
 
     def _read_log(self) -> Generator[Action, Any, bool]:
-        """Deliver what continues the stream; whether there was any."""
+        """Deliver what continues the stream. Gives whether there was anything."""
         before = self._position
         call = lookups.log_after(self._keys, self._id, before)
         for entry in (yield from self._ask(call, list[bytes]())):
@@ -288,9 +292,9 @@ class _Stream:
         return self._ended or self._position > before
 
     def _read_record(self) -> Generator[Action, Any, _Ending | None]:
-        """What the record tells of the end; None where this user may not read it.
+        """What the record says about the end; None if this user may not read it.
 
-        It is tried once a stream, so that the server's log of refusals stays short.
+        Each stream tries it once only, so that the server's log of refusals stays short.
         """
         if self._is_barred:
             return None
@@ -301,9 +305,9 @@ class _Stream:
             return None
 
     def _is_known(self) -> Generator[Action, Any, bool]:
-        """Whether a record that says nothing belongs to a request that plain commands enqueued.
+        """Whether a record without a state belongs to a request that plain commands enqueued.
 
-        Asked by plain commands too: who only reads may run no script.
+        It asks with plain commands, as users who only read may not run scripts.
         """
         if (yield from self._ask(lookups.state(self._keys, self._id), None)) is not None:
             return True
@@ -314,7 +318,7 @@ class _Stream:
         return False
 
     def _rest(self, last_event: TokenEvent, result: _Folded) -> TokenEvent:
-        """The last event, made to hold all of the result that was not delivered."""
+        """The last event, with all of the result that was not delivered yet."""
         start, text_start = self._position, self._text_length
         if self._from_index >= len(result.token_ids):
             start, text_start = len(result.token_ids), len(result.text)
@@ -331,7 +335,7 @@ class _Stream:
         )
 
     def _ask(self, call: Call[T], otherwise: T) -> Generator[Action, Any, T]:
-        """What the call gives; `otherwise` if a stranger's key of another type is in its place."""
+        """What the call gives; `otherwise` if a stranger made the key of another type."""
         try:
             answer: T = yield Ask(call)
         except redis.ResponseError as error:
@@ -356,7 +360,7 @@ class _Stream:
 
 
 def _parse(event: bytes) -> TokenEvent | None:
-    """None for what is no event: anybody may publish on a channel."""
+    """The event, or None if it is not one: anybody may publish on a channel."""
     try:
         return TokenEvent.model_validate_json(event)
     except ValidationError:
@@ -368,7 +372,7 @@ def _is_sharded(keys: Keys) -> Call[bool]:
 
 
 def _tenants_waiting(keys: Keys) -> Call[list[bytes]]:
-    """Where ids of tenants wait."""
+    """The keys in which requests of tenants wait."""
     prefix = keys.pending.encode() + b":"
     return Call("", ["SMEMBERS", keys.tenants_waiting], lambda reply: [prefix + it for it in reply])
 
@@ -378,7 +382,7 @@ def _is_there(score: Any) -> bool:
 
 
 def _ending(keys: Keys, request_id: str) -> Call[_Ending]:
-    """Whether there is a state, the last event, the result: all but the payload, which is large."""
+    """Whether there is a state, the last event, and the result; not the payload, as it is large."""
 
     def parse(reply: list[Any]) -> _Ending:
         state, last_event, result = reply

@@ -1,10 +1,10 @@
 """The channels that the streams of one asyncio client follow, through one connection.
 
-A task of its own, the keeper, owns the connection for as long as anybody listens: it puts what
-comes into the mailboxes of those who follow the channel, which hear it there and then unless they
-are busy, and brings a lost connection back once for all of them. Of redis-py's PubSub only the
-connection is used: PubSub connects again from whichever task finds the connection lost, so reading
-in one and subscribing from others is not safe with it.
+A separate task, the keeper, owns the connection for as long as anybody listens. It puts messages
+into the mailboxes of those who follow the channel. They hear a message at once, unless they are
+busy. When the connection is lost, the keeper opens it again, once for all of them. Of redis-py's
+PubSub only the connection is used. PubSub opens a lost connection from whichever task notices the
+loss, so it is not safe to read in one task and subscribe from others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from promptq.shared.errors import QueueClosedError
 from promptq.shared.runtime.tasks import end, heeding_cancels
 
 MAX_UNREAD = 256
-"""Of more messages that a stream does not take, it only hears that it missed some."""
+"""If more messages wait for a stream, they are dropped, and it hears that it missed some."""
 
 _MAX_RECONNECT_SECONDS = 0.1
 
 _Heard = bytes | Subscribed | Missed | Exception
 T = TypeVar("T")
 GoOn = Callable[[Any], T | Wait]
-"""Told what came of the last action of a stream; gives the next."""
+"""Takes the answer to a stream's last action, and gives the next action."""
 
 _Channel = tuple[bytes, bool]  # the name, and whether it is sharded
 
@@ -48,7 +48,7 @@ class Subscriptions:
     def __init__(self, client: Any) -> None:
         self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
-        self._asked: dict[_Channel, None] = {}  # of the server, in this order
+        self._asked: dict[_Channel, None] = {}  # subscriptions asked of the server, in this order
         self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -56,18 +56,18 @@ class Subscriptions:
         self._is_quiet = False
 
     def mailbox(self) -> Mailbox:
-        """One stream's mailbox. It follows nothing yet; whoever took it closes it."""
+        """A mailbox for one stream. It follows nothing yet, and its user closes it."""
         return Mailbox(self)
 
     async def aclose(self) -> None:
-        """Drop the connection; whoever still listens hears QueueClosedError."""
+        """Drop the connection. Those who still listen hear QueueClosedError."""
         self._closed = True
         keeper = [] if self._keeper is None else [self._keeper]
         self._fail(QueueClosedError("the client was closed"))
         await end(keeper)
 
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Follow from the next `Subscribed` on. Raises QueueClosedError."""
+        """Follow a channel, from the next `Subscribed` on. Raises QueueClosedError."""
         if self._closed:
             raise QueueClosedError("the client was closed")
         self._mailboxes.setdefault(channel, []).append(mailbox)
@@ -78,7 +78,7 @@ class Subscriptions:
             self._keeper = asyncio.create_task(self._keep())
 
     async def leave(self, channel: _Channel, mailbox: Mailbox) -> None:
-        """Follow no longer; the last to leave sees the connection closed."""
+        """Stop following a channel. When the last one leaves, the connection is closed."""
         mailboxes = self._mailboxes.get(channel, [])
         if mailbox not in mailboxes:
             return  # the connection failed before
@@ -103,12 +103,12 @@ class Subscriptions:
                     seconds = random.uniform(0, _MAX_RECONNECT_SECONDS)  # noqa: S311 # spreads them
                     await asyncio.sleep(seconds)
                     await pubsub.connect()
-        except Exception as error:  # whatever it is, those who listen must not wait in vain
+        except Exception as error:  # whatever it is, those who listen must hear of it
             if self._keeper is me:
                 self._fail(error)
 
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
-        """Hear what comes until the connection is lost; raises what it broke with if none came."""
+        """Hear messages until the connection is lost. Raises its error if nothing was heard."""
         self._asked.clear()
         self._confirmed.clear()
         self._changed.set()
@@ -179,7 +179,7 @@ class Subscriptions:
             self._confirmed.discard(channel)
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """Replies come in the order of commands: the error is that of the first without one."""
+        """The error is for the first command without a reply, as replies come in order."""
         for channel in self._asked:
             if channel not in self._confirmed:
                 del self._asked[channel]
@@ -191,7 +191,7 @@ class Subscriptions:
             mailbox.put(item)
 
     def _fail(self, error: Exception) -> None:
-        """Tell everybody; who comes next begins anew, with a connection and a keeper of its own."""
+        """Tell everybody. Whoever follows a channel next starts a new keeper and connection."""
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._keeper = None
         self._confirmed.clear()
@@ -201,7 +201,7 @@ class Subscriptions:
 
 
 class Mailbox:
-    """What one stream has not heard yet. Nobody waits for it: what is too much is dropped."""
+    """What one stream has not heard yet. If too many messages wait in it, they are dropped."""
 
     def __init__(self, subscriptions: Subscriptions) -> None:
         self._subscriptions = subscriptions
@@ -209,22 +209,22 @@ class Mailbox:
         self._channel: _Channel | None = None
         self._unread: deque[_Heard] = deque()
         self._go_on: GoOn[Any]
-        self._todo: asyncio.Future[Any] = self._loop.create_future()  # open while one listens
+        self._todo: asyncio.Future[Any] = self._loop.create_future()  # pending while a task listens
         self._todo.set_result(None)
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def subscribe(self, name: str, sharded: bool) -> None:
-        """Follow this channel instead of any before. Whether that succeeds is heard."""
+        """Follow this channel instead of the one before. It hears whether that works."""
         await self.aclose()
         self._channel = (name.encode(), sharded)
         self._subscriptions.join(self._channel, self)
 
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
-        """Tell `go_on` what comes for as long as it gives a `Wait`; returns what else it gives.
+        """Call `go_on` with each message while it gives a `Wait`; returns what else it gives.
 
-        It is told where a message is read: the task that listens takes no turn until the end. An
-        error tells of a lost connection, None that nothing came within the seconds of the wait.
+        The keeper calls it, so the listening task does not wake up before the end. It is called
+        with an error when the connection is lost, with None when nothing came in time.
         """
         while self._unread:
             todo = go_on(self._unread.popleft())
@@ -239,7 +239,7 @@ class Mailbox:
         return cast(T, result)
 
     def put(self, item: _Heard) -> None:
-        # Each stream raises an error of its own: a shared one would collect their tracebacks.
+        # Each stream raises its own copy: one shared error would collect all their tracebacks.
         own = copy.copy(item) if isinstance(item, Exception) else item
         if not self._todo.done():
             self._tell(own)
@@ -250,7 +250,7 @@ class Mailbox:
         self._unread.append(own)
 
     async def aclose(self) -> None:
-        """Follow nothing any more."""
+        """Stop following."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await self._subscriptions.leave(channel, self)
@@ -263,16 +263,16 @@ class Mailbox:
         try:
             todo = self._go_on(item)
         except (Exception, asyncio.CancelledError) as error:
-            todo = error  # for who listens; whoever brought the item goes on
+            todo = error  # it is raised in the listening task, not here
         if isinstance(todo, Wait):
             self._set_timer(todo.seconds)
-        elif not self._todo.done():  # it may have cancelled who listens
+        elif not self._todo.done():  # `go_on` may have cancelled the listening task
             self._todo.set_result(todo)
 
     def _set_timer(self, seconds: float) -> None:
-        """A timer that would ring before is left to ring, and then set to what is left.
+        """Set the deadline. A timer that rings earlier stays, and is set anew when it rings.
 
-        Nearly every wait ends long before its time, and a timer each would double what it costs.
+        Nearly every wait ends long before its deadline, and a timer for each would double its cost.
         """
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:
@@ -291,12 +291,12 @@ class Mailbox:
 
 
 async def _send(connection: Any, commands: Sequence[tuple[str | bytes, ...]]) -> None:
-    """Not on a lost connection: redis-py would open it anew, beside the keeper, who does that."""
+    """Send commands, but not on a lost connection: only the keeper may open it again."""
     if commands and connection.is_connected:
         packed = connection.pack_commands(commands)
         await heeding_cancels(connection.send_packed_command(packed, check_health=False))
 
 
 async def _unlogged(response: Any) -> Any:
-    """In the place of redis-py's handler, which writes each message out for a log nobody reads."""
+    """Replaces redis-py's handler, which formats each message for a log that nobody reads."""
     return response

@@ -59,16 +59,16 @@ class Client:
     """Puts requests into a queue and reads their streams.
 
     Thread-safe: any number of threads may use one client. A thread that reads a stream keeps a
-    connection, and any call takes another while it lasts. A redis-py client that is given has to
-    allow as many (`max_connections`, 100 unless it says otherwise).
+    connection, and each call takes another one while it lasts. If you give it a redis-py client,
+    that client must allow so many connections (its `max_connections`, by default 100).
 
-    `server` is a URL or a redis-py client (which stays its owner's to close); without one, the
-    server of PROMPTQ_REDIS_URL or of the `promptq up` that runs on this machine. Use it as a
+    `server` is a URL or a redis-py client, which you close yourself. By default it is the server
+    of PROMPTQ_REDIS_URL, or of the `promptq up` that runs on this machine. Use the client as a
     context manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each
-    request gets a span, of which its worker's spans are children.
+    request gets a span, and its worker's spans are children of that span.
 
-    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError; so does
-    every method when the server goes away. Most methods are described in
+    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError. Every
+    method raises them too when the server goes away. Most methods are described in
     `promptq.producer.clients.operations`.
     """
 
@@ -131,12 +131,13 @@ class Client:
     ) -> Iterator[TokenEvent]:
         """The events of a request, from the first to the last, each once and in order.
 
-        Subscribers may come at any time, also after the end. With `from_index` the stream begins
-        with the event that holds that token. A connection that drops is opened again. An error of
-        the request is its last event, not an exception.
+        You may read a stream at any time, even after its end. With `from_index` it begins with the
+        event that holds that token. A lost connection is opened again. If the request fails, the
+        error is in its last event and is not raised.
 
         Raises RequestNotFoundError, TimeoutError if the end has not come after `timeout` seconds,
-        StreamChangedError if the server lost what was read and has other tokens in its place.
+        and StreamChangedError if the server lost tokens that were read and other ones replaced
+        them.
         """
         keys = self.queue.keys
         return self._carry_out(

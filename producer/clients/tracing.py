@@ -1,4 +1,4 @@
-"""Spans of enqueueing, whose context each request carries to its worker."""
+"""Spans of enqueueing; each request carries the context of its span to its worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from promptq.shared.runtime.tracing import Tracing
 def enqueueing(
     tracing: Tracing | None, queue: str, new: list[NewRequest]
 ) -> Iterator[list[NewRequest]]:
-    """The requests as they are to be enqueued within: each with a span of its own.
+    """Give the requests to enqueue inside the `with` block, each with a span of its own.
 
-    The parent is what a request brings as `trace_context`, otherwise the caller's current span.
+    The parent of a span is the request's `trace_context`, else the caller's current span.
     """
     if tracing is None:
         yield new

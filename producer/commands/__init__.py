@@ -1,1 +1,1 @@
-"""What `promptq` does at a terminal, a file for each group of commands."""
+"""The commands of `promptq`, one file for each group."""

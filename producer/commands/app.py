@@ -10,15 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from promptq.producer.commands.acl import acl
 from promptq.producer.commands.batches import batch, jobs
 from promptq.producer.commands.keys import keys
 from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
 from promptq.producer.commands.requests import cancel, submit, watch
+from promptq.producer.commands.server_access import acl, url
 from promptq.producer.commands.settings import settings
 from promptq.producer.commands.starting import demo, server, up, worker
 from promptq.producer.commands.top import top
-from promptq.producer.commands.url import url
 from promptq.producer.commands.webhooks import webhooks
 from promptq.producer.gateway.server import gateway
 
@@ -51,7 +50,7 @@ def promptq(
 ) -> None:
     """A message-queue worker service for language models: Redis is its API.
 
-    Start a server and a worker in one terminal (with --port all of it), use them in another:
+    Start a server and a worker in one terminal (with --port also HTTP), use them in another:
 
     promptq up
     promptq submit "Once upon a time"

@@ -21,27 +21,33 @@ batch = typer.Typer(
 @batch.command()
 def run(
     input_file: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="JSONL: custom_id, method, url, body a line.")
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="JSONL, a request a line: custom_id, method, url, body."
+        ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Answers go here, as JSONL.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File for answers, as JSONL.")
     ],
     errors: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Lines without an answer go here; default: OUTPUT with `.errors` in its name.",
+            help="File for lines without an answer; default: OUTPUT with `.errors` in its name.",
             show_default=False,
         ),
     ] = None,
     in_flight: Annotated[
-        int, typer.Option(min=1, help="Most lines in the queue or running at once.")
+        int, typer.Option(min=1, help="Most lines that wait or run at once.")
     ] = 128,
     priority: Annotated[
-        int, typer.Option(min=-1000, max=1000, help="Of lines that bring none; lower runs sooner.")
+        int,
+        typer.Option(
+            min=-1000, max=1000, help="Priority of lines that have none; lower runs sooner."
+        ),
     ] = 0,
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Whom lines that name none are for.")
+        str | None, typer.Option(metavar="NAME", help="Tenant of lines that name none.")
     ] = None,
     as_json: AsJson = False,
     redis: Redis = None,
@@ -49,8 +55,8 @@ def run(
 ) -> None:
     """Run a file of requests and write the answers.
 
-    Interrupted, it goes on where it was when the same command is given again.
-    Lines that are no requests go to the error file, and the others run.
+    If it is interrupted, the same command continues it.
+    Lines that are not requests go to the error file, and the others run.
 
     Examples:
 
@@ -109,7 +115,7 @@ def run(
     else:
         print(
             f"stopped after {done.completed + done.failed} of {done.total} lines; the same"
-            " command goes on from here"
+            " command continues from here"
         )
     if not outcome.is_complete:
         raise typer.Exit(130)
@@ -125,7 +131,7 @@ def jobs(
 ) -> None:
     """Run the background work of a queue: batch files, webhooks, upkeep.
 
-    Several may run: one of them leads, and all share the work.
+    You can run several. One of them leads, and all share the work.
 
     Examples:
 
@@ -137,7 +143,6 @@ def jobs(
     from promptq.producer.settings import read_jobs_settings
     from promptq.shared.runtime.logs import configure_logs
 
-    given = {"redis_url": redis, "queue": queue, "redis_wait": redis_wait}
-    settings = read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+    settings = read_jobs_settings(redis_url=redis, queue=queue, redis_wait=redis_wait)
     configure_logs(settings.log_level, settings.log_format)
     run_jobs(settings)

@@ -22,13 +22,13 @@ _DURATION = re.compile(r"([0-9]{1,6})([mhdw])")
 keys = typer.Typer(
     name="keys",
     no_args_is_help=True,
-    help="API keys of the gateway. Without any, it answers on this machine alone.",
+    help="API keys of the gateway. Without any key, it answers only on this machine.",
 )
 
 
 @keys.command()
 def create(
-    name: Annotated[str, typer.Argument(help="What to call it; appears in logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the key; it appears in logs.")],
     tenant: Annotated[
         str | None,
         typer.Option(
@@ -45,20 +45,20 @@ def create(
         typer.Option(
             min=-MAX_PRIORITY,
             max=MAX_PRIORITY,
-            help="The most urgent priority that it may ask for; a lower number runs sooner.",
+            help="The most urgent priority that its requests may have; lower runs sooner.",
         ),
     ] = 0,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[
-        int, typer.Option(min=0, help="Of prompts and output together; 0: no limit.")
+        int, typer.Option(min=0, help="Prompts and output together; 0: no limit.")
     ] = 0,
     admin: Annotated[
-        bool, typer.Option("--admin", help="May see and steer the whole queue.")
+        bool, typer.Option("--admin", help="It may see and control the whole queue.")
     ] = False,
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"What it may call, of {', '.join(SCOPES)}; may be given several times."
+            help=f"What it may call: {', '.join(SCOPES)}. Can be given several times."
             " Default: all of them."
         ),
     ] = None,
@@ -78,9 +78,9 @@ def create(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Make a key and print it; it cannot be shown again.
+    """Make a key and print it. It cannot be shown again.
 
-    From the first key on, the gateway takes nobody without one.
+    As soon as there is a key, the gateway answers nobody without one.
 
     Examples:
 
@@ -105,7 +105,7 @@ def create(
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """List the keys, what each allows, and when it was last used.
+    """List the keys, what each allows, and when each was last used.
 
     Examples:
 
@@ -125,7 +125,7 @@ def list_keys(as_json: AsJson = False, redis: Redis = None, queue: Queue = None)
             console.width = _ANY_WIDTH
         console.print(api_keys_list(found, console.width))
     else:
-        print("no keys: the gateway answers on this machine alone")
+        print("no keys: the gateway answers only on this machine")
 
 
 @keys.command()
@@ -134,9 +134,9 @@ def revoke(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Let nobody in with a key from now on.
+    """Make a key invalid from now on.
 
-    Open pages of the dashboard end within seconds; completions that have begun run to their end.
+    Open pages of the dashboard end within seconds. Completions that have begun run to their end.
 
     Examples:
 
@@ -147,7 +147,7 @@ def revoke(
         left = len(client.api_keys())
     print(f"revoked {key.name} (…{key.hint})")
     if not left:
-        print("no keys are left: the gateway answers on this machine alone")
+        print("no keys are left: the gateway answers only on this machine")
 
 
 def _expiry(expires_in: str | None, expires_at: str | None) -> int:

@@ -1,9 +1,8 @@
-"""Commands about a queue: what it holds, pause, resume, drain, who waits where, dead letters."""
+"""Commands about a queue: statistics, pause, resume, drain, priorities, dead letters."""
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -24,7 +23,7 @@ _ALL = 2**31
 
 
 def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Show what the queue holds and how its workers fare.
+    """Show what the queue holds and how its workers do.
 
     Examples:
 
@@ -50,7 +49,7 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
-    """Hand out no more requests; they are taken in and wait. What runs goes on.
+    """Hand out no more requests. New ones are accepted and wait; those that run go on.
 
     Examples:
 
@@ -58,7 +57,7 @@ def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
     """
     with open_client(redis, queue) as client:
         client.pause()
-    write(json.dumps({"paused": True}) if as_json else "paused: requests are taken in and wait")
+    write(json.dumps({"paused": True}) if as_json else "paused: requests are accepted and wait")
 
 
 def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:
@@ -76,7 +75,7 @@ def resume(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) ->
 def drain(
     worker: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="This worker alone; `promptq stats` shows the ids."),
+        typer.Option(metavar="ID", help="Only this worker; `promptq stats` shows the ids."),
     ] = None,
     as_json: AsJson = False,
     redis: Redis = None,
@@ -84,8 +83,8 @@ def drain(
 ) -> None:
     """Tell workers to claim no more, finish what runs and exit, as SIGTERM does.
 
-    What keeps them running may start them again, `promptq up` among others:
-    pause the queue first if it is to stand still.
+    Whatever keeps them running may start them again, for example `promptq up`.
+    To stop the queue, pause it first.
 
     Examples:
 
@@ -108,7 +107,7 @@ def reprioritise(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Give a waiting request another priority: it moves as if it had come with it.
+    """Change the priority of a waiting request. It moves as if it had always had it.
 
     Examples:
 
@@ -129,7 +128,7 @@ def reprioritise(
 
 @dead.command("list")
 def list_dead(
-    limit: Annotated[int, typer.Option(min=1, help="So many, the latest first.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="How many, the latest first.")] = 100,
     as_json: AsJson = False,
     redis: Redis = None,
     queue: Queue = None,
@@ -169,10 +168,12 @@ def show(
     if as_json:
         write(letter.model_dump_json(indent=2))
         return
-    write(f"{letter.request_id}, buried {clock_text(letter.buried_at)}")
+    from promptq.producer.commands.screens.render import clock_time
+
+    write(f"{letter.request_id}, buried {clock_time(letter.buried_at)}")
     write(f"{letter.message}; it had emitted {letter.num_tokens} tokens")
     for attempt in letter.history:
-        since, until = clock_text(attempt.claimed_at), clock_text(attempt.ended_at)
+        since, until = clock_time(attempt.claimed_at), clock_time(attempt.ended_at)
         write(f"  attempt {attempt.attempt} on {attempt.worker}, {since} to {until}: {attempt.how}")
     write(letter.payload)
 
@@ -185,7 +186,7 @@ def requeue(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Run dead letters again, each as a new request that has its worker to itself.
+    """Run dead letters again, each as a new request that runs alone in its worker.
 
     Examples:
 
@@ -213,7 +214,7 @@ def purge(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Delete dead letters and all that is kept of them.
+    """Delete dead letters and all data about them.
 
     Examples:
 
@@ -226,11 +227,6 @@ def purge(
     if chosen and not count:
         raise RequestNotFoundError(f"{chosen[0]!r} is not a dead letter")
     write(json.dumps({"purged": count}) if as_json else f"purged {count} of {len(chosen)}")
-
-
-def clock_text(milliseconds: int) -> str:
-    """A time of the server in this machine's zone."""
-    return f"{datetime.fromtimestamp(milliseconds / 1000):%Y-%m-%d %H:%M:%S}"
 
 
 def _chosen(request_ids: list[str] | None) -> list[str]:

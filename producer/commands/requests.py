@@ -1,4 +1,4 @@
-"""Commands about one request: put it in, watch it, end it."""
+"""Commands about one request: submit it, watch it, cancel it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ from promptq.shared.queue.request_queue import new_request_id
 def submit(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="The prompt; without it, or as -, standard input.", show_default=False),
+        typer.Argument(
+            help="The prompt; if it is left out or is -, standard input.", show_default=False
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of output.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Keep the likeliest tokens of so much.")
+        float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep this many of the likeliest tokens.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; may be given several times."),
+        typer.Option(metavar="TEXT", help="Stop before this text; can be given several times."),
     ] = None,
     priority: Annotated[
         int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")
     ] = None,
     deadline_ms: Annotated[
-        int | None, typer.Option(help="End the request if it is not done after so long.")
+        int | None,
+        typer.Option(help="Milliseconds after which the request ends if it is not done."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a chat message: use the chat template.")
@@ -101,7 +106,7 @@ def watch(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Print a request's text from the beginning, then as it comes.
+    """Print a request's text from its beginning, and go on as it is generated.
 
     Examples:
 
@@ -113,7 +118,7 @@ def watch(
 
 
 def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> None:
-    """End a request: at once if it waits, at the next token if it runs.
+    """Cancel a request: at once if it waits, at the next token if it runs.
 
     Examples:
 

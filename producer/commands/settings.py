@@ -1,4 +1,4 @@
-"""`promptq settings`: what can be set, and what it is now."""
+"""`promptq settings`: all settings and their current values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from promptq.shared.server.connection import without_password
 
 
 def settings(as_json: AsJson = False) -> None:
-    """List the settings, each an environment variable.
+    """List the settings and their current values. Each is an environment variable.
 
-    Each stands with what it is now. The first of them are options of
-    `promptq worker` too; those below are of other processes alone.
+    The first ones are also options of `promptq worker`. The others, below them, are
+    only for other processes.
 
     Examples:
 
@@ -51,7 +51,7 @@ def settings(as_json: AsJson = False) -> None:
 
 
 def _settings_rows(current: Settings, process: str | None, known: Set[str]) -> list[dict[str, Any]]:
-    """Of settings that are not yet known; `process` is whose they are, None: not of one alone."""
+    """Rows for settings that are not `known` yet; `process` is where they apply, None: anywhere."""
     rows: list[dict[str, Any]] = []
     for name, field in type(current).model_fields.items():
         if name in known:

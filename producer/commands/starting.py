@@ -1,4 +1,4 @@
-"""Commands that start processes: all of it, one worker, a server, or a demonstration."""
+"""Commands that start processes: everything, a worker, a server, or a demonstration."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def up(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Use this server, and start none; default: PROMPTQ_REDIS_URL.",
+            help="Use this server and start none; default: PROMPTQ_REDIS_URL.",
             show_default=False,
         ),
     ] = None,
     redis_port: ServerPort = None,
     data: DataDir = None,
-    workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 1,
+    workers: Annotated[int, typer.Option(min=0, help="Number of worker processes.")] = 1,
     queue: Queue = None,
     port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Serve HTTP on this port too, with gateway and jobs.",
+            help="Also serve HTTP on this port, and run jobs.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a server and workers in this terminal, with --port a gateway and jobs, until Ctrl-C.
+    """Run a server and workers in this terminal until Ctrl-C; with --port also gateway and jobs.
 
-    Without a Redis URL it starts an embedded server, which other promptq
-    commands of this user find by themselves. Workers that die are started again.
-    All other options go to the workers; `promptq worker --help` lists them.
+    Without a Redis URL it starts an embedded server, which other promptq commands
+    of the same user find by themselves. Workers that die are started again. All
+    other options go to the workers; `promptq worker --help` lists them.
 
     Examples:
 
@@ -102,7 +102,7 @@ def server(
     port: ServerPort = None,
     data: DataDir = None,
 ) -> None:
-    """Run the embedded server alone, until Ctrl-C.
+    """Run only the embedded server, until Ctrl-C.
 
     Examples:
 

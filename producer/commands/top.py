@@ -27,7 +27,7 @@ _HOUR_MS = 3_600_000
 
 
 class LastHour:
-    """Samples of the queue's statistics; each call reads only what is new."""
+    """Samples of the queue's statistics in the last hour. Each call reads only new ones."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -42,12 +42,12 @@ class LastHour:
 
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once and leave; so it does in a pipe.")
+        bool, typer.Option("--once", help="Print it once and exit, as in a pipe.")
     ] = False,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Watch the queue and its workers, refreshed each second. q or Ctrl-C leaves.
+    """Watch the queue and its workers, updated every second. q or Ctrl-C exits.
 
     Examples:
 
@@ -72,7 +72,7 @@ def top(
 
 
 def _watch(console: Console, look: Callable[[], Any]) -> None:
-    """Show it until somebody has enough. Raises what the first look raises."""
+    """Show it until the user exits. Raises what the first look raises."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -97,7 +97,7 @@ def _watch(console: Console, look: Callable[[], Any]) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Gives what waits some seconds for keys, which are not echoed; empty if none came."""
+    """Give a function that waits some seconds for keys, and gives them. They are not echoed."""
     if not sys.stdin.isatty():
         yield _no_key
         return

@@ -1,4 +1,4 @@
-"""Commands about webhooks: secrets that receivers verify signatures with, and what was given up."""
+"""Commands about webhooks: the secrets of tenants, and webhooks that were given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from promptq.shared.protocol.keys import NAME_IN_WORDS, Keys, is_tenant
 from promptq.shared.runtime.extras import require
 
 if TYPE_CHECKING:
-    from promptq.producer.settings import JobsSettings
     from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 
 webhooks = typer.Typer(
@@ -24,17 +23,18 @@ webhooks = typer.Typer(
 
 Tenant = Annotated[
     str | None,
-    typer.Option(help="Whose requests it signs; default: those without a tenant."),
+    typer.Option(help="Tenant whose requests it signs; default: requests without a tenant."),
 ]
 
 
 @webhooks.command()
 def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
-    """Print the secret that a tenant's receivers verify signatures with.
+    """Print the secret with which a tenant's receivers verify signatures.
 
-    Where two are valid, the newest comes first.
+    If two secrets are valid, the newest comes first.
 
-    Run it as the user and with the settings of `promptq jobs`, whose folder for files it reads.
+    Run it as the same user and with the same settings as `promptq jobs`: it reads the folder for
+    files.
 
     Examples:
 
@@ -46,9 +46,10 @@ def secret(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) 
 
 @webhooks.command()
 def rotate(tenant: Tenant = None, as_json: AsJson = False, queue: Queue = None) -> None:
-    """Make and print a tenant's next secret; for a day the one before signs as well.
+    """Make and print a tenant's next secret. For one day the previous secret signs, too.
 
-    Give it to the receivers within that day. A second call within it ends the oldest one at once.
+    Give the new secret to the receivers within that day. A second call on that day ends the
+    oldest secret at once.
 
     Examples:
 
@@ -71,9 +72,10 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
     from promptq.producer.commands.screens.render import dead_webhooks_table
     from promptq.producer.commands.screens.terminal import SafeConsole
     from promptq.producer.jobs.deliveries import read_dead
+    from promptq.producer.settings import read_jobs_settings
     from promptq.shared.server.connection import open_redis
 
-    settings = _settings(redis_url=redis, queue=queue)
+    settings = read_jobs_settings(redis_url=redis, queue=queue)
     url = server_url(settings.redis_url)
     with explained(url), open_redis(url) as connection:
         found = read_dead(connection, Keys(settings.queue))
@@ -88,15 +90,10 @@ def dead(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> N
 
 def _secrets(queue: str | None) -> WebhookSecrets:
     require("promptq webhooks", "jobs")
+    from promptq.producer.settings import read_jobs_settings
     from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 
-    return WebhookSecrets(_settings(queue=queue))
-
-
-def _settings(**given: str | None) -> JobsSettings:
-    from promptq.producer.settings import read_jobs_settings
-
-    return read_jobs_settings(**{name: it for name, it in given.items() if it is not None})
+    return WebhookSecrets(read_jobs_settings(queue=queue))
 
 
 def _checked(tenant: str | None) -> str:

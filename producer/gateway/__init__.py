@@ -1,5 +1,5 @@
 """The HTTP side: an OpenAI-compatible API and a dashboard, one more producer on the queue.
 
-Nothing here knows a worker. What a request needs goes through `AsyncClient`, what a page shows
-through the same keys that any client may read.
+Nothing here talks to a worker. Requests go through `AsyncClient`, and pages show what any client
+may read from the queue's keys.
 """

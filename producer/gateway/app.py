@@ -52,11 +52,11 @@ _ROUTERS = (
 )
 _UPLOADS_OF_TENANT = 4
 _UPLOADS = 16
-"""Of the largest size, at once: until they are whole they take room beside the folder for files."""
+"""Uploads of the largest size at once. Until one is complete, it takes room on the disk twice."""
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The ASGI application of one gateway. Raises RedisUnavailableError if no server is named."""
+    """The ASGI application of one gateway. Raises RedisUnavailableError if no server is given."""
     url = server_url(settings.redis_url)
     tracing = start_tracing("promptq-gateway", settings.otlp_endpoint)
 
@@ -70,7 +70,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             settings,
             client,
             connection.connection_pool.connection_kwargs.get("username") or "default",
-            QueueWatch(client.queue, url),
+            QueueWatch(client.queue),
             cancels,
             BodyBudget(
                 max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),

@@ -46,8 +46,8 @@ def gateway(
 ) -> None:
     """Serve the queue over HTTP, with the API of OpenAI; docs/gateway.md describes it.
 
-    It needs neither a worker nor the server to start: what cannot be served is
-    answered with 503 until it can.
+    It starts even if there is no worker and no Redis server yet. Until they are
+    there, it answers requests with 503.
 
     Examples:
 
@@ -56,19 +56,14 @@ def gateway(
     """
     from promptq.producer.settings import read_gateway_settings
 
-    given = {
-        "http_host": host,
-        "http_port": port,
-        "http_share_port": share_port,
-        "redis_url": redis,
-        "queue": queue,
-    }
-    settings = read_gateway_settings(**{name: it for name, it in given.items() if it is not None})
+    settings = read_gateway_settings(
+        http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queue=queue
+    )
     run_gateway(settings)
 
 
 def run_gateway(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
+    """Serve until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
     require("promptq gateway", "gateway")
     import uvicorn
 
@@ -79,7 +74,7 @@ def run_gateway(settings: GatewaySettings) -> None:
     from promptq.shared.server.connection import without_password
 
     configure_logs(settings.log_level, settings.log_format)
-    # That it starts is told by the ready line.
+    # The ready line says that it has started.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     allow_many_connections()
     app = create_app(settings)
@@ -89,7 +84,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         loop="uvloop",
         http=bounded_protocol(settings.http_max_connections),
         lifespan="on",
-        ws="none",  # else a library that is there by chance would take connections over
+        ws="none",  # otherwise an installed WebSocket library would take connections over
         log_config=None,
         access_log=False,
         server_header=False,
@@ -105,13 +100,13 @@ def run_gateway(settings: GatewaySettings) -> None:
             print(f"ready at {_url(listener)}, queue {settings.queue} at {redis_url}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # It would report each stream that it breaks off as an error of the application.
+            # Uvicorn would log each stream that it ends as an error.
             logging.getLogger("uvicorn.error").disabled = True
-            app.state.stopping.set()  # pages would stay open for as long as they may
+            app.state.stopping.set()  # or the dashboard's pages would keep their streams
             await super().shutdown(sockets)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn raises them once more when it has ended
+        signal.signal(number, lambda *_: None)  # uvicorn raises the signal again after its end
     _Server(config).run([listener])
 
 
@@ -139,9 +134,9 @@ def _url(listener: socket.socket) -> str:
 
 
 def _spare_the_collector() -> None:
-    """Keep the garbage collector from looking through all that stays, as workers do.
+    """Keep the garbage collector away from objects that stay, as workers do.
 
-    A full collection stops every stream, and each stream is a few hundred objects.
+    A full collection pauses all streams, and each stream is a few hundred objects.
     """
     gc.collect()
     gc.freeze()
@@ -149,6 +144,6 @@ def _spare_the_collector() -> None:
 
 
 def allow_many_connections() -> None:
-    """Each stream is an open file, and the usual limit is 1,024."""
+    """Raise the limit of open files, usually 1,024: each stream is an open file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

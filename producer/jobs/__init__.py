@@ -1,5 +1,5 @@
 """Background work beside the queue: batch files, webhooks, upkeep.
 
-It is one more producer. What a batch needs of a worker goes through the queue, like any request.
-RQ runs the jobs (`promptq jobs`); the batch engine itself needs none of it.
+It is one more producer: a batch sends its lines to workers through the queue, like any client.
+RQ runs the jobs (`promptq jobs`). The code that runs a batch does not need RQ.
 """

@@ -1,8 +1,8 @@
-"""What RQ may run: a few functions of ours, each with arguments of its own, and nothing else.
+"""What RQ may run: a few functions of ours with arguments of their own, and nothing else.
 
-Whoever can write to RQ's server can write any job. So nothing in one is believed: its function is
-looked up here and never imported, its arguments are validated, and how long it may take and is kept
-stands here too.
+Whoever can write to RQ's server can write any job. So nothing in a job is trusted. Its function is
+looked up here and never imported, and its arguments are validated. How long a job may take, and how
+long it is kept, is also defined here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.keys import NAME
 
 MAX_DATA_BYTES = 4096
-"""Of a job's function and arguments, packed and unpacked; ours are below 300."""
+"""The limit for a job's function and arguments, packed and unpacked. Ours are below 300."""
 UPKEEP, BATCHES = "upkeep", "batches"
-"""What the names of our queues of RQ's end in."""
+"""The last words of the names of our queues in RQ."""
 _SHORT_SECONDS = 600
 _WEEK_SECONDS = 7 * 86_400
 _NO_LIMIT = -1
@@ -33,16 +33,16 @@ _SHOWN_CHARACTERS = 100
 
 
 class RefusedJobError(PromptqError):
-    """RQ holds a job that is none of ours; it is not run."""
+    """RQ holds a job that is not ours. It is not run."""
 
 
 class Arguments(BaseModel):
-    """Of every job."""
+    """The arguments of every job."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
     queue: Annotated[str, Field(pattern=NAME)]
-    """The queue that it is for."""
+    """The queue whose work it is."""
 
 
 def _batch_id(text: str) -> str:
@@ -52,19 +52,19 @@ def _batch_id(text: str) -> str:
 
 
 class BatchArguments(Arguments):
-    """Of a batch."""
+    """The arguments of a job that runs a batch."""
 
     batch_id: Annotated[str, Field(max_length=100), AfterValidator(_batch_id)]
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedJob:
-    """A function that RQ may run, and how. Seconds; a timeout of -1 is none."""
+    """A function that RQ may run, and how. Times are seconds; a timeout of -1 means no limit."""
 
     function: Callable[..., str]
     arguments: type[Arguments]
     work: str
-    """The queue of RQ's that it is for, by the end of its name."""
+    """The last word of the name of its queue in RQ."""
     timeout: int
     failure_seconds: int
     """How long it is listed among the failed ones."""
@@ -72,7 +72,7 @@ class AllowedJob:
 
     @property
     def name(self) -> str:
-        """What jobs name it by."""
+        """The name of the function in jobs."""
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
@@ -85,12 +85,12 @@ _ALLOWED = {it.name: it for it in (BATCH_JOB, REAP, SWEEP, ROLL_UP)}
 
 
 def rq_queue_name(queue: str, work: str) -> str:
-    """What RQ calls the queue for one kind of our queue's work."""
+    """The name of the queue in RQ for one kind of work of our queue."""
     return f"promptq-{queue}-{work}"
 
 
 def unpacked(data: bytes) -> bytes:
-    """The JSON of a job, as RQ packs it. Raises RefusedJobError for what is none or too large."""
+    """The JSON of a job that RQ has packed. Raises RefusedJobError for anything else."""
     if len(data) > MAX_DATA_BYTES:
         raise RefusedJobError("it is too large for a job of ours")
     unpacking = zlib.decompressobj()
@@ -111,14 +111,14 @@ class JobCall:
     arguments: Arguments
 
     def bind(self, rq_queue: str) -> Callable[[], str]:
-        """What to call. Raises RefusedJobError where it lay in another queue than it is for."""
+        """The function to call. Raises RefusedJobError if the job was in the wrong queue of RQ."""
         if rq_queue != rq_queue_name(self.arguments.queue, self.job.work):
             raise RefusedJobError(f"it is not for the queue {rq_queue[:_SHOWN_CHARACTERS]}")
         return partial(self.job.function, *self.arguments.model_dump().values())
 
 
 def read_call(data: bytes) -> JobCall:
-    """Raises RefusedJobError for whatever is not a job of ours."""
+    """The call of a job. Raises RefusedJobError for everything that is not a job of ours."""
     try:
         name, instance, args, kwargs = json.loads(data)
         allowed = _ALLOWED[name]

@@ -1,9 +1,10 @@
-"""Calls the webhooks of what has ended, many at once, in turns of tenants and receivers.
+"""Calls the webhooks of requests that have ended, many at once. Tenants and receivers take turns.
 
-The leader alone does it. What waits stands in the queue's own Redis: an id, how often it was tried
-and when it is next; the message is made of the request's hash when it is sent. Who can write to
-RQ's server can thus have nothing sent or signed. Strangers write to the queue too: what is no
-webhook is struck off with a line in the log, so that it keeps nobody from what comes behind it.
+Only the leader does this. The waiting webhooks are in the queue's own Redis: the request's id, the
+number of attempts and the time of the next one. The message is made from the request's hash when
+it is sent. So somebody who can only write to RQ's server can have nothing sent or signed. Strangers
+may write to the queue, too. An entry that is not a webhook is deleted with a line in the log, so
+that it does not block those after it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import redis
 from pydantic import BaseModel, ValidationError
 
-from promptq.producer.jobs.strange_lists import Lists, shown
+from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.turns import Turns
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets
@@ -41,16 +42,16 @@ from promptq.shared.runtime.logs import get_logger
 
 _PAGE = 500
 _PAGES = 4
-"""So many at a time: between them the leader says that it still leads."""
+"""The most pages in one go. Between two goes the leader says that it still leads."""
 _RECORD_MS = 26 * 3_600_000
-"""Longer than all attempts take, as in shared/lua/parts/ending.lua."""
+"""Longer than all attempts together, as in shared/lua/parts/ending.lua."""
 _SOON_SECONDS = 1.0
 _DEAD_KEPT = 10_000
 _REASON_CHARACTERS = 300
 
 
 class Waiting(BaseModel):
-    """A webhook that is to be called."""
+    """A webhook that waits to be called."""
 
     tenant: str = ""
     attempts: int = 0
@@ -70,7 +71,7 @@ class DeadWebhook(BaseModel):
 
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """The latest first; what strangers wrote there is left out."""
+    """Webhooks that were given up, the latest first. Entries of strangers are left out."""
     client: Any = connection
     found = []
     for entry_id, fields in client.xrevrange(keys.webhooks_dead, count=limit):
@@ -82,13 +83,13 @@ def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[De
 
 class _Outcome(BaseModel):
     kind: Literal["over", "failed", "undeliverable", "full", "away"]
-    """`failed` is tried again; `full`: its receiver has no room; `away`: the queue's server is."""
+    """`failed`: to be tried again. `full`: its receiver has no place. `away`: Redis is away."""
     reason: str = ""
     receiver: str | None = None
 
 
 class Deliveries:
-    """What waits, and the threads that call. Everything but the calls is done by one thread."""
+    """The waiting webhooks, and threads that call them. One thread does everything else."""
 
     def __init__(
         self,
@@ -103,7 +104,6 @@ class Deliveries:
         self._queue = RequestQueue(connection, settings.queue)
         self._secrets = WebhookSecrets(settings)
         self._log = get_logger(queue=settings.queue)
-        self._lists = Lists(settings.queue)
         self._threads = ThreadPoolExecutor(settings.webhook_workers, "webhook")
         self._turns = Turns(settings.webhook_workers)
         self._under_way: dict[Future[_Outcome], str] = {}
@@ -111,7 +111,7 @@ class Deliveries:
         self._forget()
 
     def go_on(self) -> None:
-        """Note what was called, take in what has ended since, and call what is due."""
+        """Note the results of calls, read which requests have ended, and call what is due."""
         self._note()
         if not self._is_known:
             self._read_all()
@@ -121,28 +121,25 @@ class Deliveries:
         self._begin()
 
     def pause(self) -> None:
-        """Another process leads: begin nothing, and read anew what waits before going on."""
+        """Another process leads: begin nothing. Before going on, read again what waits."""
         if self._is_known:
             self._forget()
             self._is_known = False
         self._note()
 
     def wait(self, seconds: float) -> bool:
-        """Until a call has ended, so long at most; whether one has."""
+        """Wait until a call ends, for so long at most. Gives whether any was under way."""
         if not self._under_way:
             time.sleep(seconds)
             return False
-        return bool(wait(self._under_way, seconds, FIRST_COMPLETED).done)
+        wait(self._under_way, seconds, FIRST_COMPLETED)
+        return True
 
     def close(self, seconds: float) -> None:
-        """Begin nothing more, and see what is under way end, for so long at most."""
+        """Begin nothing more, and wait for calls under way, for so many seconds at most."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         wait(self._under_way, seconds)
         self._note()
-
-    @property
-    def num_under_way(self) -> int:
-        return len(self._under_way)
 
     def _forget(self) -> None:
         self._waiting: dict[str, Waiting] = {}
@@ -150,7 +147,7 @@ class Deliveries:
         self._of_tenant: Counter[str] = Counter()
         self._later: list[tuple[float, str]] = []
         self._ready = set(self._under_way.values())
-        """Those that are due or being called, each once."""
+        """Ids that are due or being called."""
         self._turns.forget_due()
 
     def _read_all(self) -> None:
@@ -163,7 +160,9 @@ class Deliveries:
                     found = Waiting.model_validate_json(value)
                     check_request_id(request_id)
                 except (ValidationError, InvalidRequestError):
-                    self._log.warning("webhook struck off", entry=shown(raw), reason="it is none")
+                    self._log.warning(
+                        "webhook struck off", entry=shown(raw), reason="not a webhook"
+                    )
                     self._redis.hdel(key, raw)
                 else:
                     found.tenant = tenant_of(found.tenant)
@@ -182,9 +181,9 @@ class Deliveries:
         heapq.heappush(self._later, (item.due, request_id))
 
     def _take_in(self) -> int:
-        """A page of what has ended; gives how long it was."""
+        """Read a page of requests that have ended. Gives how many there were."""
         key = self._keys.webhooks
-        ids = self._lists.read(key, lambda: self._redis.zrange(key, 0, _PAGE - 1))
+        ids = self._queue.run(entries_of("ZRANGE", key, 0, _PAGE - 1))
         if not ids:
             return 0
         tenants = self._tenants_of(ids)
@@ -193,14 +192,14 @@ class Deliveries:
         writing = list[Call[Any]]()
         for raw, request_id, tenant in zip(ids, ids_of(ids), tenants, strict=True):
             if not is_request_id(request_id):
-                self._log.warning("webhook struck off", entry=shown(raw), reason="it is no id")
+                self._log.warning("webhook struck off", entry=shown(raw), reason="not an id")
             elif self._of_tenant[tenant] + coming[tenant] >= self._settings.webhook_max_waiting:
                 reason = "too many webhooks of its tenant wait"
                 writing.append(self._bury(request_id, tenant, 0, reason))
             else:
                 coming[tenant] += request_id not in self._waiting
                 new[request_id] = Waiting(tenant=tenant, due=self._clock())
-                # So long its message can be made; a dead letter, without an end, stays as it is.
+                # Keep the record, as the message is made from it. A dead letter never expires.
                 record = self._keys.request(request_id)
                 writing.append(Call("", ["PEXPIRE", record, _RECORD_MS, "GT"], int))
         writing += [self._keep(request_id, item) for request_id, item in new.items()]
@@ -231,7 +230,7 @@ class Deliveries:
             self._turns.add(request_id, item.tenant, self._receivers.get(request_id))
 
     def _call(self, request_id: str) -> _Outcome:
-        """In a thread: one attempt."""
+        """One attempt, in a thread."""
         receiver = None
         try:
             if not self._redis.hexists(self._keys.webhooks_waiting, request_id):
@@ -250,7 +249,7 @@ class Deliveries:
             return _Outcome(kind="failed", reason=str(error), receiver=receiver)
         except redis.RedisError:
             return _Outcome(kind="away", receiver=receiver)
-        except Exception as error:  # whatever a message may do, others are called all the same
+        except Exception as error:  # no message may keep others from being called
             item = self._waiting.get(request_id)
             log = self._log_of(request_id, item.tenant if item is not None else "")
             log.error("webhook cannot be called", exc_info=error)
@@ -258,7 +257,7 @@ class Deliveries:
         return _Outcome(kind="over")
 
     def _record_of(self, request_id: str) -> dict[str, str]:
-        """Raises UndeliverableError where there is no hash."""
+        """Raises UndeliverableError if the record is not a hash."""
         try:
             return self._queue.run(lookups.record(self._keys, request_id))
         except redis.ResponseError as error:
@@ -282,7 +281,7 @@ class Deliveries:
                 self._make_ready(request_id)
 
     def _write(self, request_id: str, outcome: _Outcome) -> None:
-        """What a call came to. Raises redis.RedisError to be written again."""
+        """Write down the outcome of a call. If it raises redis.RedisError, call it again."""
         item = self._waiting.get(request_id)
         if outcome.receiver is not None and item is not None:
             self._receivers[request_id] = outcome.receiver

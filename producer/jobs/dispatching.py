@@ -1,7 +1,7 @@
-"""Hands to RQ the batches that nobody runs, when a worker is free, and tenants take turns.
+"""Hands batches that nobody runs to RQ when a worker is free. Tenants take turns.
 
-Strangers write to the queue too. What is no batch is struck off with a line in the log, so that it
-keeps nobody from what comes behind it.
+Strangers may write to the queue, too. An entry that is not a batch is deleted with a line in the
+log, so that it does not block those after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable
 from itertools import compress
-from typing import Any
 
 import redis
 from rq import Queue
@@ -19,7 +18,7 @@ from rq import Queue
 from promptq.producer.batch_store.batch_lines import is_batch_id
 from promptq.producer.batches.runner_lease import LEASE_MS
 from promptq.producer.jobs.rq_queues import batches_waiting, enqueue_batch, is_taken, num_workers
-from promptq.producer.jobs.strange_lists import Lists, shown
+from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import scripts
@@ -32,7 +31,7 @@ _MAX_TENANTS = 10_000
 
 
 class Dispatcher:
-    """One of possibly several; only the leader works, and the next one leads when it is gone."""
+    """One of several dispatchers. Only the leader works; when it is gone, another one leads."""
 
     def __init__(
         self,
@@ -41,21 +40,19 @@ class Dispatcher:
         settings: JobsSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._redis: Any = connection
         self._batches = batches
         self._keys = Keys(settings.queue)
         self._queue = RequestQueue(connection, settings.queue)
         self._holder = secrets.token_hex(8)
         self._log = get_logger(queue=settings.queue)
-        self._lists = Lists(settings.queue)
         self._clock = clock
         self._taken: dict[str, float] = {}
-        """When batches were first seen that a worker took, and whose runs have no lease yet."""
+        """When batches were first seen that a worker has taken but whose runs have no lease yet."""
         self._served: dict[str, None] = {}
-        """Tenants that had a turn, the one that is longest ago first."""
+        """Tenants that had a turn, the longest ago first."""
 
     def leads(self) -> bool:
-        """Whether this one is the leader, from now on for some seconds."""
+        """Become the leader for some seconds, or stay it. Gives whether that worked."""
         return self._lead_for(_LEADER_MS)
 
     def step_down(self) -> None:
@@ -67,7 +64,7 @@ class Dispatcher:
         return self._queue.run(scripts.hold(self._keys, key, self._holder, ttl_ms))
 
     def hand_out_batches(self) -> int:
-        """New ones, and those whose process is gone or gave its place up, as workers are free."""
+        """Hand out new batches and those whose process has gone, one for each free worker."""
         unfinished = self._unfinished_batches()
         if not unfinished:
             self._taken.clear()
@@ -79,14 +76,14 @@ class Dispatcher:
         num_free = num_workers(self._batches) - len(in_rq | run | taken)
         if not ids or num_free <= 0:
             return 0
-        # Once more, and last: one that nobody runs any longer may just have ended.
+        # Read again at last: a batch that nobody runs any more may just have ended.
         chosen = self._in_turn(ids & self._unfinished_batches(), num_free)
         for batch_id in chosen:
             enqueue_batch(self._batches, self._keys.queue, batch_id)
         return len(chosen)
 
     def _in_turn(self, ids: set[str], count: int) -> list[str]:
-        """So many: each from the tenant that was served longest ago, its eldest first."""
+        """Choose so many, each the oldest batch of the tenant whose turn is longest ago."""
         waiting: dict[str, list[str]] = {}
         for batch_id, tenant in self._tenants_of(sorted(ids)):
             waiting.setdefault(tenant, []).append(batch_id)
@@ -110,27 +107,27 @@ class Dispatcher:
 
     def _unfinished_batches(self) -> set[str]:
         key = self._keys.unfinished_batches
-        members = self._lists.read(key, lambda: self._redis.smembers(key))
+        members = self._queue.run(entries_of("SMEMBERS", key))
         found = set()
         for raw, batch_id in zip(members, ids_of(members), strict=True):
             if is_batch_id(batch_id):
                 found.add(batch_id)
             else:
-                reason = "it is no batch's id"
+                reason = "not a batch's id"
                 self._log.warning("batch struck off", entry=shown(raw), reason=reason)
-                self._redis.srem(key, raw)
+                self._queue.run(Call("", ["SREM", key, raw], int))
         return found
 
     def _run_of(self, ids: set[str]) -> set[str]:
-        """Those that a process runs."""
+        """The batches that a process runs."""
         listed = sorted(ids)
         keys = [self._keys.batch_runner(batch_id) for batch_id in listed]
         is_run = self._queue.run([Call("", ["EXISTS", key], bool) for key in keys])
         return set(compress(listed, is_run))
 
     def _just_taken(self, ids: set[str]) -> set[str]:
-        """Those whose runs may yet get a lease. One that has none after the time of a lease counts
-        as lost, whatever RQ believes of its worker."""
+        """The batches whose runs may still get a lease. A run without one after the time of a lease
+        counts as lost, whatever RQ believes about its worker."""
         now = self._clock()
         since = {it: self._taken.get(it, now) for it in ids if is_taken(self._batches, it)}
         self._taken = {it: at for it, at in since.items() if now - at < LEASE_MS / 1000}
@@ -138,7 +135,7 @@ class Dispatcher:
 
 
 def _text_in(value: object) -> str:
-    """A text of a batch's hash, which is JSON; '' for what a stranger wrote."""
+    """A text in a batch's hash, which is JSON; '' for anything else."""
     try:
         found = json.loads(value) if isinstance(value, bytes) else ""
     except (ValueError, RecursionError):

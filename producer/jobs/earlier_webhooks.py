@@ -1,4 +1,4 @@
-"""Webhooks that releases before 0.3 handed to RQ; from now on they wait in the queue's Redis."""
+"""Takes over webhooks that releases before 0.3 handed to RQ: they now wait in the queue's Redis."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from promptq.shared.runtime.logs import get_logger
 
 _JOB_ID = re.compile(rb"msg_[0-9a-f]{32}")
 _MAX_BYTES = 16 * 1024 * 1024
-"""Of a job, packed and unpacked, which held the whole message."""
+"""The limit for a job, packed and unpacked. It held the whole message."""
 _PAGE = 500
 
 
 def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
-    """Have those called that waited in RQ for their first attempt or the next; gives how many.
+    """Take over webhooks that wait in RQ for their first or next attempt. Gives how many.
 
-    A page of each list at a time. Whatever is listed there is struck off.
-    Of a job only the request's id is taken. Whoever wrote it gets nothing but one more call of a
-    webhook that the request itself asks for.
+    It reads one page of each list at a time, and deletes all entries of the page. Only the
+    request's id is taken from a job. So a stranger who writes such a job gets only one more call of
+    a webhook that the request itself asks for.
     """
     client: Any = jobs
     name = rq_queue_name(keys.queue, "webhooks")
@@ -53,7 +53,7 @@ def take_over(jobs: redis.Redis, own: redis.Redis, keys: Keys) -> int:
 
 
 def _listed(client: Any, key: str, read: Callable[[], list[bytes]]) -> list[bytes]:
-    """What a stranger made something else of is deleted, so that it hinders nothing."""
+    """The entries. If a stranger made the key of another type, it is deleted."""
     try:
         return read()
     except redis.ResponseError as error:
@@ -64,7 +64,7 @@ def _listed(client: Any, key: str, read: Callable[[], list[bytes]]) -> list[byte
 
 
 def _data_of(client: Any, key: bytes) -> bytes:
-    """Empty where there is none, or more than a job of ours had."""
+    """The data of a job; empty if there is none, or more than a job of ours had."""
     try:
         if client.hstrlen(key, "data") > _MAX_BYTES:
             return b""

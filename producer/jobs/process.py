@@ -1,4 +1,4 @@
-"""`promptq jobs`: a process that leads, RQ's workers, and the one that starts them all again."""
+"""`promptq jobs`: a leader process, RQ workers, and a parent that restarts those that die."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from types import FrameType
 
 import redis
 from redis.exceptions import NoPermissionError
 from rq.exceptions import StopRequested
 
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.jobs.leading import lead
+from promptq.producer.jobs.leader import lead
 from promptq.producer.jobs.rq_queues import (
     MakeQueue,
     batch_queue,
@@ -44,10 +43,10 @@ Work = Callable[[JobsSettings], None]
 
 
 def run_jobs(settings: JobsSettings) -> None:
-    """Run until SIGTERM or SIGINT. Raises PromptqError if that cannot begin."""
+    """Run until SIGTERM or SIGINT. Raises PromptqError if it cannot start."""
     has_shared_secret = WebhookSecrets(settings).has_shared
     _export(settings)
-    stop = _StopSignal()
+    is_told_to_stop = _stop_signal()
     keys = Keys(settings.queue)
     with _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))) as own:
         _check_rights(settings, own, "HEXISTS", keys.upkeep, "seen")
@@ -62,15 +61,15 @@ def run_jobs(settings: JobsSettings) -> None:
     try:
         processes.start()
         _tell_ready(settings)
-        while not stop.is_set():
+        while not is_told_to_stop():
             processes.look_after()
-            stop.wait(_TICK_SECONDS)
+            time.sleep(_TICK_SECONDS)
     finally:
         processes.stop()
 
 
 def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis]) -> redis.Redis:
-    """A server that may be started at the same time."""
+    """Connect to a server that may be starting at the same time."""
     until = time.monotonic() + settings.redis_wait
     while True:
         try:
@@ -82,7 +81,7 @@ def _open_when_there(settings: JobsSettings, connect: Callable[[], redis.Redis])
 
 
 def _check_rights(settings: JobsSettings, connection: redis.Redis, *command: str) -> None:
-    """Raises RedisAuthError for a user that may not send what the role `jobs` alone may."""
+    """Raises RedisAuthError if the user may not send a command that needs the role `jobs`."""
     try:
         connection.execute_command(*command)  # type: ignore[no-untyped-call]
     except NoPermissionError:
@@ -92,11 +91,11 @@ def _check_rights(settings: JobsSettings, connection: redis.Redis, *command: str
             f" {user_name('jobs', settings.queue)!r} (promptq acl)"
         ) from None
     except redis.ResponseError:
-        pass  # a stranger made something else of it, which is told later
+        pass  # a stranger changed the type of the key, which is logged later
 
 
 def _export(settings: JobsSettings) -> None:
-    """Jobs run in other processes, which read their settings from the environment."""
+    """Put settings into the environment, from which the processes of jobs read them."""
     given = settings.model_dump(exclude_defaults=True, exclude=_SECRETS)
     for name, value in given.items():
         os.environ[ENV_PREFIX + name.upper()] = str(value)
@@ -113,25 +112,12 @@ def _tell_ready(settings: JobsSettings) -> None:
     )
 
 
-class _StopSignal:
-    """Set by SIGTERM and SIGINT."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def wait(self, seconds: float) -> None:
-        """Sleep so long at most."""
-        until = time.monotonic() + seconds
-        while not self._is_set and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _TICK_SECONDS))
+def _stop_signal() -> Callable[[], bool]:
+    """A function that says whether SIGTERM or SIGINT has come since."""
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: received.append(number))
+    return lambda: bool(received)
 
 
 @dataclass
@@ -143,8 +129,8 @@ class _Place:
 
 
 class _Processes:
-    """Each ends with this one, however it ends. This one has no thread and no connection, so it
-    may fork at any time."""
+    """The child processes. They end when this process ends, however it ends. This process has no
+    thread and no connection, so it may fork at any time."""
 
     def __init__(self, settings: JobsSettings) -> None:
         self._settings = settings
@@ -154,14 +140,14 @@ class _Processes:
             *(_Place("batches", _working(batch_queue)) for _ in range(settings.batch_workers)),
         ]
         self._reading, self._writing = os.pipe()
-        """Nothing is ever written: the reading end hears that the writing end is gone."""
+        """Nothing is ever written. The reading end notices that the writing end is gone."""
 
     def start(self) -> None:
         for place in self._places:
             self._start(place)
 
     def look_after(self) -> None:
-        """Start those again that died."""
+        """Restart processes that died."""
         for place in self._places:
             is_dead = place.process is not None and not place.process.is_alive()
             if is_dead and time.monotonic() - place.started > _BACKOFF_SECONDS:
@@ -169,7 +155,7 @@ class _Processes:
                 self._start(place)
 
     def stop(self) -> None:
-        """End them: a batch stops where it is, a webhook gets the time it needs."""
+        """End all processes. A batch stops where it is, a webhook gets the time that it needs."""
         running = [it.process for it in self._places if it.process and it.process.is_alive()]
         for process in running:
             process.terminate()
@@ -197,13 +183,13 @@ class _Processes:
         except (redis.ConnectionError, redis.TimeoutError, RedisUnavailableError) as error:
             get_logger().warning("the server is away", reason=str(error))
             sys.exit(1)
-        except StopRequested:  # told to stop while it ended by itself
+        except StopRequested:  # it was told to stop while it ended by itself
             sys.exit(1)
 
 
 def _lead(settings: JobsSettings) -> None:
-    lead(settings, _StopSignal().is_set)
-    os._exit(0)  # a thread that still waits for a receiver would be waited for
+    lead(settings, _stop_signal())
+    os._exit(0)  # do not wait for threads whose receivers do not answer
 
 
 def _working(make_queue: MakeQueue) -> Work:

@@ -1,9 +1,9 @@
-"""RQ as we use it: our jobs and no others, one queue a kind of work, and lost jobs found soon.
+"""RQ as we use it: only our jobs, one queue for each kind of work, and lost jobs are found soon.
 
-RQ imports what a job names (its function, callbacks, the class of its instance), sends the HTTP
-requests that stand in a job's hash, follows from job to job, and obeys what comes on its channel.
-None of that is used here, and each way to it is shut; `allowed_jobs` says what may run. Jobs are
-JSON, never pickled. Nowhere else is a queue or a worker of RQ's made.
+RQ imports what a job names (its function, its callbacks, the class of its instance). It sends HTTP
+requests that a job's hash asks for, starts jobs that depend on others, and obeys commands on its
+channel. None of that is used here, and each way to it is closed. `allowed_jobs` says what may run.
+Jobs are JSON, never pickled. RQ's queues and workers are made in this module only.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _JOB_ID = re.compile(rb"promptq-[A-Za-z0-9_-]{1,192}")
 _EXECUTION = re.compile(_JOB_ID.pattern + rb":[A-Za-z0-9_-]{1,200}")
 _WORKER_KEY = re.compile(rb"rq:worker:promptq-[0-9a-f]{32}")
 _FIELDS = ("data", "origin", "status")
-"""All that is read of a job's hash."""
+"""The fields of a job's hash that are read."""
 _REFUSED_SECONDS = 60
 _SHOWN_BYTES = 100
 
 
 def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
-    """The server that RQ lives on. Raises ConfigurationError for a Sentinel's and a Cluster's."""
+    """Connect to RQ's server. Raises ConfigurationError for one behind Sentinel or in a Cluster."""
     url = settings.jobs_redis_url or server_url(settings.redis_url)
     if "+sentinel://" in url:
         raise _not_standalone(url, "is reached through Sentinel")
@@ -90,12 +90,12 @@ def _not_standalone(url: str, why: str) -> ConfigurationError:
 
 
 def upkeep_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Apart from batches, which may keep all of their workers for hours."""
+    """The queue for upkeep. It is separate, as batches may keep all their workers for hours."""
     return _queue(rq_queue_name(queue, UPKEEP), connection)
 
 
 def batch_queue(queue: str, connection: redis.Redis) -> Queue:
-    """Batch files, each of which may take hours."""
+    """The queue for batch files, each of which may take hours."""
     return _queue(rq_queue_name(queue, BATCHES), connection)
 
 
@@ -104,35 +104,35 @@ def _queue(name: str, connection: redis.Redis) -> Queue:
 
 
 def batches_waiting(queue: Queue) -> set[str]:
-    """Ids of batches that wait for a worker of RQ's."""
+    """Ids of batches that wait for one of RQ's workers."""
     client: Any = queue.connection
     ids = (job_id.removeprefix(_BATCH_JOB) for job_id in ids_of(client.lrange(queue.key, 0, -1)))
     return {batch_id for batch_id in ids if is_batch_id(batch_id)}
 
 
 def num_workers(queue: Queue) -> int:
-    """How many workers RQ believes to live; one that was killed counts for some seconds."""
+    """How many workers are alive for RQ. A killed one still counts for some seconds."""
     return len(_worker_keys(queue))
 
 
 def _worker_keys(queue: Queue) -> list[bytes]:
-    """Of our own workers; whatever else is listed there is not looked at."""
+    """The keys of our own workers. Other entries of RQ's list are ignored."""
     client: Any = queue.connection
     listed = client.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
     return [it for it in listed if _WORKER_KEY.fullmatch(it)]
 
 
 def is_taken(queue: Queue, batch_id: str) -> bool:
-    """Whether RQ believes that a worker has a batch, one that does not wait.
+    """Whether a worker has a batch that does not wait, as far as RQ knows.
 
-    Of a worker that died RQ may believe so for hours, or for ever.
+    If that worker has died, RQ may not know it for hours, or ever.
     """
     status = queue.connection.hget(Job.key_for(_BATCH_JOB + batch_id), "status")
     return status in _TAKEN
 
 
 def enqueue_batch(queue: Queue, promptq_queue: str, batch_id: str) -> Job:
-    """Have a batch run."""
+    """Let RQ run a batch."""
     return _enqueue(queue, BATCH_JOB, _BATCH_JOB + batch_id, promptq_queue, batch_id)
 
 
@@ -148,7 +148,7 @@ def _enqueue(queue: Queue, job: AllowedJob, job_id: str, *args: str) -> Job:
 
 
 def _id_of(queue: Queue, job: AllowedJob) -> str:
-    """The one id of a job of upkeep. RQ's ids have no dots, and names of queues may."""
+    """The fixed id of an upkeep job. RQ's ids have no dots, but names of queues may."""
     name = queue.name
     if "." in name:
         name = f"promptq-{hashlib.sha256(name.encode()).hexdigest()}"
@@ -158,11 +158,11 @@ def _id_of(queue: Queue, job: AllowedJob) -> str:
 def run_worker(queue: Queue, burst: bool = False) -> None:
     """Work until told to stop, or with `burst` until there is nothing to do.
 
-    On one queue alone: of several RQ would take jobs in a way that may lose one.
+    A worker has one queue: from several, RQ would take jobs in a way that may lose one.
     """
     worker = _Worker(
         [queue],
-        name=f"promptq-{secrets.token_hex(16)}",  # so that the role `jobs` reaches ours alone
+        name=f"promptq-{secrets.token_hex(16)}",  # the role `jobs` may reach such names only
         connection=queue.connection,
         job_class=_Job,
         queue_class=_Queue,
@@ -185,10 +185,10 @@ def _log_failure(job: Job, kind: type[BaseException], error: BaseException, _: o
 
 
 class _Job(Job):
-    """A job of which nothing is read but its data, its queue's name and its status.
+    """A job of which only the data, the name of its queue and its status are read.
 
-    The rest of what RQ keeps in a job's hash is not looked at: callbacks and webhooks, other jobs
-    that depend on it, groups, retries, repeats, rates, its result.
+    All else that RQ keeps in a job's hash is ignored: callbacks and webhooks, jobs that depend on
+    it, groups, retries, repeats, rates, its result.
     """
 
     def _fetch_status(self) -> JobStatus:
@@ -197,17 +197,17 @@ class _Job(Job):
 
     _call: JobCall | RefusedJobError = RefusedJobError("it has no data")
     taken_from = ""
-    """The queue of RQ's that a worker took it from."""
+    """The queue of RQ from which a worker took it."""
 
     @classmethod
     def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
-        """Raises NoSuchJobError for an id that RQ would not even look for, too."""
+        """As RQ's; raises NoSuchJobError for ids that are not ours, too."""
         if not _JOB_ID.fullmatch(id.encode("utf-8", "replace")):
-            raise NoSuchJobError("that is no job's id")
+            raise NoSuchJobError("not the id of a job")
         return super().fetch(id, connection=connection, serializer=serializer)
 
     def refresh(self) -> None:
-        """Raises NoSuchJobError where there is none."""
+        """Read the job again. Raises NoSuchJobError if there is none."""
         client: Any = self.connection
         pipeline = client.pipeline(transaction=False)
         for name in _FIELDS:
@@ -220,7 +220,7 @@ class _Job(Job):
         self.restore({name.encode(): it for name, it in zip(small, values, strict=True) if it})
 
     def restore(self, raw_data: Any) -> None:
-        """What RQ keeps of a job, as far as it is looked at."""
+        """Take over the fields of RQ's hash that are read."""
         self.data = raw_data.get(b"data", b"")
         self.origin = raw_data.get(b"origin", b"").decode("ascii", "replace")
         self._status = _status_of(raw_data.get(b"status"))
@@ -238,14 +238,14 @@ class _Job(Job):
             self._args = tuple(self._call.arguments.model_dump().values())
 
     def _execute(self) -> str:
-        """Raises RefusedJobError for all but our own, before anything is imported."""
+        """Run the job. Raises RefusedJobError for others than ours, before it imports anything."""
         if isinstance(self._call, RefusedJobError):
             raise self._call
         return self._call.bind(self.taken_from)()
 
     @property
     def func(self) -> Any:
-        """RQ imports it by its name."""
+        """RQ would import the function by its name."""
         raise RefusedJobError("no job's function is looked up by its name")
 
 
@@ -254,7 +254,7 @@ def _status_of(raw: bytes | None) -> JobStatus:
 
 
 class _Queue(Queue):
-    """Takes what may be a job off RQ's list, and follows from none to another."""
+    """Takes only ids of our jobs from RQ's list, and starts no jobs that depend on others."""
 
     @classmethod
     def lmove(cls, connection: redis.Redis, queue_key: str, timeout: int | None) -> Any:
@@ -281,37 +281,37 @@ class _StartedJobs(StartedJobRegistry):
 
 class _Worker(Worker):
     def execute_job(self, job: Job, queue: Queue) -> None:
-        job.origin = queue.name  # whatever its hash says
+        job.origin = queue.name  # not what its hash says
         if isinstance(job, _Job):
             job.taken_from = queue.name
         super().execute_job(job, queue)
 
     def heartbeat(self, timeout: int | None = None, pipeline: Any = None) -> None:
-        """Says that it lives, and again that it is there, should the server have lost that."""
+        """Send a heartbeat, and register again in case the server has lost the worker."""
         super().heartbeat(timeout, pipeline)
         if pipeline is None:
             register(self)
 
     def subscribe(self) -> None:
-        """RQ's channel would tell a worker to end, or to kill its job."""
+        """Do nothing. Commands on RQ's channel could end a worker or kill its job."""
 
     def get_heartbeat_ttl(self, job: Job, *_: Any, **__: Any) -> int:
-        """How soon a job counts as lost whose worker was killed; RQ would wait for 90 s."""
+        """Seconds after which a killed worker's job counts as lost. RQ would wait for 90 s."""
         return _MONITOR_SECONDS + _LOST_SECONDS
 
     def handle_warm_shutdown_request(self) -> None:
-        """A batch is told to stop where it is; anything else is short and ends by itself."""
+        """Tell a batch to stop where it is. Other jobs are short and end by themselves."""
         if self.horse_pid and self.queues[0].name.endswith(f"-{BATCHES}"):
             self.kill_horse(signal.SIGTERM)
 
     def clean_registries(self) -> None:
-        """Of RQ's lists those that ours are in: jobs of killed workers fail, old ones go."""
+        """Clean the lists with our jobs: jobs of killed workers fail, and old ones are deleted."""
         [queue] = self.queues
         if queue.acquire_maintenance_lock():
             try:
                 self._clean(queue)
             except (redis.ResponseError, ValueError) as error:
-                get_logger().warning("a list of RQ's is spoilt", reason=str(error))
+                get_logger().warning("a list of RQ has a wrong entry or type", reason=str(error))
             finally:
                 queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
         self.last_cleaned_at = now()  # type: ignore[assignment] # RQ's own type is None
@@ -336,18 +336,18 @@ class _Worker(Worker):
         waiting.cleanup(self, queue)
 
     def clean_group_registries(self) -> None:
-        """There are no groups."""
+        """Do nothing: we have no groups."""
 
 
 class JsonCron(CronScheduler):
-    """RQ's cron, whose jobs are JSON and run one at a time each."""
+    """RQ's cron with jobs in JSON. Each job runs at most once at a time."""
 
     def __init__(self, queue: Queue) -> None:
         super().__init__(queue.connection, logging_level="WARNING")
         self._queue = queue
 
     def every(self, seconds: int, job: AllowedJob, promptq_queue: str) -> None:
-        """Run a job that often."""
+        """Run a job every so many seconds."""
         self._cron_jobs.append(_JsonCronJob(self._queue, job, promptq_queue, seconds))
 
 
@@ -359,7 +359,7 @@ class _JsonCronJob(CronJob):
         self._promptq_queue = promptq_queue
 
     def enqueue(self, connection: redis.Redis) -> Job:
-        """The job; where the last one is not done yet, that one."""
+        """Enqueue the job, unless its last run is not done yet. Gives the job."""
         job_id = _id_of(self._queue, self._job)
         last = self._queue.fetch_job(job_id)
         if last is not None and (last.is_queued or last.is_started):

@@ -1,4 +1,4 @@
-"""Upkeep: what keeps a queue tidy with nobody else alive. RQ's cron runs these as jobs."""
+"""Upkeep: jobs that keep a queue tidy even if no worker is alive. RQ's cron runs them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MINUTES_KEPT = 7 * 24 * 60
 
 
 def reap(queue: str) -> str:
-    """Bring back what dead workers held, end what is past its deadline, and keep the statistics.
+    """Take requests back from dead workers, end those past their deadlines, and keep statistics.
 
-    Where nothing was reaped for a while, the server may have been away, and workers unable to
-    renew their leases: they get half a lease to do so before any counts as lost.
+    If nothing was reaped for a while, the server may have been away, so that workers could not
+    renew their leases. They get half a lease to do so, before any lease counts as lost.
     """
     settings = read_jobs_settings(queue=queue)
     with open_redis(server_url(settings.redis_url)) as connection:
@@ -54,7 +54,7 @@ def reap(queue: str) -> str:
 
 
 def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> bool:
-    """Whether reaping went on without a break for half a lease."""
+    """Whether reaping has gone on for half a lease without a break."""
     client: Any = connection
     seconds, microseconds = client.time()
     now = seconds * 1000 + microseconds // 1000
@@ -66,7 +66,7 @@ def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> boo
 
 
 def sweep(queue: str) -> str:
-    """Delete files that are over, and what broken uploads and long-dead batches left."""
+    """Delete expired files, and what interrupted uploads and old batches left behind."""
     folder = read_jobs_settings(queue=queue).files_dir
     count = FileStore(folder).sweep() + _sweep_old(folder / "running")
     if count:
@@ -85,10 +85,10 @@ def _sweep_old(folder: Path) -> int:
 
 
 def roll_up(queue: str) -> str:
-    """Write a minute's entry for the statistics' samples of each minute that is over.
+    """Write one entry for each minute that is over, from the statistics' samples in it.
 
-    The entry's id is the minute's, so that none is written twice. Rates and counts are means,
-    except `finished`, which is a sum; of 95th percentiles the largest is taken.
+    The entry's id is the minute, so that no entry is written twice. Rates and counts are means,
+    `finished` is a sum, and 95th percentiles are the largest of the minute.
     """
     settings = read_jobs_settings(queue=queue)
     keys, count = Keys(queue), 0
@@ -119,7 +119,7 @@ def _ms_of(entry_id: bytes) -> int:
 
 
 def _one_of(samples: list[dict[str, str]]) -> dict[str, str]:
-    """One sample in the place of several; what is no number is left out."""
+    """One sample made from several. Values that are not numbers are left out."""
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         for name, text in sample.items():

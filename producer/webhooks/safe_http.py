@@ -1,9 +1,9 @@
-"""One HTTP POST to an address that a stranger named, from inside a network he must not see.
+"""Sends an HTTP POST to a URL of a stranger, who must not reach our own network by it.
 
-The host is resolved once, every address it has is checked, and the connection goes to one that was:
-a name that means something else a moment later gains nothing. No redirect is followed, no proxy
-is asked, and nothing of the answer is read but its status. All of it together has an end too, so
-that a receiver cannot hold a caller by a byte now and then.
+The host's name is resolved once, and all of its addresses are checked. The connection goes to a
+checked address, so it does not help to change the name's addresses a moment later. No redirect is
+followed, no proxy is used, and only the status of the answer is read. The whole call has a time
+limit, so that a receiver cannot prolong it by sending single bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 """All IPv6 addresses that the internet routes; https://www.iana.org/assignments/ipv6-address-space"""
 _SPECIAL = [ipaddress.ip_network(it) for it in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")]
-"""Of special use too, which some releases of Python 3.11 take for global."""
+"""More networks for special use, which some releases of Python 3.11 call global."""
 _PORTS = {"http": 80, "https": 443}
 
 
 class AddressRefusedError(PromptqError):
-    """The URL leads nowhere that may be called, and will not at another time either."""
+    """The URL may not be called, now or later."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet's, also where IPv6 only wraps an IPv4 one."""
+    """Whether an IP address is on the internet. An IPv4 address inside IPv6 is checked, too."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -55,10 +55,10 @@ def post(
     timeout: float,
     allow_private: bool = False,
 ) -> int:
-    """The status of the answer. `timeout` in seconds is for each wait, three times that for all.
+    """The status of the answer. `timeout` (seconds) is for each wait; the limit is three times it.
 
-    Looking up the host takes what the system's resolver allows. Raises AddressRefusedError, and
-    OSError or http.client.HTTPException for what may pass.
+    The time to look up the host depends on the system's resolver. Raises AddressRefusedError, and
+    OSError or http.client.HTTPException for failures that may pass.
     """
     until = time.monotonic() + 3 * timeout
     try:
@@ -68,7 +68,7 @@ def post(
             raise ValueError("it has no http or https host")
         port = parts.port or _PORTS[parts.scheme]
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        connection.default_port = _PORTS[parts.scheme]  # which the Host header leaves out
+        connection.default_port = _PORTS[parts.scheme]  # the Host header leaves it out
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.sock = _connect(host, port, timeout, until, allow_private)
         end = _End(connection, until)
@@ -86,14 +86,14 @@ def post(
         if end.has_come:
             raise TimeoutError("it took too long")
         return status
-    except OSError:  # a certificate that does not hold is a ValueError too
+    except OSError:  # also for a wrong certificate, which is a ValueError, too
         raise
     except (ValueError, http.client.InvalidURL) as error:
-        raise AddressRefusedError(f"it is no URL to call: {error}") from None
+        raise AddressRefusedError(f"it is not a URL to call: {error}") from None
 
 
 class _End:
-    """Cuts a connection at a time (monotonic seconds), whatever it is just doing."""
+    """Cuts a connection at a given time (monotonic seconds), whatever it does then."""
 
     def __init__(self, connection: http.client.HTTPConnection, until: float) -> None:
         self.has_come = False

@@ -1,22 +1,23 @@
-"""Whose webhook is called next, where only so many are called at once.
+"""Decides whose webhook is called next, as the places for calls are limited.
 
-Tenants take turns, and the receivers of each tenant do. Nobody fills all places: another call
-begins only while more places are free than the tenant and this receiver hold, counted together (a
-dynamic threshold: A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory
-Packet Switches, 1998). So one slow receiver holds a third of the places, slow tenants always leave
-some to those who hold none, and who is alone still gets many.
+Tenants take turns, and so do the receivers of a tenant. Nobody can take all places: a call begins
+only while more places are free than its tenant and its receiver hold together (a dynamic threshold:
+A. Choudhury and E. Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, 1998).
+So one slow receiver gets a third of the places. Slow tenants leave places for those who have none,
+and a tenant that is alone still gets many.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 
 
 class Turns:
-    """Those that are due, by tenant and receiver, and how many places each holds.
+    """Webhooks that are due, by tenant and receiver, and those that hold a place.
 
-    A receiver is None until somebody looked. Thread-safe.
+    A receiver is None until its URL was read. Thread-safe.
     """
 
     def __init__(self, places: int) -> None:
@@ -24,54 +25,49 @@ class Turns:
         self._lock = threading.Lock()
         self._due: dict[str, dict[str | None, deque[str]]] = {}
         self._held: dict[str, tuple[str, str | None]] = {}
-        """Tenant and receiver of what is being called, by its id."""
-        self._of_tenant: Counter[str] = Counter()
-        self._of_receiver: Counter[tuple[str, str | None]] = Counter()
-
-    @property
-    def num_free(self) -> int:
-        return self._places - len(self._held)
+        """Tenant and receiver of each webhook that is being called, by request id."""
 
     def add(self, request_id: str, tenant: str, receiver: str | None) -> None:
-        """From now on it is due."""
+        """Add a webhook that is due."""
         with self._lock:
             self._due.setdefault(tenant, {}).setdefault(receiver, deque()).append(request_id)
 
     def forget_due(self) -> None:
-        """Nothing is due any more; what holds a place keeps it."""
+        """Forget what is due. Webhooks that hold a place keep it."""
         with self._lock:
             self._due.clear()
 
     def take(self) -> str | None:
-        """The next one, which holds a place until `give_back`; None where nobody may begin."""
+        """The next webhook, which holds a place until `give_back`; None if none may begin."""
         with self._lock:
+            may_begin = self._room()
             for tenant, by_receiver in self._due.items():
                 for receiver, waiting in by_receiver.items():
-                    if self._may_begin(tenant, receiver):
+                    if may_begin(tenant, receiver):
                         request_id = waiting.popleft()
                         self._to_the_end(tenant, receiver)
-                        self._hold(request_id, tenant, receiver)
+                        self._held[request_id] = (tenant, receiver)
                         return request_id
             return None
 
     def name_receiver(self, request_id: str, receiver: str) -> bool:
-        """Say whose receiver it is that holds a place; whether it may be called now."""
+        """Name the receiver of a webhook that holds a place. Gives whether it may be called now."""
         with self._lock:
-            tenant, known = self._held[request_id]
-            if known == receiver:
-                return True
-            self._let_go(request_id)
-            may_begin = self._may_begin(tenant, receiver)
-            self._hold(request_id, tenant, receiver)
+            tenant, known = self._held.pop(request_id)
+            may_begin = known == receiver or self._room()(tenant, receiver)
+            self._held[request_id] = (tenant, receiver)
             return may_begin
 
     def give_back(self, request_id: str) -> None:
         with self._lock:
-            self._let_go(request_id)
+            del self._held[request_id]
 
-    def _may_begin(self, tenant: str, receiver: str | None) -> bool:
-        of_receiver = 0 if receiver is None else self._of_receiver[tenant, receiver]
-        return self._of_tenant[tenant] + of_receiver < self.num_free
+    def _room(self) -> Callable[[str, str | None], bool]:
+        """Whether one more call for a tenant and a receiver may begin now."""
+        num_free = self._places - len(self._held)
+        of_tenant = Counter(tenant for tenant, _ in self._held.values())
+        of_receiver = Counter(held for held in self._held.values() if held[1] is not None)
+        return lambda tenant, it: of_tenant[tenant] + of_receiver[tenant, it] < num_free
 
     def _to_the_end(self, tenant: str, receiver: str | None) -> None:
         by_receiver = self._due.pop(tenant)
@@ -80,15 +76,3 @@ class Turns:
             by_receiver[receiver] = waiting
         if by_receiver:
             self._due[tenant] = by_receiver
-
-    def _hold(self, request_id: str, tenant: str, receiver: str | None) -> None:
-        self._held[request_id] = (tenant, receiver)
-        self._of_tenant[tenant] += 1
-        self._of_receiver[tenant, receiver] += 1
-
-    def _let_go(self, request_id: str) -> None:
-        tenant, receiver = self._held.pop(request_id)
-        self._of_tenant[tenant] -= 1
-        self._of_receiver[tenant, receiver] -= 1
-        self._of_tenant = +self._of_tenant  # those who hold none need not be known
-        self._of_receiver = +self._of_receiver

@@ -1,8 +1,8 @@
-"""With what webhooks are signed: a secret for each tenant, made of one that nobody is told.
+"""Signs webhooks with a secret for each tenant, made from a master secret that nobody is told.
 
-It goes by tenant and not by URL: whoever names another's URL still gets his own signature only, and
-that other's receiver refuses it. No secret lies in Redis. Signatures are those of
-https://www.standardwebhooks.com, made by its library.
+A secret belongs to a tenant and not to a URL. A tenant that gives another tenant's URL gets its own
+signature, and that receiver refuses it. No secret is stored in Redis. Signatures follow
+https://www.standardwebhooks.com, and its library makes them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
 
 OVERLAP_SECONDS = 86_400
-"""So long the secret before the current one signs too."""
+"""How long the previous secret signs, too."""
 _PREFIX = "whsec_"
 
 
 class Rotation(BaseModel):
-    """Which of its secrets a tenant has, and since when (Unix seconds)."""
+    """The version of a tenant's secret, and since when (Unix seconds)."""
 
     version: Annotated[int, Field(ge=2, le=10**9)]
     since: float
@@ -45,7 +45,7 @@ _ROTATIONS = TypeAdapter(dict[str, Rotation])
 class WebhookSecrets:
     """The secrets of a queue's tenants. '' is the tenant without a name.
 
-    All methods raise ConfigurationError where the folder for files cannot be used.
+    All methods raise ConfigurationError if the folder for files cannot be used.
     """
 
     def __init__(self, settings: JobsSettings, clock: Callable[[], float] = time.time) -> None:
@@ -57,11 +57,11 @@ class WebhookSecrets:
 
     @property
     def has_shared(self) -> bool:
-        """Whether one secret, that of earlier releases, still signs for all tenants too."""
+        """Whether the one secret of earlier releases still signs for all tenants, too."""
         return self._shared is not None
 
     def of(self, tenant: str) -> list[str]:
-        """The tenant's own that are valid now, the newest first."""
+        """The tenant's own valid secrets, the newest first."""
         rotation = self._read().get(self._name(tenant))
         if rotation is None:
             return [self._make(tenant, 1)]
@@ -71,7 +71,7 @@ class WebhookSecrets:
         return [self._make(tenant, version) for version in versions]
 
     def rotate(self, tenant: str) -> str:
-        """The tenant's next secret, valid from now on beside the last one."""
+        """Make the tenant's next secret. It is valid from now on, beside the last one."""
         with _explained(self._rotations), _locked(self._rotations.with_suffix(".lock")):
             found = self._read()
             last = found.get(self._name(tenant))
@@ -85,7 +85,7 @@ class WebhookSecrets:
         return self._make(tenant, version)
 
     def sign(self, tenant: str, webhook_id: str, timestamp: int, body: str) -> str:
-        """The `webhook-signature` header: one signature for each secret that is valid."""
+        """The `webhook-signature` header, with one signature for each valid secret."""
         # The shared one first, for receivers from before there could be two.
         valid = ([self._shared] if self._shared else []) + self.of(tenant)
         at = datetime.fromtimestamp(timestamp, UTC)
@@ -95,7 +95,7 @@ class WebhookSecrets:
         return f"{self._queue}:{tenant}"
 
     def _make(self, tenant: str, version: int) -> str:
-        """Nobody can tell the master from it, nor another tenant's."""
+        """Make a secret. It does not reveal the master secret, or another tenant's secret."""
         what = f"promptq webhook {version} {self._queue} {tenant}".encode()
         return _encode(hmac.digest(self._master, what, hashlib.sha256))
 
@@ -107,22 +107,22 @@ class WebhookSecrets:
                 return {}
             except ValidationError as error:
                 raise ConfigurationError(
-                    f"{self._rotations} is no list of rotations: {error.errors()[0]['msg']}"
+                    f"{self._rotations} is not a list of rotations: {error.errors()[0]['msg']}"
                 ) from None
 
 
 def master_file(settings: JobsSettings) -> Path:
-    """Where a master secret of our own making lies."""
+    """The file of the master secret that promptq has made itself."""
     return settings.files_dir / "webhook-master-secret"
 
 
 def shared_file(settings: JobsSettings) -> Path:
-    """Where releases before 0.3 kept the one secret of all receivers."""
+    """The file in which releases before 0.3 kept the one secret of all receivers."""
     return settings.files_dir / "webhook-secret"
 
 
 def _load_master(settings: JobsSettings) -> bytes:
-    """That of the settings, or one that is made once and kept."""
+    """The master secret of the settings, or one that is made once and kept."""
     if settings.webhook_master_secret is not None:
         return _decode(settings.webhook_master_secret, "webhook_master_secret")
     path = master_file(settings)
@@ -146,7 +146,7 @@ def _make_once(path: Path) -> None:
     own.touch(0o600)
     own.write_text(_encode(secrets.token_bytes(32)) + "\n")
     try:
-        os.link(own, path)  # which fails where another process was first
+        os.link(own, path)  # fails if another process was first
     except FileExistsError:
         pass
     finally:

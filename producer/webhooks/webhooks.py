@@ -1,4 +1,4 @@
-"""Webhooks: a URL is told that a request has ended, signed, and again until it takes that."""
+"""Webhooks: tell a URL that a request has ended, in a signed message, until it accepts that."""
 
 from __future__ import annotations
 
@@ -19,58 +19,57 @@ from promptq.shared.protocol.keys import is_tenant
 from promptq.shared.protocol.request import Request
 
 BACKOFF_SECONDS = (5, 30, 120, 600, 1800, 3600, 7200, 14_400, 21_600, 36_000)
-"""Between the attempts, together just under a day."""
+"""The waits between attempts, just under a day together."""
 
 
 class UndeliverableError(PromptqError):
-    """It is not tried again: no message can be made, or nobody is there who may or wants to hear
-    it."""
+    """It is not tried again: there is no message, or no receiver that may be called or wants it."""
 
 
 class DeliveryError(PromptqError):
-    """The receiver did not take it; it is tried again."""
+    """The receiver did not accept it. It is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What is to be sent, and to whom."""
+    """A message, and where to send it."""
 
     webhook_id: str
     tenant: str
-    """Whose request it was; '' is the tenant without a name."""
+    """The tenant of the request; '' is the tenant without a name."""
     url: str
     body: str
 
     @property
     def receiver(self) -> str:
-        """Host and port: all URLs there wait for each other. The rest is for their owner alone."""
+        """Host and port. All URLs there wait for each other; the rest of a URL is private."""
         try:
             parts = urlsplit(self.url)
             return f"{parts.hostname}:{parts.port or parts.scheme}"[:300]
         except ValueError:
-            return "nobody"  # which is found when it is called
+            return "nobody"  # the call will report the error
 
 
 def webhook_id_of(queue: str, request_id: str) -> str:
-    """The same for every attempt, so that a receiver can drop what it has."""
+    """The id of a webhook. It is the same for all attempts, so receivers can drop repetitions."""
     return "msg_" + hashlib.sha256(f"{queue}:{request_id}".encode()).hexdigest()[:32]
 
 
 def tenant_of(name: str | None) -> str:
-    """Whose a request is by its hash; what is no name is that of nobody."""
+    """The tenant in a request's hash; '' for anything that is not a name."""
     return name if name and is_tenant(name) else ""
 
 
 def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message | None:
-    """What is to be sent for a request's hash; None where nobody asked.
+    """The message for a request's hash; None if the request has no webhook.
 
-    Raises UndeliverableError for one that is gone, or into which a stranger wrote.
+    Raises UndeliverableError if the hash is gone, or a stranger has written into it.
     """
     if not record:
-        raise UndeliverableError("its record is kept no longer")
+        raise UndeliverableError("its record has expired")
     try:
         request = Request.parse(record.get("payload", ""))
-    except InvalidRequestError:  # it may have ended for just that; its URL may be sound
+    except InvalidRequestError:  # it may have failed for that, but have a good URL
         url, metadata = _url_of(record.get("payload", "")), None
     else:
         url, metadata = request.webhook_url, request.metadata
@@ -80,7 +79,7 @@ def message_of(queue: str, request_id: str, record: dict[str, str]) -> Message |
         body = _body_of(queue, request_id, record, metadata)
         body.encode()  # as it will be sent
     except (ValueError, OverflowError, OSError, RecursionError) as error:
-        raise UndeliverableError(f"its record is no worker's: {error}") from None
+        raise UndeliverableError(f"its record was not written by a worker: {error}") from None
     tenant = tenant_of(record.get("tenant"))
     return Message(webhook_id_of(queue, request_id), tenant, url, body)
 
@@ -103,9 +102,9 @@ def _body_of(queue: str, request_id: str, record: dict[str, str], metadata: obje
 
 
 def deliver(message: Message, settings: JobsSettings, secrets: WebhookSecrets) -> int:
-    """One attempt; gives the status of the answer.
+    """Make one attempt. Gives the status of the answer.
 
-    Raises DeliveryError to be tried again, and UndeliverableError.
+    Raises DeliveryError if it is worth another attempt, else UndeliverableError.
     """
     timestamp = int(time.time())
     headers = {

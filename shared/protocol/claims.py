@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -80,11 +81,17 @@ class Claim:
     """Whether it was aboard at crashes, so that it is to run with nothing beside it."""
     num_logged: int = 0
     """Tokens that the log holds by the id of its last entry, be it an event or not."""
+    received_at: float = field(default_factory=time.monotonic, compare=False)
+    """When the server's reply came; `time.monotonic()` in seconds."""
 
     @property
     def order(self) -> tuple[float, str]:
         """Place in the queue, or in what tenants share: lowest first."""
         return self.turn or (self.score, self.request_id)
+
+    def server_ms(self, at: float) -> int:
+        """Unix milliseconds of the server at `at`, a `time.monotonic()` in seconds."""
+        return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
         """What renews its lease or gives it back."""

@@ -42,6 +42,16 @@ def check_request_id(request_id: str) -> str:
     return request_id
 
 
+class _Name:
+    """The name of one key or channel, behind the queue's prefix."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: Keys, kind: type[Keys]) -> str:
+        return keys.prefix + self._name
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The names of one queue.
@@ -51,6 +61,40 @@ class Keys:
 
     queue: str = "default"
 
+    pending = _Name("pending")
+    control = _Name("control")
+    drain = _Name("drain")
+    """A channel that tells workers to finish what runs and to exit."""
+    leases = _Name("leases")
+    deadlines = _Name("deadlines")
+    delayed = _Name("delayed")
+    dead = _Name("dead")
+    config = _Name("config")
+    model = _Name("model")
+    """What the queue serves, as its first worker said."""
+    workers = _Name("workers")
+    tenants_waiting = _Name("tenants:waiting")
+    backlog = _Name("backlog")
+    """What waits, as the limits of `enqueue` count it."""
+    api_keys = _Name("api_keys")
+    api_keys_used = _Name("api_keys:used")
+    """When each API key was last used."""
+    webhooks = _Name("webhooks")
+    """Requests whose end somebody is to be told of, by the time (ms) of the end."""
+    webhooks_waiting = _Name("webhooks:waiting")
+    """For each webhook that is still to be called: how often it was tried, and when it is next."""
+    webhooks_dead = _Name("webhooks:dead")
+    """The last some thousands of the webhooks that were given up."""
+    jobs_leader = _Name("jobs:leader")
+    """Which of several `promptq jobs` hands out the queue's background work."""
+    upkeep = _Name("upkeep")
+    """Since when the upkeep has looked after the queue, and when it last did."""
+    statistics = _Name("statistics")
+    """What the queue was like: a sample for each 5 s of the last hour."""
+    statistics_minutes = _Name("statistics:minutes")
+    """A sample for each minute, made of those in the stream `statistics`."""
+    unfinished_batches = _Name("batches:unfinished")
+
     def __post_init__(self) -> None:
         if not _QUEUE_NAME.fullmatch(self.queue):
             raise ConfigurationError(f"queue: {self.queue[:80]!r} is not {NAME_IN_WORDS}")
@@ -59,65 +103,6 @@ class Keys:
     def prefix(self) -> str:
         """What every key of the queue begins with; the scripts build the other names on it."""
         return f"promptq:{{{self.queue}}}:"
-
-    @property
-    def pending(self) -> str:
-        return self.prefix + "pending"
-
-    @property
-    def control(self) -> str:
-        return self.prefix + "control"
-
-    @property
-    def drain(self) -> str:
-        """A channel: workers that are to finish and exit."""
-        return self.prefix + "drain"
-
-    @property
-    def leases(self) -> str:
-        return self.prefix + "leases"
-
-    @property
-    def deadlines(self) -> str:
-        return self.prefix + "deadlines"
-
-    @property
-    def delayed(self) -> str:
-        return self.prefix + "delayed"
-
-    @property
-    def dead(self) -> str:
-        return self.prefix + "dead"
-
-    @property
-    def config(self) -> str:
-        return self.prefix + "config"
-
-    @property
-    def model(self) -> str:
-        """What the queue serves, as its first worker said."""
-        return self.prefix + "model"
-
-    @property
-    def workers(self) -> str:
-        return self.prefix + "workers"
-
-    @property
-    def tenants_waiting(self) -> str:
-        return self.prefix + "tenants:waiting"
-
-    @property
-    def backlog(self) -> str:
-        return self.prefix + "backlog"
-
-    @property
-    def api_keys(self) -> str:
-        return self.prefix + "api_keys"
-
-    @property
-    def api_keys_used(self) -> str:
-        """When each API key was last used."""
-        return self.prefix + "api_keys:used"
 
     def pending_of(self, tenant: str) -> str:
         """Where a tenant's ids wait; '' is the tenant without a name.
@@ -134,40 +119,6 @@ class Keys:
     def tenants(self, priority: int = 0) -> str:
         """The counters of what tenants received at a priority."""
         return self.prefix + (f"tenants:{priority}" if priority else "tenants")
-
-    @property
-    def webhooks(self) -> str:
-        """Requests whose end somebody is to be told of, by the time (ms) of the end."""
-        return self.prefix + "webhooks"
-
-    @property
-    def webhooks_waiting(self) -> str:
-        """How often each webhook was tried that is to be called, and when it is next."""
-        return self.webhooks + ":waiting"
-
-    @property
-    def webhooks_dead(self) -> str:
-        """Webhooks that were given up, the last some thousands."""
-        return self.webhooks + ":dead"
-
-    @property
-    def jobs_leader(self) -> str:
-        """Which of several `promptq jobs` hands out the queue's background work."""
-        return self.prefix + "jobs:leader"
-
-    @property
-    def upkeep(self) -> str:
-        """Since when, and when last, the upkeep looked after the queue."""
-        return self.prefix + "upkeep"
-
-    @property
-    def statistics_minutes(self) -> str:
-        """A sample for each minute, made of those in the stream `statistics`."""
-        return self.prefix + "statistics:minutes"
-
-    @property
-    def unfinished_batches(self) -> str:
-        return self.prefix + "batches:unfinished"
 
     def batches_of(self, tenant: str) -> str:
         """A tenant's batches by the time (ms) they were made; '' is the tenant without a name."""
@@ -195,8 +146,3 @@ class Keys:
     def slots(self, worker_id: str) -> str:
         """What a worker last told of its batch."""
         return f"{self.prefix}slots:{worker_id}"
-
-    @property
-    def statistics(self) -> str:
-        """What the queue was like, a sample for each 5 s of the last hour."""
-        return self.prefix + "statistics"

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import operator
 import secrets
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -134,6 +136,30 @@ class _Queue:
             self.worker_id, self.lease_ms, room, turn.nonce, seed_base, self.model, turn.context
         )
 
+    def _take_one(
+        self,
+        take_batch: Callable[[Room], Any],
+        wake_ups: Any,
+        timeout: float | None,
+        abort: threading.Event | asyncio.Event | None,
+    ) -> Operation[Claim | None]:
+        """What `take` does once `wake_ups` listens; yields functions that ask the server."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            claims: Claims = yield partial(take_batch, Room(max_count=1, token_budget=2**53))
+            if claims:
+                return claims[0]
+            if claims.next_skip:
+                continue
+            poll = time.monotonic() + POLL_SECONDS
+            while time.monotonic() < poll:
+                if (abort is not None and abort.is_set()) or time.monotonic() >= deadline:
+                    return None
+                self._check_open()
+                message = yield partial(wake_ups.get_message, timeout=_ABORT_CHECK_SECONDS)
+                if message is not None and message["data"] == b"pending":
+                    break
+
     def _release(
         self, held: Sequence[Held], crashed: bool, delays_ms: Sequence[int]
     ) -> Call[list[str]]:
@@ -187,7 +213,7 @@ class RequestQueue(_Queue):
         script that the server does not know yet runs behind the others. `atomic` is for plain
         commands alone: none of another client's comes in between.
         """
-        return carry_out(self._exchange(calls, atomic), lambda ask: ask())
+        return carry_out(self._exchange(calls, atomic), operator.call)
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         """Put requests in, all or none, and give their ids.
@@ -214,25 +240,11 @@ class RequestQueue(_Queue):
         For a process that takes one after the other: it says that nothing else is held, and may get
         a suspect (docs/protocol.md, Crashes). Who holds several uses `take_batch`.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        one = Room(max_count=1, token_budget=2**53)
         with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)
-            while True:
-                if claims := self.take_batch(one):
-                    return claims[0]
-                if claims.next_skip:
-                    continue
-                poll = time.monotonic() + POLL_SECONDS
-                while time.monotonic() < poll:
-                    if abort is not None and abort.is_set():
-                        return None
-                    if deadline is not None and time.monotonic() >= deadline:
-                        return None
-                    self._check_open()
-                    message = wake_ups.get_message(timeout=_ABORT_CHECK_SECONDS)
-                    if message is not None and message["data"] == b"pending":
-                        break
+            return carry_out(
+                self._take_one(self.take_batch, wake_ups, timeout, abort), operator.call
+            )
 
     def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         """Send events and renew leases, in one round trip."""
@@ -321,7 +333,7 @@ class AsyncRequestQueue(_Queue):
 
     async def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
         async with self._turns:
-            return await carry_out_async(self._exchange(calls, atomic), lambda ask: ask())
+            return await carry_out_async(self._exchange(calls, atomic), operator.call)
 
     async def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
         return await self.run(self._enqueue(new))
@@ -333,7 +345,7 @@ class AsyncRequestQueue(_Queue):
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
             claims = await claiming
-            await self.release([Held(claim.request_id, claim.fence) for claim in claims])
+            await self.release([claim.as_held() for claim in claims])
             raise
 
     async def _take_batch(self, room: Room) -> Claims:
@@ -344,25 +356,10 @@ class AsyncRequestQueue(_Queue):
     async def take(
         self, timeout: float | None = None, abort: asyncio.Event | None = None
     ) -> Claim | None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        one = Room(max_count=1, token_budget=2**53)
         async with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             await wake_ups.subscribe(self.keys.control)
-            while True:
-                if claims := await self.take_batch(one):
-                    return claims[0]
-                if claims.next_skip:
-                    continue
-                poll = time.monotonic() + POLL_SECONDS
-                while time.monotonic() < poll:
-                    if abort is not None and abort.is_set():
-                        return None
-                    if deadline is not None and time.monotonic() >= deadline:
-                        return None
-                    self._check_open()
-                    message = await wake_ups.get_message(timeout=_ABORT_CHECK_SECONDS)
-                    if message is not None and message["data"] == b"pending":
-                        break
+            taking = self._take_one(self.take_batch, wake_ups, timeout, abort)
+            return await carry_out_async(taking, operator.call)
 
     async def publish(self, rows: Sequence[Row], held: Sequence[Held] = ()) -> Published:
         return await self.run(scripts.publish(self.lease_ms, rows, held))

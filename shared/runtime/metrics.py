@@ -48,14 +48,17 @@ _REQUEST_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _ATTEMPTS = (1, 2, 3, 5, 10)
 
 
-@dataclass(frozen=True, slots=True)
+_OF_WORKERS = ("model_name", "engine")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Spec:
     """One metric. Counters are exposed with `_total` behind their name, as vLLM's are."""
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
     documentation: str
-    labels: tuple[str, ...] = ("model_name", "engine")
+    labels: tuple[str, ...] = _OF_WORKERS
     buckets: tuple[float, ...] = ()
 
     @property
@@ -145,6 +148,7 @@ HTTP_OPEN = Spec("gauge", "http_requests_open", "HTTP requests that are being an
 # fmt: on
 
 ALL = tuple(it for it in list(globals().values()) if isinstance(it, Spec))
+WORKER_HISTOGRAMS = tuple(it for it in ALL if it.kind == "histogram" and it.labels == _OF_WORKERS)
 
 
 class Histogram:

@@ -152,9 +152,12 @@ def read_settings(**overrides: Any) -> Settings:
 def read_settings_of(
     kind: type[T], overrides: Mapping[str, Any], named: Callable[[str], str] = str
 ) -> T:
-    """As `read_settings`, of another class; `named` is how people know a setting by its name."""
+    """As `read_settings`, of another class; `named` is how people know a setting by its name.
+
+    An override that is None is left out.
+    """
     try:
-        return kind(**overrides)
+        return kind(**{name: it for name, it in overrides.items() if it is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])

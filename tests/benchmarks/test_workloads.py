@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks import workloads
 from benchmarks.models import MODELS, VOCAB_SIZE, Shape
-from benchmarks.workloads import WORKLOADS
+from benchmarks.suite import workloads
+from benchmarks.suite.workloads import WORKLOADS
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)

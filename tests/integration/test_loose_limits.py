@@ -16,8 +16,8 @@ import redis.asyncio
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner
 from promptq.worker.engine.core.sequence import Batch
+from tests.model_free import ModelFreeRunner
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 
 MAX_NUM_SEQS = 16

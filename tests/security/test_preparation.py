@@ -36,14 +36,15 @@ from promptq.shared.protocol.request import (
 from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue, new_request_id
 from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text import schema_vetting
+from promptq.worker.text.grammar_compiler import Vocabulary
 from promptq.worker.text.schema_patterns import num_combined_patterns
-from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
+from promptq.worker.text.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tests.model_free import ModelFreeRunner
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.processes import started
 from tests.requests import async_put, put, result_of, until_active

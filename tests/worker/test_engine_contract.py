@@ -12,11 +12,11 @@ import pytest
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import build_model_free_engine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
+from tests.model_free import build_model_free_engine
 from tests.worker.engine.tiny_models import save_model
 
 SLOTS, LENGTH = 2, 128

@@ -13,14 +13,14 @@ import pytest
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import (
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine_thread import EngineThread
+from tests.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     build_model_free_engine,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine_thread import EngineThread
 from tests.waiting import async_until
 
 PATIENCE = 60.0

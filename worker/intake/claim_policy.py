@@ -1,4 +1,4 @@
-"""What a worker claims: as much as there is room for, and some work ahead."""
+"""How much a worker claims: what there is room for, and some work ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _MAX_DEPTH = 4096
 
 
 class ClaimPolicy:
-    """`depth` None adapts to the rate of hand-outs, so that about 100 ms of work lie ready."""
+    """With `depth` None, the depth adapts to how fast requests are handed out: about 100 ms of work
+    lie ready."""
 
     def __init__(self, leases: Leases, engine: EnginePort, depth: int | None = None) -> None:
         self._leases = leases
@@ -22,18 +23,18 @@ class ClaimPolicy:
 
     @property
     def depth(self) -> int:
-        """How many requests to keep ready beyond free slots."""
+        """How many requests to keep ready beyond the free slots."""
         if self._fixed_depth is not None:
             return self._fixed_depth
         rate = self._leases.ready.hand_outs_a_second
         return max(1, min(math.ceil(rate * _WORK_AHEAD_SECONDS), _MAX_DEPTH))
 
     def room(self) -> Room:
-        """What can be claimed: slots and KV that nothing held is counted with.
+        """The slots and the KV memory that no held request needs.
 
-        A prefix that sequences share is counted once, and no request needs more than the model's
-        length, however large its payload. Both are negative while urgent requests are
-        held that will preempt; the more of them, the less there is to preempt for further ones.
+        A prefix that several sequences share is counted once, and no request counts for more than
+        the model length. Both numbers are negative while urgent requests that will preempt are
+        held, so that fewer sequences count as preemptible for further ones.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect:

@@ -1,4 +1,4 @@
-"""Prefetch: claims and tokenises ahead of need, so that the engine never waits for either."""
+"""Prefetch: claims and prepares requests ahead, so that the engine never waits for either."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.rows import RowStatus
 from promptq.shared.queue.request_queue import POLL_SECONDS, AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.metrics import CLAIM_TIME
 from promptq.shared.runtime.tasks import end
 from promptq.worker.intake.claim_policy import ClaimPolicy
 from promptq.worker.intake.preparation import Preparation, TakesLongError
@@ -27,26 +28,25 @@ from promptq.worker.leases.prepared_request import PreparedRequest
 from promptq.worker.leases.ready_queue import IntakeMetrics
 from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.publishing.publisher import Publisher
-from promptq.worker.publishing.renewal import Renewal
 from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 
 _JITTER_SECONDS = 0.001
 _PUT_OFF_POLL_SECONDS = 0.1
-"""Nobody tells when the delay of what was put off is over."""
+"""Nobody sends a message when the delay of a put-off request is over."""
 
 _Made = PreparedRequest | InvalidRequestError | TakesLongError | None
-"""What preparation makes of a claim; None of what was lost meanwhile."""
+"""What preparing a claim gives; None for a claim that was lost meanwhile."""
 
 
 class Prefetcher:
     """Keeps prepared requests ready, in queue order.
 
-    Claims are prepared one after another in a thread; what may take long there goes to the slow
-    lane and comes back to its place in the order. Where that is full, it goes back to the queue for
-    a while, so that it takes no slot while it waits. What fails in preparation is ended here, and
-    what has nothing left to generate. A preparation that takes longer than `stuck_seconds` counts
-    as hung.
+    Claims are prepared one after another in a thread. A claim whose preparation may take long goes
+    to the slow lane, and afterwards takes its place in the order. If the slow lane is full, the
+    request goes back to the queue for a while, so that it takes no slot while it waits. Requests
+    that cannot be prepared, and those that have nothing left to generate, are ended here. A
+    preparation that takes longer than `stuck_seconds` counts as hung.
     """
 
     def __init__(
@@ -56,30 +56,28 @@ class Prefetcher:
         preparation: Preparation,
         policy: ClaimPolicy,
         publisher: Publisher,
-        renewal: Renewal,
         give_back: GiveBack,
         departures: Departures,
         meter: Meter,
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """Live workers of the queue: the more there are, the more they spread their claims."""
+        """How many workers the queue has. The more there are, the more they spread their claims."""
         self._queue = queue
         self._leases = leases
         self._wake_up = leases.wake_up
         self._preparation = preparation
         self._policy = policy
         self._publisher = publisher
-        self._renewal = renewal
         self._give_back = give_back
         self._departures = departures
         self._meter = meter
         self._stuck_seconds = stuck_seconds
-        self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, and since when
+        self._preparing: dict[int, tuple[Lease, float]] = {}  # by thread, and when it began
         self._slow_lane = SlowLane()
         self._slow: set[asyncio.Task[None]] = set()
-        self._broken: BaseException | None = None  # what made one of these fail
-        self._too_small: Room | None = None  # what the last claim found nothing for
+        self._broken: BaseException | None = None  # the exception of a slow preparation that failed
+        self._too_small: Room | None = None  # the room for which the last claim found nothing
         self._task: asyncio.Task[None] | None = None
         self._log = get_logger(worker_id=queue.worker_id)
 
@@ -88,26 +86,27 @@ class Prefetcher:
         return self._leases.ready.metrics
 
     def start(self) -> None:
-        """Begin to claim. Raises RuntimeError if it runs already."""
+        """Start claiming. Raises RuntimeError if it runs already."""
         if self.is_running:
             raise RuntimeError("the prefetcher runs already")
         self._task = asyncio.create_task(self._run(), name="intake")
 
     async def stop(self) -> None:
-        """Stop claiming and give back what is ready or being prepared; what hangs, as a crash.
+        """Stop claiming, and give back what is ready or being prepared.
 
-        What the server does not take stays held. Raises RedisError, OSError.
+        A request whose preparation hangs is given back as a crash. What the server does not take
+        stays held. Raises RedisError, OSError.
         """
         if self._task is not None:
             await end([self._task, *self._slow])
             self._task = None
         preparing = (it for it in self._overdue if it.state is LeaseState.PREPARING)
-        to_blame = next(preparing, None)  # the first, which may have held up the others
+        to_blame = next(preparing, None)  # the others may only wait for the first
         for lease in self._leases:
             if lease.state in (LeaseState.PREPARING, LeaseState.READY):
                 self._leases.returning(lease, crashed=lease is to_blame)
         await self._give_back.run_once()
-        if self._queue.has_unanswered_claim:  # this call gives back what that one was given
+        if self._queue.has_unanswered_claim:  # this call gives back what the lost reply had
             with suppress(RedisError, OSError):
                 await self._queue.take_batch(Room(max_count=0, token_budget=0))
 
@@ -117,28 +116,29 @@ class Prefetcher:
 
     @property
     def task(self) -> asyncio.Task[None]:
-        """The running task, for whoever watches over it. Raises RuntimeError before `start`."""
+        """The running task, to be watched. Raises RuntimeError before `start`."""
         if self._task is None:
             raise RuntimeError("the prefetcher was not started")
         return self._task
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a thread is at work, perhaps on what was given back or lost meanwhile."""
+        """Whether a thread is preparing something, even a request that was given back or lost
+        meanwhile."""
         return bool(self._preparing)
 
     @property
     def hangs_on(self) -> Lease | None:
-        """What has a preparation that hangs, be it held still or not.
+        """The lease whose preparation hangs, even if it is not held any more.
 
-        None once it was stopped: nothing waits for that thread then.
+        None after `stop`, as nothing waits for that thread then.
         """
         return next(iter(self._overdue), None) if self.is_running else None
 
     @property
     def _overdue(self) -> list[Lease]:
         before = time.monotonic() - self._stuck_seconds
-        # A copy, as threads may change it at any time.
+        # A copy, since threads change it at any time.
         return [lease for lease, since in [*self._preparing.values()] if since < before]
 
     async def _run(self) -> None:
@@ -154,14 +154,14 @@ class Prefetcher:
     async def _wait(self) -> None:
         seconds = _PUT_OFF_POLL_SECONDS if self._slow_lane.has_put_off else POLL_SECONDS
         if not await self._wake_up.wait(seconds):
-            self._wake_up.work_came()  # perhaps its message was missed
+            self._wake_up.work_came()  # perhaps a message was missed
             await self._tell_prompt_tokens()
         elif self.num_workers > 1:
             jitter = _JITTER_SECONDS * (self.num_workers - 1)
             await asyncio.sleep(random.uniform(0, jitter))  # noqa: S311 # spreads claims
 
     async def _fill(self) -> int:
-        """Claim and prepare once; gives how many were claimed."""
+        """Claim and prepare once. Returns how many requests were claimed."""
         work_came = self._wake_up.take()
         if self._broken is not None:
             raise self._broken
@@ -172,11 +172,11 @@ class Prefetcher:
             return 0
         started = time.monotonic()
         claims = await self._queue.take_batch(room)
-        self._meter.claim_time.add(time.monotonic() - started)
+        self._meter.observe(CLAIM_TIME, time.monotonic() - started)
         self._wake_up.num_left = claims.num_pending
         self._too_small = None if claims else room
         if claims.next_skip:
-            self._wake_up.work_came()  # there is more behind what this worker can never take
+            self._wake_up.work_came()  # more waits behind requests for newer workers
         if not claims:
             return 0
         self.metrics.num_claimed += len(claims)
@@ -186,12 +186,12 @@ class Prefetcher:
                 self._departures.note(earlier, outcome)
         leases = self._leases.claimed(claims)
         await self._take(leases, await asyncio.to_thread(self._prepare, leases))
-        if self._leases.some_return.is_set():  # what was put off must not keep out the next
+        if self._leases.some_return.is_set():  # before the next claim, which needs their room
             await self._give_back.run_once()
         return len(claims)
 
     async def _take(self, leases: list[Lease], made: list[_Made]) -> None:
-        """Hand on what was prepared. What could not be dealt with goes back."""
+        """Pass on what was prepared. Requests that cannot be ended now are given back."""
         failed: list[tuple[Lease, InvalidRequestError]] = []
         for lease, it in zip(leases, made, strict=True):
             if it is None or lease.state is not LeaseState.PREPARING:
@@ -233,7 +233,7 @@ class Prefetcher:
         try:
             await self._take([lease], made)
         except (RedisError, OSError) as error:
-            self._log.warning("a request's end was not told, trying again", error=str(error))
+            self._log.warning("a request's end was not published, trying again", error=str(error))
 
     def _end_slow(self, done: asyncio.Task[None]) -> None:
         self._slow.discard(done)
@@ -242,14 +242,15 @@ class Prefetcher:
             self._wake_up.work_came()
 
     async def _tell_prompt_tokens(self) -> None:
-        """Tell the exact prompt lengths of what lies here; of the others their first row tells."""
+        """Tell the server the exact prompt lengths of ready requests; running ones send it with a
+        row."""
         ready = (it for it in self._leases if it.state is LeaseState.READY)
         if untold := [it for it in ready if it.has_untold_length]:
-            with suppress(RedisError, OSError):  # a renewal of the leases tells them too
-                await self._renewal.renew(untold)
+            with suppress(RedisError, OSError):  # the next renewal of the leases sends them too
+                await self._publisher.renew(untold)
 
     def _prepare(self, leases: list[Lease], *, only_quick: bool = True) -> list[_Made]:
-        """Runs in a thread of its own."""
+        """Runs in a thread."""
         try:
             return [self._prepare_one(lease, only_quick) for lease in leases]
         finally:
@@ -263,7 +264,7 @@ class Prefetcher:
             return self._preparation.prepare(lease.claim, only_quick=only_quick)
         except (InvalidRequestError, TakesLongError) as error:
             return error
-        except Exception as error:  # whatever it is, it is this request's alone
+        except Exception as error:  # it must not stop the other requests
             self._log.exception("preparation failed", request_id=lease.request_id)
             return InvalidRequestError(f"payload: {error}", "payload", "internal_error")
 

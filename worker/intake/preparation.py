@@ -1,12 +1,11 @@
-"""What turns a claim into a held request: parse, check, render, tokenise, compile.
+"""Turns a claim into a held request: parses, checks, renders, tokenises and compiles.
 
-Whoever sent it may be a stranger, so each part is measured before it is done.
+The request may come from a stranger, so the size of each part is checked before work is done on it.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,25 +23,25 @@ from promptq.worker.text.tokenizer import Tokenizer
 _QUICK_BYTES = 32 * 1024
 _QUICK_MESSAGES = 128
 _QUICK_TOKENS = 1024
-"""Of earlier attempts, to be made text again."""
+"""Tokens of earlier attempts, which have to be decoded again."""
 
 _MAX_VALUES = 100_000
-"""JSON values beside the token ids of a prompt: the parser makes an object of each at one go, while
-which no other thread gets on."""
+"""Most JSON values of a payload beside the token ids of its prompt. The parser makes an object of
+each in one call, during which no other thread runs."""
 
 _SEPARATORS = (b",", b"[", b"{")
-"""What a JSON value, or the key of one, stands behind."""
+"""Each JSON value, and each key, stands behind one of these."""
 
 _sequence_ids = itertools.count(1)
 
 
 class TakesLongError(Exception):
-    """A preparation may take so long that others had better not wait for it."""
+    """A preparation may take so long that other requests should not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What turning a claim into a held request takes. `prepare` may run in any thread."""
+    """What is needed to turn a claim into a held request. `prepare` may run in any thread."""
 
     tokenizer: Tokenizer
     limits: EngineLimits
@@ -52,10 +51,11 @@ class Preparation:
     grammars: Grammars | None = None
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
-        """Parse, tokenise, check, and rebuild what earlier attempts had reached.
+        """Parse, tokenise and check a request, and rebuild the state that earlier attempts had
+        reached.
 
-        Raises InvalidRequestError naming the field that is wrong; with `only_quick` TakesLongError,
-        before the work that may take long.
+        Raises InvalidRequestError that names the wrong field. With `only_quick` it raises
+        TakesLongError before any work that may take long.
         """
         if claim.is_spoilt:
             raise InvalidRequestError("tokens: the log holds what is no event", field="tokens")
@@ -97,7 +97,6 @@ class Preparation:
             token_ids=list(emitted),
             texts=[event.text for event in claim.events],
             logprobs=[item for event in claim.events for item in event.logprobs or ()],
-            claimed_at=time.monotonic(),
             request=request,
         )
 
@@ -177,7 +176,7 @@ class Preparation:
     def _bad_token_sequences(
         self, request: Request, max_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Those that an output of so many tokens has room for."""
+        """Token sequences of the bad words that fit into an output of so many tokens."""
         found = {
             tuple(tokens)
             for tokens in self.tokenizer.encode_words(request.bad_words or ())
@@ -195,8 +194,10 @@ def _unsupported(field: str) -> InvalidRequestError:
 
 
 def _num_values(payload: bytes) -> int:
-    """How many JSON values there are at most: the separators outside of texts."""
-    text = payload.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of `"` are borders
+    """Count the separators outside of strings: there are at most so many JSON values."""
+    text = payload.replace(b"\\\\", b"").replace(
+        b'\\"', b""
+    )  # only borders of strings keep their `"`
     characters = np.frombuffer(text, dtype=np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
     return int(np.count_nonzero(np.isin(characters, list(b"".join(_SEPARATORS))) & is_outside))

@@ -1,4 +1,4 @@
-"""Where preparations that take long are done, beside all others and a few at a time."""
+"""Runs the preparations that take long, a few at a time and beside all others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TypeVar
 
 _MAX_THREADS = 4
 _MAX_THREADS_OF_TENANT = 2
-"""So that one tenant leaves a thread to others, whatever it sends."""
+"""One tenant always leaves some threads to others."""
 
 _USUAL_SECONDS = 0.05
-"""What a function is taken to need until one of its tenant has shown it."""
+"""How long a function is expected to take before one of its tenant has been measured."""
 _MIN_PUT_OFF_SECONDS = 0.1
 _MAX_PUT_OFF_SECONDS = 60.0
 
@@ -21,25 +21,27 @@ T = TypeVar("T")
 
 
 class SlowLane:
-    """Runs functions in threads; those that wait for one go by turns of their tenants."""
+    """Runs functions in threads. Tenants take turns to get one."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # whose turn is next comes first
+        self._waiting: dict[
+            str, deque[asyncio.Future[None]]
+        ] = {}  # the tenant whose turn is next comes first
         self._running: Counter[str] = Counter()
-        self._seconds: dict[str, float] = {}  # that a tenant's functions take now
-        self._put_off_until: dict[str, float] = {}  # the last of a tenant's
+        self._seconds: dict[str, float] = {}  # how long a function of each tenant takes now
+        self._put_off_until: dict[str, float] = {}  # when the last request of each tenant is back
 
     @property
     def has_put_off(self) -> bool:
-        """Whether something that was put off has not come back yet."""
+        """Whether a request that was put off has not come back yet."""
         now = time.monotonic()
         return any(until > now for until in self._put_off_until.values())
 
     def put_off(self, tenant: str) -> float:
-        """For how many seconds to put off one more, for which there is no place here.
+        """How many seconds to put off one more request, when there is no place for it here.
 
-        About until the tenant's turn would come, behind what it has here and what was put off
-        before: what comes back too early costs a claim for nothing.
+        That is about when the tenant's turn would come, after what it has here and what was put off
+        before. A request that comes back too early costs a useless claim.
         """
         now = time.monotonic()
         self._put_off_until = {it: at for it, at in self._put_off_until.items() if at > now}
@@ -51,7 +53,8 @@ class SlowLane:
         return until - now
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """The function's result. When cancelled, its thread goes on, and nobody waits for it."""
+        """Run a function and return its result. When cancelled, the thread goes on and its result
+        is dropped."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._give_turns()

@@ -10,32 +10,32 @@ from promptq.worker.leases.prepared_request import PreparedRequest
 
 
 class LeaseState(Enum):
-    """From a claim to the moment at which this worker has nothing to do with it any more."""
+    """The life of a lease, from its claim until this worker has nothing to do with it any more."""
 
     PREPARING = auto()
     READY = auto()
-    """It waits for a place in the engine."""
+    """The request is prepared, and waits for a place in the engine."""
     RUNNING = auto()
-    """It is in the engine."""
+    """The request is in the engine."""
     ENDING = auto()
-    """Nothing more comes from the engine; the last that came is on its way to the server."""
+    """The engine is done with the request, and its last row is on its way to the server."""
     RETURNING = auto()
-    """It is to be given back to the queue."""
+    """The request is to be given back to the queue."""
     GONE = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What is held of one attempt at a request. `Leases` alone changes its state."""
+    """One attempt at a request, held by this worker. Only `Leases` changes its state."""
 
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
     is_aside: bool = False
-    """Whether it counts for nothing until it is prepared."""
+    """Whether it takes no room until it is prepared."""
     is_blamed: bool = False
-    """Whether giving it back counts as a crash of it."""
+    """Whether giving it back counts as a crash of the request."""
     delay_ms: int | None = None
-    """For how long nobody gets it again once it is given back."""
+    """How long nobody can claim it after it was given back."""
     is_length_told: bool = False
     """Whether the server knows the exact length of its prompt."""
     prepared_or_none: PreparedRequest | None = None
@@ -46,14 +46,14 @@ class Lease:
 
     @property
     def prepared(self) -> PreparedRequest:
-        """What was made of the claim. Raises RuntimeError while it is being prepared."""
+        """The prepared request. Raises RuntimeError while it is being prepared."""
         if self.prepared_or_none is None:
             raise RuntimeError(f"{self.request_id} is not prepared")
         return self.prepared_or_none
 
     @property
     def is_held(self) -> bool:
-        """Whether the server still counts it as this worker's, as far as is known here."""
+        """Whether this worker still holds it, as far as is known here."""
         return self.state is not LeaseState.GONE
 
     @property
@@ -63,7 +63,7 @@ class Lease:
 
     @property
     def kv_need(self) -> int:
-        """Tokens of KV it is counted with."""
+        """How many KV tokens it is counted with."""
         if not self.counts:
             return 0
         prepared = self.prepared_or_none
@@ -71,14 +71,14 @@ class Lease:
 
     @property
     def has_untold_length(self) -> bool:
-        """Whether the exact length of its prompt is known here, and not yet to the server."""
+        """Whether this worker knows the exact prompt length and the server does not yet."""
         return self.prepared_or_none is not None and not self.is_length_told
 
     def as_held(self) -> Held:
-        """What renews it or gives it back, and tells the prompt's exact length if it is untold."""
+        """The form that renews it or gives it back. It has the prompt length if that is untold."""
         length = self.prepared.num_prompt_tokens if self.has_untold_length else None
         return Held(self.request_id, self.claim.fence, length)
 
     def told(self, held: Held) -> None:
-        """The server has taken this."""
+        """The server has received `held`."""
         self.is_length_told = self.is_length_told or held.prompt_tokens is not None

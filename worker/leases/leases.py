@@ -1,8 +1,8 @@
-"""All that this worker holds, and the one owner of where each request is in its life.
+"""All leases that this worker holds. Only this module changes the state of a lease.
 
-Events come from many sides and may be late: calls to the server are under way at the same time,
-threads prepare what was lost meanwhile. So what tells of something that may be over is without
-effect then; what can only be a mistake raises RuntimeError.
+Events come from many sides and may come late: several calls to the server are under way at a time,
+and a thread may prepare a request that was lost meanwhile. An event that comes too late therefore
+has no effect. An event that can only be a mistake raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _NEXT = {
 _MAX_ASIDE = 64
 _MAX_ASIDE_BYTES = 64 * 2**20
 _TENANTS_ASIDE = 4
-"""So many tenants have a place each, as one may take no more than its part of both."""
+"""One tenant may take a quarter of both limits, so there is room for four tenants."""
 
 
 class Departure(StrEnum):
-    """How an attempt leaves a worker without an end of its request."""
+    """How an attempt leaves a worker although its request has not ended."""
 
     FENCED = "fenced"
-    """Another attempt has it, or nobody."""
+    """Another attempt holds the request now, or nobody does."""
     GIVEN_BACK = "given_back"
     FAILED = "error"
-    """It is blamed for a failure, or its log takes no event."""
+    """The request is blamed for a failure, or its log does not accept events."""
 
     @classmethod
     def of(cls, lease: Lease) -> Departure:
-        """How it leaves when it is given back."""
+        """The departure of a lease that is given back."""
         return cls.FAILED if lease.is_blamed else cls.GIVEN_BACK
 
 
@@ -54,21 +54,22 @@ Outcome = FinishReason | Departure
 
 
 class Leases:
-    """Leases by their request and by the engine's sequence; a state has no other writer.
+    """Finds leases by request and by sequence, and makes every change of their states.
 
-    Methods that take an answer of the server give the outcome that it tells of, if any. The server
-    tells each attempt's outcome to one call only, whichever that is, so it is to be noted even if
-    the lease is gone by then.
+    `answered` and `released` take an answer of the server, and return the outcome that it tells of,
+    if any. The server tells the outcome of an attempt to one call only. So the outcome must be
+    noted even if the lease is gone by then.
     """
 
     def __init__(self, engine: EnginePort) -> None:
         limits = engine.limits
         self.num_places = limits.max_num_seqs + max(1, limits.max_num_seqs // 8)
-        """As many run. Some wait inside the engine, for the very next step after a slot is free."""
+        """How many may run. A few wait inside the engine, so that the very next step after a slot
+        is free can use it."""
         self.ready = ReadyQueue()
         self.wake_up = WakeUp()
         self.some_return = asyncio.Event()
-        """Set when one is to be given back; cleared by who gives back."""
+        """Set when a lease is to be given back. `GiveBack` clears it."""
         self._engine = engine
         self._by_request: dict[str, Lease] = {}
         self._running: dict[int, Lease] = {}
@@ -83,7 +84,7 @@ class Leases:
         return self._by_request.get(request_id)
 
     def by_sequence(self, sequence_id: int) -> Lease | None:
-        """The lease whose sequence runs in the engine."""
+        """The lease of a sequence that runs in the engine."""
         return self._running.get(sequence_id)
 
     @property
@@ -92,18 +93,18 @@ class Leases:
 
     @property
     def due_back(self) -> list[Lease]:
-        """What is to be given back."""
+        """Leases that are to be given back."""
         return [lease for lease in self if lease.state is _RETURNING]
 
     @property
     def is_busy(self) -> bool:
-        """Whether something runs, or is to be told or given back."""
+        """Whether a request runs, or is still to be reported or given back."""
         return any(lease.state in (_RUNNING, _ENDING, _RETURNING) for lease in self)
 
     # ------------------------------------------------------------ events
 
     def claimed(self, claims: Iterable[Claim]) -> list[Lease]:
-        """Hold these from now on, in place of earlier attempts at the same."""
+        """Hold these claims from now on, in place of earlier attempts at the same requests."""
         leases = [Lease(claim) for claim in claims]
         for lease in leases:
             if (earlier := self._by_request.get(lease.request_id)) is not None:
@@ -112,10 +113,10 @@ class Leases:
         return leases
 
     def set_aside(self, lease: Lease) -> bool:
-        """Count it for nothing until it is prepared, so that it keeps nobody out meanwhile.
+        """Let a lease take no room until it is prepared, so that it keeps no other request out.
 
-        Only a few are, and of one tenant a part of these, as the worker's room does not bound what
-        they hold in memory. Gives whether it is one of them.
+        Returns False if too many are set aside already, in all or of this tenant. There must be a
+        limit, as the worker's room does not bound the memory that these requests take.
         """
         claim = lease.claim
         others = [it.claim for it in self if not it.counts]
@@ -128,16 +129,17 @@ class Leases:
         return True
 
     def prepared(self, lease: Lease, prepared: PreparedRequest) -> None:
-        """Preparation has ended: it waits for a place, or for its last row if it is at its end.
+        """Preparation is done: the request waits for a place, or is ending if nothing is left to
+        generate.
 
-        Without effect if it was lost meanwhile, or is to go back.
+        There is no effect if the lease was lost meanwhile, or is to be given back.
         """
         if lease.state is _PREPARING:
             lease.prepared_or_none = prepared
             self._to(lease, _ENDING if prepared.is_at_end else _READY)
 
     def feed(self) -> None:
-        """Hand what is ready to the engine: as much as it can use, and anything more urgent."""
+        """Hand ready requests to the engine while it has places, and those that may preempt."""
         while self.num_running < self.num_places or self._next_is_more_urgent():
             lease = self.ready.first()
             if lease is None:
@@ -147,26 +149,33 @@ class Leases:
         self.wake_up.room_freed()
 
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
-        """All that it may have was made. `by_engine`: the engine has let go of it already."""
+        """The last row of the request was made.
+
+        `by_engine` says that the engine has removed the sequence already.
+        """
         self._to(lease, _ENDING, is_out=by_engine)
 
     def returning(
         self, lease: Lease, *, crashed: bool = False, delay_ms: int | None = None
     ) -> None:
-        """It is to go back, as a crash that counts against it, or not to come again for a while.
+        """The request is to be given back to the queue.
 
-        Without effect if it is gone, or on its way back already.
+        `crashed` counts a crash against it, `delay_ms` keeps it from being claimed for a while.
+        There is no effect if the lease is gone, or is being given back already.
         """
         if lease.state not in (_RETURNING, _GONE):
             lease.is_blamed, lease.delay_ms = crashed, delay_ms
             self._to(lease, _RETURNING)
 
     def answered(self, lease: Lease, status: RowStatus, reason: str = "") -> Outcome | None:
-        """What the server said of a lease, or of a row; `reason` is that of a last row."""
+        """Take the answer of the server about a lease or a row.
+
+        `reason` is the finish reason of a row, empty unless it is the last.
+        """
         was_held = lease.is_held
         if status.is_lost or reason:
             if lease.state is _RETURNING and status in (RowStatus.FENCED, RowStatus.FINISHED):
-                return None  # the call that gives it back may be the cause, and is told the rest
+                return None  # perhaps because it was just given back: that call is told the outcome
             if status is RowStatus.GAP:
                 self.returning(lease)
                 return None
@@ -184,7 +193,7 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """What the server said to its being given back."""
+        """Take the server's answer to giving a lease back."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")
@@ -203,22 +212,22 @@ class Leases:
 
     @property
     def num_counted(self) -> int:
-        """Held requests that take a place."""
+        """How many held requests take a place."""
         return sum(lease.counts for lease in self)
 
     @property
     def kv_need(self) -> int:
-        """KV tokens that all held requests are counted with."""
+        """KV tokens that all held requests are expected to need."""
         return sum(lease.kv_need for lease in self)
 
     @property
     def has_suspect(self) -> bool:
-        """Whether something is held that must have the worker to itself."""
+        """Whether a held request must have the worker to itself."""
         return any(lease.claim.is_suspect for lease in self)
 
     @property
     def preemptible(self) -> list[tuple[int, int]]:
-        """(priority, KV tokens) of what runs."""
+        """(priority, KV tokens) of each running request."""
         return [(it.prepared.priority, it.kv_need) for it in self._running.values()]
 
     def _next_is_more_urgent(self) -> bool:
@@ -228,7 +237,10 @@ class Leases:
         )
 
     def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
-        """Change a state, with the indices and the engine; `is_out`: it has left the engine."""
+        """Change a state, and with it the indices and the engine.
+
+        `is_out` says that the sequence has left the engine already, and need not be aborted.
+        """
         before = lease.state
         if state not in _NEXT[before]:
             raise RuntimeError(f"{lease.request_id} cannot go from {before.name} to {state.name}")

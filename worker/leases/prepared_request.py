@@ -1,4 +1,4 @@
-"""A request that is ready for the engine, what it has emitted, and the rows that tell of it."""
+"""A prepared request, what it has emitted, and how rows are made of that."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from promptq.worker.text.detokenizer import TextStream
 
 @dataclass(slots=True, eq=False)
 class PreparedRequest:
-    """What preparation makes of a claim, and what has come of it since.
+    """What preparing a claim gives, and what has come of the request since.
 
-    `token_ids`, `texts` and `logprobs` are what was emitted, over all attempts. `engine_request` is
-    what the engine gets.
+    `token_ids`, `texts` and `logprobs` are what all attempts emitted. `engine_request` goes to the
+    engine.
     """
 
     claim: Claim
@@ -37,17 +37,15 @@ class PreparedRequest:
     token_ids: list[int]
     texts: list[str]
     logprobs: list[TokenLogprob]
-    claimed_at: float
-    """`time.monotonic()` in seconds."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
-    """How it fared, once it has its last row."""
+    """How long things took and how often; set with the last row."""
     error: ErrorInfo | None = None
-    """Why it failed, where its last row says that it did."""
+    """Why the request failed, if its last row says so."""
     last_token_at: float | None = None
-    """When this attempt's last token came; `time.monotonic()` in seconds."""
+    """When the last token of this attempt came; `time.monotonic()` in seconds."""
     rows: list[Row] = field(default_factory=list)
-    """Of this attempt, in order: should the server lose some, they are sent again."""
+    """The rows of this attempt in order. They are sent again if the server loses some."""
 
     @property
     def request_id(self) -> str:
@@ -71,33 +69,35 @@ class PreparedRequest:
 
     @property
     def kv_need(self) -> int:
-        """Tokens of KV it is counted with: what was expected, or what it has if that is more."""
+        """How many KV tokens it is counted with: what was expected, or what it has if that is
+        more."""
         return max(self.claim.cost, self.num_prompt_tokens + self.num_emitted)
 
     @property
     def is_at_end(self) -> bool:
-        """Whether earlier attempts emitted all it may have, only the last event being missing."""
+        """Whether earlier attempts generated the whole output, and only the last event is
+        missing."""
         return self.num_emitted >= self.engine_request.max_tokens or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string was found or the output is complete. Before it is in the engine."""
+        """Whether a stop string was found or the grammar is complete. Only used before it runs."""
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
     @property
     def emitted(self) -> tuple[int, int, int, int]:
-        """How far it is, for `take_back`."""
+        """How much was emitted so far, for `take_back`."""
         return (len(self.token_ids), len(self.texts), len(self.logprobs), len(self.rows))
 
     def take_back(self, emitted: tuple[int, int, int, int]) -> None:
-        """Undo what a row noted that could not be made."""
+        """Forget what was noted since then, for a row that could not be made."""
         parts: tuple[list[Any], ...] = (self.token_ids, self.texts, self.logprobs, self.rows)
         for part, length in zip(parts, emitted, strict=True):
             del part[length:]
 
     def rows_until(self, row: Row) -> list[Row]:
-        """All rows of the log up to this one, those of earlier attempts too."""
+        """All rows of the log up to this one, with those of earlier attempts."""
         claim = self.claim
         earlier = [Row.of(claim.request_id, claim.fence, event) for event in claim.events]
         return [*earlier, *(it for it in self.rows if it.start < row.start), row]
@@ -160,17 +160,13 @@ class PreparedRequest:
         num_new = self.num_emitted - len(self.engine_request.output_token_ids)
         seconds = now - first_token_at
         return Stats(
-            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claimed_at) * 1000),
+            queue_ms=max(0.0, waited_ms + (scheduled_at - self.claim.received_at) * 1000),
             prompt_ms=(first_token_at - scheduled_at) * 1000,
             generation_ms=seconds * 1000,
             tokens_per_second=(num_new - 1) / seconds if num_new > 1 and seconds > 0 else 0.0,
             attempts=self.claim.attempt,
             preemptions=timing.preemptions,
             recomputed_tokens=timing.recomputed_tokens,
-            preempted_at=[*map(self.server_ms, timing.preempted_at)] or None,
-            resumed_at=[*map(self.server_ms, timing.resumed_at)] or None,
+            preempted_at=[*map(self.claim.server_ms, timing.preempted_at)] or None,
+            resumed_at=[*map(self.claim.server_ms, timing.resumed_at)] or None,
         )
-
-    def server_ms(self, at: float) -> int:
-        """Unix milliseconds of the server for a `time.monotonic()` in seconds."""
-        return self.claim.claimed_at_ms + round((at - self.claimed_at) * 1000)

@@ -1,4 +1,4 @@
-"""What is prepared and waits for a place in the engine, in queue order."""
+"""The prepared requests that wait for a place in the engine, in queue order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptq.worker.leases.lease import Lease
 
 _RATE_WINDOW_SECONDS = 2.0
 _MAX_HAND_OUTS = 100_000
-"""Of the last are known, as nobody looks at them where the depth is fixed."""
+"""How many of the last hand-outs are remembered. Nobody looks at them if the depth is fixed."""
 
 
 @dataclass(slots=True)
@@ -23,11 +23,12 @@ class IntakeMetrics:
     num_failed: int = 0
     num_handed_out: int = 0
     num_empty: int = 0
-    """How often a request was asked for and none was ready."""
+    """How often the engine had a place and no request was ready."""
     waited_seconds: float = 0.0
-    """Time that prepared requests spent ready, until they were handed out."""
+    """How long prepared requests waited, in all, until they were handed out."""
     filled_seconds: float = 0.0
-    """Ready requests integrated over time: by the time that passed, how full it was on average."""
+    """The number of ready requests, integrated over time. Divided by the time, it is their mean
+    number."""
     started_at: float = 0.0
 
     @property
@@ -41,13 +42,13 @@ class IntakeMetrics:
 
 
 class ReadyQueue:
-    """`Leases` alone puts in and takes out."""
+    """Only `Leases` adds and removes requests."""
 
     def __init__(self) -> None:
         now = time.monotonic()
         self.metrics = IntakeMetrics(started_at=now)
         self._since: dict[Lease, float] = {}
-        self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some are not here any more
+        self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
         self._numbers = itertools.count()
         self._hand_outs: deque[float] = deque(maxlen=_MAX_HAND_OUTS)
         self._changed_at = now
@@ -56,7 +57,7 @@ class ReadyQueue:
         return len(self._since)
 
     def first(self) -> Lease | None:
-        """The first in queue order."""
+        """The first request in queue order."""
         while self._heap and self._heap[0][2] not in self._since:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
@@ -75,7 +76,7 @@ class ReadyQueue:
 
     @property
     def hand_outs_a_second(self) -> float:
-        """Over the last two seconds."""
+        """The rate over the last two seconds."""
         horizon = time.monotonic() - _RATE_WINDOW_SECONDS
         while self._hand_outs and self._hand_outs[0] < horizon:
             self._hand_outs.popleft()

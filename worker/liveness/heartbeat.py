@@ -1,4 +1,4 @@
-"""Tells once a second how a worker fares: its totals, its batch, and its part of the statistics."""
+"""Publishes once a second the totals of a worker, its batch, and its part of the statistics."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 
 INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
 _AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""A snapshot comes after the step that runs; one of a long step comes with the next heartbeat."""
+"""A snapshot comes after the running step. That of a long step comes with the next heartbeat."""
 
 
 class Heartbeat:
-    """`about` is what changes seldom of a worker's statistics: who it is, and its limits."""
+    """Publishes heartbeats. `about` is the part that seldom changes: who the worker is, and its
+    limits."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class Heartbeat:
         engine: EnginePort,
         leases: Leases,
         meter: Meter,
-        departures: Departures,
         about: WorkerStats,
     ) -> None:
         self.about = about
@@ -44,13 +43,13 @@ class Heartbeat:
         self._engine = engine
         self._leases = leases
         self._meter = meter
-        self._departures = departures
         self._asked: asyncio.Task[EngineSnapshot] | None = None
         self._told: EngineStats = engine.stats
         self._told_at = time.monotonic()
 
     async def beat(self) -> int:
-        """Tell; gives how many workers the queue has. Raises RedisError, OSError."""
+        """Publish a heartbeat. Returns how many workers the queue has. Raises RedisError,
+        OSError."""
         await self._look()
         part = self._part()
         num_workers = await self._queue.run(scripts.heartbeat(self.stats(), _TTL_MS, self.slots()))
@@ -58,14 +57,14 @@ class Heartbeat:
         return num_workers
 
     async def leave(self) -> None:
-        """Tell that the worker is gone. Raises RedisError, OSError."""
+        """Report that the worker leaves. Raises RedisError, OSError."""
         if self._asked is not None:
             self._asked.cancel()
         await self._queue.run(scripts.heartbeat(self.stats(), 0))
 
     def stats(self) -> WorkerStats:
-        """What the worker tells of itself besides its batch."""
-        engine, limits, departures = self._engine.stats, self._engine.limits, self._departures
+        """The statistics of the worker, without its batch."""
+        engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
         now = {
             **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
             "num_prefetched": len(self._leases.ready),
@@ -82,14 +81,14 @@ class Heartbeat:
             "current_step_ms": int(self._engine.seconds_without_progress() * 1000),
             "tokens_per_second": engine.generation_tokens / max(engine.busy_seconds, 1e-9),
             "recent_tokens_per_second": self._tokens_per_second,
-            "mean_queue_ms": departures.mean_ms("queue_ms"),
-            "mean_prompt_ms": departures.mean_ms("prompt_ms"),
-            "mean_generation_ms": departures.mean_ms("generation_ms"),
+            "mean_queue_ms": meter.mean_ms("queue_ms"),
+            "mean_prompt_ms": meter.mean_ms("prompt_ms"),
+            "mean_generation_ms": meter.mean_ms("generation_ms"),
         }
         return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:
-        """The batch as it was last seen, without what has left it since."""
+        """The batch at the last snapshot, without sequences that have left since."""
         found = []
         for sequence in self._snapshot.sequences:
             held = self._leases.by_sequence(sequence.sequence_id)
@@ -106,7 +105,7 @@ class Heartbeat:
                 self._asked = None
 
     def _part(self) -> statistics.Contribution:
-        """What was done since the last beat."""
+        """What was done since the last heartbeat."""
         part, now, stats = self._meter.take_contribution(), time.monotonic(), self._engine.stats
         part.generated_tokens = stats.generation_tokens - self._told.generation_tokens
         part.prompt_tokens = stats.prompt_tokens - self._told.prompt_tokens
@@ -138,8 +137,8 @@ def _slot_of(lease: Lease, sequence: SequenceSnapshot) -> SlotStats:
         claimed_at=held.claim.claimed_at_ms,
         prefill_at=_server_ms(held, timing.scheduled_at),
         first_token_at=_server_ms(held, timing.first_token_at),
-        preempted_at=[*map(held.server_ms, timing.preempted_at)],
-        resumed_at=[*map(held.server_ms, timing.resumed_at)],
+        preempted_at=[*map(held.claim.server_ms, timing.preempted_at)],
+        resumed_at=[*map(held.claim.server_ms, timing.resumed_at)],
     )
 
 
@@ -151,4 +150,4 @@ def _state_of(sequence: SequenceSnapshot) -> SlotState:
 
 
 def _server_ms(held: PreparedRequest, at: float | None) -> int | None:
-    return None if at is None else held.server_ms(at)
+    return None if at is None else held.claim.server_ms(at)

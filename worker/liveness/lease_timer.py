@@ -1,4 +1,4 @@
-"""Leases live by progress: the timer that keeps them alive."""
+"""The timer that renews leases while the worker makes progress."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from redis.exceptions import RedisError
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.leases.leases import Leases
 from promptq.worker.liveness.standstill import Standstill
-from promptq.worker.publishing.renewal import Renewal
+from promptq.worker.publishing.publisher import Publisher
 
 _RENEWALS_PER_LEASE = 4
 
 
 class LeaseTimer:
-    """Renews all leases several times a lease, as long as there is progress."""
+    """Renews all leases several times within a lease, as long as there is progress."""
 
     def __init__(
-        self, leases: Leases, renewal: Renewal, standstill: Standstill, lease_ms: int
+        self, leases: Leases, publisher: Publisher, standstill: Standstill, lease_ms: int
     ) -> None:
         self._leases = leases
-        self._renewal = renewal
+        self._publisher = publisher
         self._standstill = standstill
         self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         log = get_logger()
         while True:
             await asyncio.sleep(self._interval)
@@ -34,6 +34,6 @@ class LeaseTimer:
                 if self._standstill.reason:
                     log.error("no progress; leases are left to run out", held=len(self._leases))
                 elif held := list(self._leases):
-                    await self._renewal.renew(held)
+                    await self._publisher.renew(held)
             except (RedisError, OSError) as error:
                 log.warning("leases not renewed", error=str(error))

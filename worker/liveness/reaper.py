@@ -1,4 +1,5 @@
-"""Brings back what crashed workers held, but blames nobody for an outage; lets go of orphans."""
+"""Brings back requests of crashed workers, and lets go of orphans. An outage of the server does not
+count as a crash."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from promptq.shared.runtime.logs import get_logger
 
 
 class Reaper:
-    """`run_once` is called several times a lease.
+    """`run_once` is called several times within a lease.
 
-    While the server was away nobody could renew, so leases that ran out prove no crash. A worker
-    that could not reach it for half a lease therefore gives the others half a lease to renew before
-    it reaps again. The same goes for one that was itself frozen, and for one that has just started,
-    which cannot know how long the server has been there.
+    While the server is away nobody can renew, so leases that ran out prove no crash. A worker that
+    could not reach the server for half a lease therefore waits another half before it reaps again,
+    so that the others can renew. A worker that was frozen itself waits too, and so does one that
+    has just started, since it cannot know how long the server has been there.
 
-    Each turn also looks for orphans on one page of the server's keys, unless the server's access
-    rules do not let workers see what keys there are.
+    Each turn also looks for orphans on one page of the server's keys, unless the access rules of
+    the server do not let workers list keys.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class Reaper:
         self._may_sweep = True
 
     async def run_once(self) -> None:
-        """Reap, unless others may not have had the time to renew. Raises RedisError, OSError."""
+        """Reap, unless other workers may not have had the time to renew. Raises RedisError,
+        OSError."""
         now = self._clock()
         was_silent = now - self._reached_at > self._patience
         if was_silent or now < self._patient_until:
@@ -54,6 +56,6 @@ class Reaper:
         swept = await self._queue.sweep(self._cursor)
         self._cursor, self._may_sweep = swept.cursor, not swept.refusal
         if swept.refusal:
-            get_logger().warning("orphans stay: their keys cannot be seen", error=swept.refusal)
+            get_logger().warning("orphans stay, as keys cannot be listed", error=swept.refusal)
         if swept.num_gone:
-            get_logger().info("let go of what nothing referred to", requests=swept.num_gone)
+            get_logger().info("let go of orphans", requests=swept.num_gone)

@@ -1,4 +1,4 @@
-"""Notices that the engine, or the preparation of a request, hangs."""
+"""Notices when the engine, or the preparation of a request, hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineStuckError(PromptqError):
 
 
 class Standstill:
-    """After `seconds` at one thing, a part counts as hung."""
+    """A part counts as hung after it has made no progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
         self.seconds = seconds
@@ -32,13 +32,13 @@ class Standstill:
 
     @property
     def reason(self) -> str:
-        """What hangs; empty if nothing does."""
+        """The part that hangs; empty if none does."""
         if self._prefetcher.hangs_on is not None:
             return "the preparation of a request"
         return "the engine" if self.is_in_engine else ""
 
     async def watch(self) -> None:
-        """Until something hangs. Raises EngineStuckError."""
+        """Wait until a part hangs. Raises EngineStuckError then."""
         while True:
             await asyncio.sleep(min(self.seconds / _WATCHES_PER_STANDSTILL, _MAX_WATCH_SECONDS))
             if what := self.reason:

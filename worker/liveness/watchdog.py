@@ -1,9 +1,9 @@
-"""Ends a process whose interpreter hangs, which nothing inside it can notice.
+"""Ends a process whose interpreter hangs, which no code inside it can notice.
 
-Code that keeps the interpreter's lock (a regular expression that never ends, an extension in C)
-stops every thread, the one that renews leases and looks after the engine too. `faulthandler`
-watches from a thread that needs no lock; it writes where each thread stands to standard error and
-exits with 1.
+Code that keeps the lock of the interpreter (a regular expression that never ends, a C extension)
+stops every thread, also the one that renews leases and watches the engine. `faulthandler` watches
+from a thread that needs no lock. It writes to standard error where each thread stands, and exits
+with 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGNS_OF_LIFE = 8
 
 @asynccontextmanager
 async def watched(seconds: float) -> AsyncIterator[None]:
-    """End the process once this event loop has not run for `seconds` and a quarter more."""
+    """End the process once this event loop has not run for 1.25 times `seconds`."""
     showing_life = asyncio.create_task(_show_life(seconds))
     try:
         yield

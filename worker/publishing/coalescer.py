@@ -1,9 +1,10 @@
-"""Brings tokens of several steps together where they come faster than events should.
+"""Joins tokens of several steps when they come faster than events should be sent.
 
-An event costs worker, server and subscriber the same whether it brings one token or three, and
-where they share cores with the engine, that time is the engine's loss. So there is a rate of
-events, as network cards have one of interrupts: up to so many tokens a second go each by itself,
-and of more some of a stream together. With an infinite rate all go by themselves.
+An event costs the worker, the server and the subscriber the same whether it has one token or three.
+Where they share cores with the engine, that time is lost for the engine. So there is a limit on the
+rate of events, as network cards have one for interrupts. Up to that rate every token is sent by
+itself; above it, some tokens of a stream are sent together. With an infinite rate every token is
+sent by itself.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from collections.abc import Callable, Sequence
 from promptq.worker.engine.api.messages import SequenceOutput
 
 _EVENTS_PER_CORE = 500
-"""Events a second for each core: of its time a fiftieth, at some 30 µs for all three sides."""
+"""Events a second for each core. All three sides need some 30 µs for an event, so this takes a
+fiftieth of its time."""
 LONGEST_SECONDS = 0.1
-"""That a token waits here, however many streams there are."""
+"""The longest time that a token waits here, however many streams there are."""
 
 
 def default_rate() -> float:
-    """Events a second on this machine."""
+    """The default rate of events a second on this machine."""
     return float(_EVENTS_PER_CORE * (os.cpu_count() or 1))
 
 
 class Coalescer:
-    """Outputs on their way from the engine to the server; `clock` gives seconds.
+    """Holds outputs on their way from the engine to the server; `clock` gives seconds.
 
-    What somebody waits for passes at once, and does not count: a first token, the first after a
-    preemption, an end, and what the caller wants at once.
+    Outputs that somebody waits for pass at once, and do not count: a first token, the first token
+    after a preemption, an end, and what the caller wants at once.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class Coalescer:
         self._due_at = 0.0
 
     def take(self, output: SequenceOutput, at_once: bool = False) -> Sequence[SequenceOutput]:
-        """What is to be sent now that this has come: nothing, or all there is of its sequence."""
+        """The outputs to be sent now that this one has come: none, or all there are of its
+        sequence."""
         before = self._waiting.pop(output.sequence_id, None)
         if before is not None and output.token_ids:
             output.token_ids = before.token_ids + output.token_ids
@@ -54,7 +57,7 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """All that waits, if it has waited long enough since the last time."""
+        """All outputs that wait, if they have waited long enough since the last time."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []
@@ -63,10 +66,10 @@ class Coalescer:
         return outputs
 
     def hurry(self) -> None:
-        """All that waits is due now."""
+        """Make all outputs that wait due now."""
         self._due_at = 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """Until what waits is due; None if nothing waits."""
+        """How long until the waiting outputs are due; None if none wait."""
         return max(0.0, self._due_at - self._clock()) if self._waiting else None

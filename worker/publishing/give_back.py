@@ -1,4 +1,4 @@
-"""Gives back to the queue what is returning, with its progress."""
+"""Gives requests back to the queue, with their progress."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _RETRY_SECONDS = 0.2
 
 
 class GiveBack:
-    """What the server does not take stays held: it is renewed, and tried again."""
+    """Gives back the leases that are due. Those that the server does not take stay held, are
+    renewed, and are tried again."""
 
     def __init__(self, queue: AsyncRequestQueue, leases: Leases, departures: Departures) -> None:
         self._queue = queue
         self._leases = leases
         self._departures = departures
-        self._turn = asyncio.Lock()  # none is given back twice
+        self._turn = asyncio.Lock()  # so that no lease is given back twice
         self._log = get_logger(worker_id=queue.worker_id)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             await self._leases.some_return.wait()
             try:
@@ -39,9 +40,10 @@ class GiveBack:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def run_once(self, seconds: float = 0.0) -> None:
-        """Give back all that is returning.
+        """Give back all leases that are due.
 
-        Raises RedisError, OSError: what the server said last, when it took nothing for `seconds`.
+        Raises RedisError, OSError: the last error of the server, if it has taken nothing for
+        `seconds`.
         """
         async with self._turn:
             due = self._leases.due_back
@@ -57,7 +59,8 @@ class GiveBack:
         self._leases.feed()
 
     async def _release(self, leases: Sequence[Lease]) -> None:
-        """All of them are blamed, or none is; all have a delay, or none has."""
+        """Give some leases back. All of them are blamed or none is, and all have a delay or none
+        has."""
         held = [lease.as_held() for lease in leases]
         delays_ms = [lease.delay_ms for lease in leases if lease.delay_ms is not None]
         crashed = leases[0].is_blamed

@@ -1,4 +1,4 @@
-"""Sends what the engine made: one round trip for all of it, and act on the answers."""
+"""Sends what the engine made, all of it in one round trip, and acts on the answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
@@ -27,8 +28,8 @@ _Sent = tuple[Lease, Row]
 class Publisher:
     """Drains the engine's outbox into Redis. While one step is sent, the engine computes the next.
 
-    `coalescer` says what is sent at once. What the server does not take is tried again for
-    `retry_seconds`; meanwhile the engine goes on until its outbox is full.
+    The coalescer decides what is sent at once. Rows that the server does not take are sent again
+    for `retry_seconds`; meanwhile the engine goes on until its outbox is full.
     """
 
     def __init__(
@@ -53,14 +54,15 @@ class Publisher:
         self._log = get_logger(worker_id=queue.worker_id)
 
     async def run(self) -> None:
-        """Until cancelled, or until the engine fails, whose exception it raises."""
+        """Run until cancelled, or until the engine fails. Raises its exception then."""
         while True:
             await self._publish(await self._fetch())
 
     async def flush(self) -> None:
-        """At the end, send what waits: once, as it is generated again where that fails.
+        """Send what still waits, at the end of a worker.
 
-        Raises what the server said.
+        It is tried once, since these tokens are generated again if that fails. Raises the error of
+        the server.
         """
         self._coalescer.hurry()
         self._retry_seconds = 0.0
@@ -72,25 +74,37 @@ class Publisher:
         await self._send([(lease, self._rows.refusal(lease, error))])
 
     async def complete(self, lease: Lease) -> None:
-        """End a request whose earlier attempts emitted all it may have. Raises as `run` does."""
+        """End a request whose earlier attempts generated all of its output. Raises as `run`
+        does."""
         await self._send([(lease, self._rows.completion(lease))])
 
-    async def _fetch(self) -> list[StepOutput]:
-        """The steps since the last call; none if what waits of earlier ones is to be sent first.
+    async def renew(self, leases: Sequence[Lease]) -> None:
+        """Renew leases, and let go of requests that are cancelled, expired or lost.
 
-        Raises the engine's exception once it has failed and nothing waits any more.
+        It also sends the exact lengths of prompts. Raises RedisError, OSError.
+        """
+        held = [lease.as_held() for lease in leases]
+        published = await self._queue.publish([], held)
+        self._take_answers(leases, held, published.held)
+        self._leases.feed()
+
+    async def _fetch(self) -> list[StepOutput]:
+        """The steps since the last call; none if output of earlier steps is due first.
+
+        Raises the exception of an engine that failed, once nothing waits any more.
         """
         try:
             async with asyncio.timeout(self._coalescer.seconds_left):
                 return await self._engine.fetch()
-        except Exception:  # the time is up, or the engine failed
+        except Exception:  # the time is over, or the engine has failed
             if self._coalescer.seconds_left is None:
                 raise
             self._coalescer.hurry()
             return []
 
     async def _publish(self, steps: Sequence[StepOutput]) -> None:
-        """Send what is to be sent now; what the engine has no memory for goes back behind it."""
+        """Send what is due. Sequences that the engine has no memory for are given back
+        afterwards."""
         rows: list[_Sent] = []
         short: list[Lease] = []
         for output in self._due(steps):
@@ -106,18 +120,19 @@ class Publisher:
         if rows:
             await self._send(rows)
             self._leases.feed()
-        for lease in short:  # as a crash: who always asks too much comes to an end
+        for lease in short:  # as a crash, so that one that always needs too much ends
             self._log.error("no memory for a request; it goes back", request_id=lease.request_id)
             self._leases.returning(lease, crashed=True)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
-        """What is to be sent now: step by step, as one may end what a later one goes on with."""
+        """The outputs that are due, step by step: one step may end what a later one goes on
+        with."""
         for step in steps:
             yield from self._take(step)
-        yield from self._coalescer.take_due()  # where no step has come
+        yield from self._coalescer.take_due()  # also when no step has come
 
     def _take(self, step: StepOutput) -> list[SequenceOutput]:
-        """Measure a step and hand it to the coalescer; what is to be sent now."""
+        """Measure a step and pass it to the coalescer. Returns the outputs that are due."""
         ready: list[SequenceOutput] = []
         for output in step.outputs:
             lease = self._leases.by_sequence(output.sequence_id)
@@ -133,9 +148,9 @@ class Publisher:
         return ready + self._coalescer.take_due()
 
     async def _send(self, rows: Sequence[_Sent]) -> None:
-        """Publish rows and take the answers.
+        """Publish rows and act on the answers.
 
-        Raises what the server said last when it took nothing for `retry_seconds`.
+        Raises the last error of the server if it has taken nothing for `retry_seconds`.
         """
         untold = list(dict.fromkeys(lease for lease, _ in rows if lease.has_untold_length))
         lengths = [lease.as_held() for lease in untold]
@@ -155,15 +170,21 @@ class Publisher:
                 self._log.error("row refused", request_id=row.request_id, status=status)
             outcome = self._leases.answered(lease, status, row.finish_reason)
             self._departures.note(lease, outcome)
-        for lease, told, status in zip(untold, lengths, published.held, strict=True):
-            lease.told(told)
+        self._take_answers(untold, lengths, published.held)
+
+    def _take_answers(
+        self, leases: Sequence[Lease], told: Sequence[Held], statuses: Sequence[RowStatus]
+    ) -> None:
+        """Act on what the server answered about leases."""
+        for lease, held, status in zip(leases, told, statuses, strict=True):
+            lease.told(held)
             self._departures.note(lease, self._leases.answered(lease, status))
 
     async def _fill_gap(self, lease: Lease, row: Row) -> RowStatus:
-        """Send all that came before `row` once more, byte for byte, and the row.
+        """Send all rows before `row` again, byte for byte, and then the row.
 
-        The log ends before it: the server lost writes, as a failover may do. What it still has
-        answers `duplicate`.
+        The log ends before the row: the server lost writes, as in a failover. For rows that it
+        still has the server answers `duplicate`.
         """
         if not lease.is_held or lease.prepared_or_none is None:
             return RowStatus.GAP

@@ -1,4 +1,4 @@
-"""From what the engine gave a sequence to the row that tells of it: text, stop strings, ends."""
+"""Makes rows of what the engine gave a sequence: text, stop strings, ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from promptq.worker.text.tokenizer import Tokenizer
 
 
 class RowBuilder:
-    """With a last row, a request is ending. `tokenizer` names the tokens of log-probabilities."""
+    """Makes rows, and marks a request as ending with its last one. `tokenizer` gives the text of
+    tokens in log-probabilities."""
 
     def __init__(self, leases: Leases, tokenizer: Tokenizer) -> None:
         self._leases = leases
@@ -25,15 +26,15 @@ class RowBuilder:
         self._log = get_logger()
 
     def row(self, lease: Lease, output: SequenceOutput) -> Row:
-        """Of a running request; if making it fails, the row that ends this one request.
+        """The row of a running request. If making it fails, the row that ends this request alone.
 
-        None of the tokens that were to be sent with it is then sent.
+        None of the tokens that the failed row would have had are sent then.
         """
         prepared = lease.prepared
         emitted, by_engine = prepared.emitted, output.finish_reason is not None
         try:
             row = self._row(prepared, output)
-        except Exception as error:  # whatever it is, it is this request's alone
+        except Exception as error:  # it must not stop the other requests
             self._log.exception("a request's output failed", request_id=lease.request_id)
             prepared.take_back(emitted)
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
@@ -43,7 +44,7 @@ class RowBuilder:
         return row
 
     def refusal(self, lease: Lease, error: InvalidRequestError) -> Row:
-        """Of a request that never became a sequence."""
+        """The last row of a request that never became a sequence."""
         claim = lease.claim
         event = TokenEvent(
             index=claim.num_logged,
@@ -59,7 +60,7 @@ class RowBuilder:
         return Row.of(claim.request_id, claim.fence, event, result)
 
     def completion(self, lease: Lease) -> Row:
-        """Of a request whose earlier attempts emitted all it may have."""
+        """The last row of a request whose earlier attempts generated all of its output."""
         prepared = lease.prepared
         reason = FinishReason.STOP if prepared.is_stopped else FinishReason.LENGTH
         return prepared.next_row([], prepared.text.flush(), finish_reason=reason)

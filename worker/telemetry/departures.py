@@ -1,4 +1,4 @@
-"""Where it is noted that a request leaves the worker: by log, meter, trace and sums."""
+"""Notes each request that leaves the worker: in the log, the meter and the trace."""
 
 from __future__ import annotations
 
@@ -9,37 +9,25 @@ from promptq.worker.leases.leases import Departure, Outcome
 from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
 
-_MEANS = ("queue_ms", "prompt_ms", "generation_ms")
-
 
 class Departures:
-    """`meter` and `tracer` are told of each."""
+    """Passes each departure to the log, the meter and the tracer."""
 
     def __init__(self, meter: Meter, tracer: RequestTracer, worker_id: str = "") -> None:
         self._meter = meter
         self._tracer = tracer
         self._log = get_logger(worker_id=worker_id)
-        self._num_finished = 0
-        self._sums = dict.fromkeys(_MEANS, 0.0)
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
-        """A request has left with this outcome; None tells of nothing."""
+        """A request has left with this outcome. None means that there is nothing to note."""
         if outcome is None:
             return
         prepared = lease.prepared_or_none
         if isinstance(outcome, FinishReason):
             self._log.debug("ended", request_id=lease.request_id, reason=outcome)
             self._meter.note_end(outcome, prepared)
-            if prepared is not None and prepared.stats is not None:
-                self._num_finished += 1
-                for name in _MEANS:
-                    self._sums[name] += getattr(prepared.stats, name)
         elif outcome is Departure.FENCED:
             self._log.warning("lease lost", request_id=lease.request_id)
             self._meter.num_fences_lost += 1
         if prepared is not None:
             self._tracer.end(prepared, outcome)
-
-    def mean_ms(self, name: str) -> float:
-        """The mean of one of the times of those that ended, by its name in their stats."""
-        return self._sums[name] / max(1, self._num_finished)

@@ -35,7 +35,7 @@ class RequestTracer:
 
         claim, timing = held.claim, held.timing
         begin_ms = claim.enqueued_at_ms if claim.attempt == 1 else claim.claimed_at_ms
-        end_ms = max(begin_ms, held.server_ms(time.monotonic()))
+        end_ms = max(begin_ms, held.claim.server_ms(time.monotonic()))
         operation = "text_completion" if held.request.messages is None else "chat"
         span = self._tracing.tracer.start_span(
             f"{operation} {self._model}",
@@ -52,9 +52,9 @@ class RequestTracer:
         if timing is not None:
             for name, times in (("preempted", timing.preempted_at), ("resumed", timing.resumed_at)):
                 for at in times:
-                    span.add_event(name, timestamp=held.server_ms(at) * _NS_A_MS)
+                    span.add_event(name, timestamp=held.claim.server_ms(at) * _NS_A_MS)
             reached = [timing.scheduled_at, timing.first_token_at]
-            marks += [held.server_ms(at) for at in reached if at is not None]
+            marks += [held.claim.server_ms(at) for at in reached if at is not None]
         marks.append(end_ms)
         inside = set_span_in_context(span)
         for name, start, end in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):

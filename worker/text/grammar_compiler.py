@@ -5,6 +5,7 @@ It stands apart from what both do with it, so that this process starts quickly.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,22 @@ if TYPE_CHECKING:
 
 _SILENT = 0
 _MAX_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the library is told of a tokenizer: see LLTokenizer."""
+
+    tokenizer_json: str
+    num_tokens: int
+    end_token_ids: list[int]
+
+    def load(self) -> LLTokenizer:
+        """Tell the library. Raises ValueError if it does not take the tokenizer."""
+        from llguidance import LLTokenizer
+
+        ends = self.end_token_ids or None
+        return LLTokenizer(self.tokenizer_json, n_vocab=self.num_tokens, eos_token=ends)
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:

@@ -12,17 +12,15 @@ import os
 import random
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import asdict
+from typing import IO, Any, cast
 
-from promptq.worker.text.grammar_compiler import compile_grammar, reason_of
+from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
 """CPU time that a grammar may take, compiling and the first masks together."""
@@ -37,7 +35,6 @@ _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PAT
 """What the process gets of the worker's, which also says how to reach Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 """What its own limits end the process with. All others come from outside."""
-_LENGTH = struct.Struct("<I")
 
 
 class NotVettedError(Exception):
@@ -49,15 +46,6 @@ class NotVettedError(Exception):
     def __init__(self, message: str, *, is_certain: bool = True) -> None:
         super().__init__(message)
         self.is_certain = is_certain
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What the library is told of a tokenizer: see LLTokenizer."""
-
-    tokenizer_json: str
-    num_tokens: int
-    end_token_ids: Sequence[int]
 
 
 class Vetter:
@@ -77,19 +65,18 @@ class Vetter:
         Raises NotVettedError if it takes too long or too much to find out.
         """
         with self._lock:
-            reply = self._ask(grammar)
-            if reply is None:  # somebody ended the process, perhaps long ago
-                reply = self._ask(grammar)
-        if reply is None:
+            told = self._ask(grammar)
+            if told is None:  # somebody ended the process, perhaps long ago
+                told = self._ask(grammar)
+        if told is None:
             raise NotVettedError(
                 "could not be tried out: the process that does it ends at once", is_certain=False
             )
-        told: dict[str, str] = json.loads(reply)
         if too_much := told["too_much"]:
             raise NotVettedError(too_much)
         return told["error"]
 
-    def _ask(self, grammar: str) -> bytes | None:
+    def _ask(self, grammar: str) -> dict[str, str] | None:
         """The process's reply; None if it ended without one, and by no limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
@@ -100,11 +87,12 @@ class Vetter:
 
         overdue = threading.Timer(_WALL_SECONDS, give_up)
         overdue.start()
+        reply: dict[str, str] | None = None
         try:
-            _write(_pipe(process.stdin), grammar.encode())
-            reply = _read(_pipe(process.stdout))
+            _write(process.stdin, grammar)
+            reply = _read(process.stdout)
         except OSError:
-            reply = None
+            pass
         finally:
             overdue.cancel()
         if reply is None:
@@ -137,11 +125,8 @@ class Vetter:
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
-        told = self._vocabulary
-        sizes = {"num_tokens": told.num_tokens, "end_token_ids": list(told.end_token_ids)}
         with suppress(OSError):  # whoever waits for its reply sees that it has ended
-            for part in (json.dumps(sizes), told.tokenizer_json):
-                _write(_pipe(process.stdin), part.encode())
+            _write(process.stdin, asdict(self._vocabulary))
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
@@ -149,33 +134,21 @@ class Vetter:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            _close(_pipe(pipe))
+            with suppress(OSError):  # what was not written yet has no reader any more
+                cast("IO[bytes]", pipe).close()
 
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    if pipe is None:
-        raise OSError("there is no pipe")
-    return pipe
-
-
-def _close(pipe: IO[bytes]) -> None:
-    with suppress(OSError):  # what it had not written yet has no reader any more
-        pipe.close()
-
-
-def _write(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(message)) + message)
+def _write(pipe: IO[bytes] | None, message: Any) -> None:
+    """Send a message as one line of JSON."""
+    pipe = cast("IO[bytes]", pipe)
+    pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 
-def _read(pipe: IO[bytes]) -> bytes | None:
+def _read(pipe: IO[bytes] | None) -> Any:
     """The next message; None at the end."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    message = pipe.read(length)
-    return message if len(message) == length else None
+    line = cast("IO[bytes]", pipe).readline()
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 def main() -> None:
@@ -183,25 +156,20 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # its worker drains, and may need it still
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    from llguidance import LLTokenizer
-
-    source, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    sizes, content = _read(source), _read(source)
-    if sizes is None or content is None:
+    source, replies = sys.stdin.buffer, sys.stdout.buffer
+    told = _read(source)
+    if told is None:
         return
-    told = json.loads(sizes)
-    vocabulary = LLTokenizer(
-        content.decode(), n_vocab=told["num_tokens"], eos_token=told["end_token_ids"] or None
-    )
+    vocabulary = Vocabulary(**told).load()
     _limit_memory()
     while (grammar := _read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # what it does not survive
         try:
-            reply = _try_out(grammar.decode(), vocabulary)
+            reply = _try_out(grammar, vocabulary)
         except BaseException:  # no memory, or a panic of the library
             os.abort()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(replies, json.dumps(reply).encode())
+        _write(replies, reply)
 
 
 def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:

@@ -18,9 +18,9 @@ from promptq.shared.protocol.output_format import JsonOutput, Output, ToolCallOu
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import tool_call_style
-from promptq.worker.text.grammar_compiler import compile_grammar, reason_of
+from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
 from promptq.worker.text.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
-from promptq.worker.text.schema_vetting import NotVettedError, Vetter, Vocabulary
+from promptq.worker.text.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ class Grammars:
             if self._masker is None:
                 vocabulary = self._vocabulary(field)
                 self._vetter = Vetter(vocabulary) if self._vets else None
-                self._masker = _make_masker(vocabulary, field)
+                try:
+                    self._masker = LLMasker(vocabulary.load())
+                except ValueError as error:
+                    raise _untold(field, str(error)) from error
             return self._masker
 
     def _vocabulary(self, field: str) -> Vocabulary:
@@ -166,21 +169,6 @@ class Grammars:
             self._refused[key] = reason
             if len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
-
-
-def _make_masker(vocabulary: Vocabulary, field: str) -> LLMasker:
-    from llguidance import LLTokenizer
-
-    try:
-        return LLMasker(
-            LLTokenizer(
-                vocabulary.tokenizer_json,
-                n_vocab=vocabulary.num_tokens,
-                eos_token=list(vocabulary.end_token_ids) or None,
-            )
-        )
-    except ValueError as error:
-        raise _untold(field, str(error)) from error
 
 
 def _untold(field: str, reason: str) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""`promptq demo`: a server, a worker and a dozen requests, from nothing to a table."""
+"""`promptq demo`: starts a server and a worker, runs a dozen requests, and shows a table."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    AsyncExitStack,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import redis.asyncio
 from rich.console import Console
 from rich.live import Live
 
@@ -35,7 +29,7 @@ from promptq.shared.server.connection import open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
 
 SLOTS = 6
-"""Fewer than requests, so that they queue and their priorities show."""
+"""Fewer slots than requests, so that requests wait and priorities matter."""
 
 CANCEL_AFTER_TOKENS = 16
 _FRAMES_PER_SECOND = 12
@@ -53,7 +47,7 @@ class Part:
 
     @property
     def prompt(self) -> str:
-        """What the text continues; a chat's answer stands alone."""
+        """The text before the output; empty for a chat."""
         return str(self.fields.get("prompt", ""))
 
 
@@ -90,7 +84,7 @@ PARTS: Sequence[Part] = [
 
 
 def run_demo(worker_args: Sequence[str] = ()) -> int:
-    """Run the demo; Ctrl-C ends all that it started. Gives the exit code."""
+    """Run the demo. Ctrl-C ends everything that it started. Gives the exit code."""
     console = SafeConsole(highlight=False)
     try:
         with EmbeddedServer() as server:
@@ -105,7 +99,7 @@ def run_demo(worker_args: Sequence[str] = ()) -> int:
 
 @contextmanager
 def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator[WorkerProcess]:
-    """Of what it says once it is ready, its warnings and errors are shown."""
+    """Start a worker. Once it is ready, its warnings and errors are shown."""
     env = {
         f"{ENV_PREFIX}REDIS_URL": url,
         f"{ENV_PREFIX}LOG_LEVEL": "warning",
@@ -127,7 +121,7 @@ def _running_worker(url: str, args: Sequence[str], console: Console) -> Iterator
 
 
 async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
-    """Let SIGTERM do what Ctrl-C does."""
+    """Let SIGTERM do the same as Ctrl-C."""
     this, task = asyncio.current_task(), asyncio.create_task(playing)
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
@@ -140,21 +134,18 @@ async def _interruptible(playing: Coroutine[Any, Any, None]) -> None:
 
 async def _play(console: Console, url: str, worker: WorkerProcess) -> None:
     await _wait_until_ready(console, worker)
-    async with AsyncExitStack() as stack:
-        connection = await open_async_redis(url)
-        stack.push_async_callback(connection.aclose)
-        client = await stack.enter_async_context(AsyncClient(connection))
-        # Opened ahead, so that the times shown are those of the requests: each stream takes two.
+    async with await open_async_redis(url) as connection, AsyncClient(connection) as client:
+        # Open connections first, two for each stream, so that the times shown do not include it.
         await asyncio.gather(*(connection.ping() for _ in range(2 * len(PARTS))))
-        shown = await _run_parts(console, client, connection, worker)
+        shown = await _run_parts(console, client, worker)
         console.print(requests_table(shown, console.width))
-        console.print(workers_table(await _final_heartbeat(client, connection)))
+        console.print(workers_table(await _final_heartbeat(client)))
 
 
 async def _wait_until_ready(console: Console, worker: WorkerProcess) -> None:
     started = time.monotonic()
     loading = "worker   loads the model; at first it also compiles native code ..."
-    if not console.is_terminal:  # which shows no status
+    if not console.is_terminal:  # it shows no status
         console.print(f"  {loading}")
     with console.status(loading):
         while not worker.is_ready:
@@ -172,10 +163,8 @@ def _check_alive(worker: WorkerProcess) -> None:
         )
 
 
-async def _run_parts(
-    console: Console, client: AsyncClient, connection: redis.asyncio.Redis, worker: WorkerProcess
-) -> list[Shown]:
-    """Push all requests in at once and show them until the last one ends."""
+async def _run_parts(console: Console, client: AsyncClient, worker: WorkerProcess) -> list[Shown]:
+    """Enqueue all requests at once and show them until the last one ends."""
     ids = await client.enqueue_many([part.fields for part in PARTS])
     console.print(f"[green]✓[/] queue    {len(ids)} requests pushed in, {SLOTS} run at a time\n")
     shown = [Shown(part.title, part.fields["priority"], part.prompt) for part in PARTS]
@@ -191,7 +180,7 @@ async def _run_parts(
                 task.result()
         finally:
             await end([readers, failure])
-    await _ask_for_missing_times(connection, ids, shown)
+    await _ask_for_missing_times(client.queue, ids, shown)
     return shown
 
 
@@ -226,10 +215,9 @@ def _live(console: Console, shown: Sequence[Shown]) -> AbstractContextManager[ob
 
 
 async def _ask_for_missing_times(
-    connection: redis.asyncio.Redis, ids: Sequence[str], shown: Sequence[Shown]
+    queue: AsyncRequestQueue, ids: Sequence[str], shown: Sequence[Shown]
 ) -> None:
-    """A request that the server's scripts ended has no statistics; its record has the times."""
-    queue = AsyncRequestQueue(connection)
+    """Read times from the record for requests without statistics, which a script has ended."""
     for request_id, one in zip(ids, shown, strict=True):
         if one.queue_ms is None:
             record = await queue.run(lookups.record(queue.keys, request_id))
@@ -237,15 +225,13 @@ async def _ask_for_missing_times(
                 one.queue_ms = float(record["claimed_at"]) - float(record["enqueued_at"])
 
 
-async def _final_heartbeat(
-    client: AsyncClient, connection: redis.asyncio.Redis
-) -> list[WorkerStats]:
-    """What the worker tells of itself after the last request."""
-    seconds, _ = await connection.time()
+async def _final_heartbeat(client: AsyncClient) -> list[WorkerStats]:
+    """The worker's statistics after the last request."""
+    now_ms = await client.queue.run(lookups.server_time_ms())
     deadline = time.monotonic() + _HEARTBEAT_SECONDS
     while time.monotonic() < deadline:
         workers = (await client.stats()).workers
-        if workers and workers[0].heartbeat_at > (seconds + 1) * 1000:
+        if workers and workers[0].heartbeat_at > now_ms + 1000:
             break
         await asyncio.sleep(_LOOK_SECONDS)
     return workers

@@ -1,4 +1,4 @@
-"""Keeps worker processes running, and what else belongs to them."""
+"""Keeps worker, gateway and jobs processes running."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from promptq.producer.commands.local_fleet.processes import ChildProcess
 from promptq.shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
-"""They end by themselves before; then they are killed."""
+"""How long processes may take to end by themselves; then they are killed."""
 
 _MAX_FAILURES = 5
 _STEADY_SECONDS = 60.0
@@ -19,12 +19,12 @@ _LOOK_SECONDS = 0.1
 
 
 class WorkersFailedError(PromptqError):
-    """Processes end as soon as they are started; the message shows what they said."""
+    """Processes end as soon as they are started. The message shows their output."""
 
 
 @dataclass
 class _Place:
-    """One of those that are to run, and the process that does; `kind` is shared by its likes."""
+    """A process that is to run, and its current instance; processes of one `kind` are alike."""
 
     name: str
     kind: str
@@ -36,10 +36,10 @@ class _Place:
 
 
 class Fleet:
-    """Starts processes, restarts those that die, ends them all.
+    """Starts processes, restarts those that die, and ends them all.
 
-    `commands` are by name, such as `worker 2`; `show` gets the lines to be seen, those of the
-    processes included.
+    The keys of `commands` are names such as `worker 2`. `show` is called with each line to show,
+    also the lines of processes.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Fleet:
         ]
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Keep them running until `is_over`. Raises WorkersFailedError when that is hopeless."""
+        """Keep them running until `is_over`. Raises WorkersFailedError if restarts do not help."""
         while not is_over():
             for place in self._places:
                 self._look_after(place)
             time.sleep(_LOOK_SECONDS)
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
-        """End them, after what they run or when it `is_enough`; then nothing of them is left."""
+        """Let them finish what runs, and kill those that still run when it `is_enough`."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for place in self._places:
             place.process.drain()
@@ -91,7 +91,7 @@ class Fleet:
             self._take_note(place, exit_code)
 
     def _take_note(self, place: _Place, exit_code: int) -> None:
-        """Of one that ended although nobody told it to."""
+        """Plan the restart of a process that ended without being told to."""
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128

@@ -1,4 +1,4 @@
-"""Worker and gateway processes: how one is started, watched and ended."""
+"""Child processes: how one is started, watched and ended."""
 
 from __future__ import annotations
 
@@ -28,28 +28,23 @@ exit "$status"
 
 def worker_command(args: Sequence[str]) -> list[str]:
     """The command line of a worker process."""
-    return _command("promptq.worker", *args)
+    return _command("promptq.worker", args)
 
 
-def gateway_command(args: Sequence[str]) -> list[str]:
-    """The command line of a gateway process."""
-    return _command("promptq.producer.cli", "gateway", *args)
+def promptq_command(args: Sequence[str]) -> list[str]:
+    """The command line of a process that runs a command, such as `gateway`."""
+    return _command("promptq.producer.cli", args)
 
 
-def jobs_command(args: Sequence[str]) -> list[str]:
-    """The command line of a process for the background work."""
-    return _command("promptq.producer.cli", "jobs", *args)
-
-
-def _command(*args: str) -> list[str]:
-    # The folder that the user stands in may hold anything, and is not to be imported from.
-    return [sys.executable, "-P", "-m", *args]
+def _command(module: str, args: Sequence[str]) -> list[str]:
+    # -P: the current folder may hold anything, so nothing is imported from it.
+    return [sys.executable, "-P", "-m", module, *args]
 
 
 class ChildProcess:
     """A process with its output, which ends when its owner does.
 
-    It is ready once it says so at the beginning of a line. `show` is called with each line of
+    It is ready when a line of its output begins with `ready`. `show` is called with each line of
     output, from a thread.
     """
 
@@ -79,7 +74,7 @@ class ChildProcess:
 
     @property
     def output(self) -> str:
-        """Its last lines, once it has ended."""
+        """The last lines of output, after its end."""
         self._reader.join(timeout=2.0)
         return "\n".join(self.last_lines)
 
@@ -96,7 +91,7 @@ class ChildProcess:
         self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it ended within `timeout` seconds."""
+        """Wait up to `timeout` seconds. Gives whether it has ended."""
         try:
             self._shell.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -109,7 +104,7 @@ class ChildProcess:
     def _read(self) -> None:
         assert self._shell.stdout is not None
         for line in self._shell.stdout:
-            text = line.rstrip("\n").rsplit("\r", 1)[-1]  # of a progress bar, where it got to
+            text = line.rstrip("\n").rsplit("\r", 1)[-1]  # a progress bar's last state
             self.last_lines.append(text)
             self.is_ready = self.is_ready or text.startswith("ready")
             self._show(text)

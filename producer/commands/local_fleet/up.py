@@ -17,11 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from promptq.producer.commands.local_fleet.fleet import Fleet
-from promptq.producer.commands.local_fleet.processes import (
-    gateway_command,
-    jobs_command,
-    worker_command,
-)
+from promptq.producer.commands.local_fleet.processes import promptq_command, worker_command
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.advertised import how_to_find, is_free
@@ -33,7 +29,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass
 class UpOptions:
-    """What to start; `redis_url` is that of a server that runs already."""
+    """What to start. `redis_url` is the address of a server that runs already."""
 
     redis_url: str | None = None
     redis_port: int | None = None
@@ -69,7 +65,7 @@ class StopSignals:
 
 
 def run_up(options: UpOptions, console: Console) -> None:
-    """Run until told to stop. Raises PromptqError when something does not start."""
+    """Run until told to stop. Raises PromptqError if something does not start."""
     if options.http_port and not is_free(options.http_port):
         raise ConfigurationError(
             f"--port: {options.http_port} on 127.0.0.1 is taken; name another one, or 0 for any"
@@ -116,25 +112,25 @@ def run_server(port: int | None, data_dir: Path | None, console: Console) -> Non
 
 
 def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
-    """A server on `port`, or else on the port that the docs name, or else on any free one."""
+    """Start a server on `port`; by default on the port in the docs, or a free one."""
     if port is None:
         port = PREFERRED_PORT if is_free(PREFERRED_PORT) else None
     return EmbeddedServer(port, data_dir, is_advertised=True)
 
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
-    """What is to run, by name."""
+    """The commands to run, by name."""
     worker = worker_command([*options.worker_args, "--queue", options.queue])
     commands = {f"worker {n + 1}": worker for n in range(options.num_workers)}
     if options.http_port is not None:
         port = str(options.http_port)
-        commands["gateway"] = gateway_command(["--port", port, "--queue", options.queue])
-        commands["jobs"] = jobs_command(["--queue", options.queue])
+        commands["gateway"] = promptq_command(["gateway", "--port", port, "--queue", options.queue])
+        commands["jobs"] = promptq_command(["jobs", "--queue", options.queue])
     return commands
 
 
 def _environment(url: str) -> dict[str, str]:
-    # In the environment, as an address may hold a password and anybody may see command lines.
+    # An address may hold a password, and all users of the machine can see command lines.
     env = {f"{ENV_PREFIX}REDIS_URL": url}
     if sys.stderr.isatty():
         env[f"{ENV_PREFIX}LOG_FORMAT"] = os.environ.get(f"{ENV_PREFIX}LOG_FORMAT", "console")
@@ -157,7 +153,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
     else:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
-        lines.append(f"  HTTP     {where} is the dashboard; /v1 the API of OpenAI")
+        lines.append(f"  HTTP     {where} is the dashboard; /v1 is the API of OpenAI")
     where = "" if own else f" --redis {without_password(url)}"
     where += "" if options.queue == "default" else f" --queue {options.queue}"
     lines += [

@@ -1,4 +1,4 @@
-"""What the demo shows: a panel for each request while they run, a table at the end."""
+"""The screens of the demo: a panel for each request while they run, then a table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COLOURS = {
 
 @dataclass
 class Shown:
-    """A request as its subscriber sees it; times in seconds of a monotonic clock."""
+    """A request as its subscriber sees it. Times are seconds of a monotonic clock."""
 
     title: str
     priority: int
@@ -56,12 +56,12 @@ class Shown:
 
     @property
     def first_token_ms(self) -> float | None:
-        """From enqueueing, as the subscriber saw it."""
+        """From enqueueing to the first token, as the subscriber saw it."""
         return None if self.first_token is None else (self.first_token - self.enqueued) * 1000
 
     @property
     def tokens_per_second(self) -> float | None:
-        """As the worker measured, or else between the first and the last token that came."""
+        """As the worker measured it; by default from the first to the last token that came."""
         if self.worker_rate:
             return self.worker_rate
         if self.first_token is None or self.last_token is None or self.num_tokens < 2:
@@ -84,7 +84,7 @@ class Shown:
 
 
 class Board:
-    """All requests side by side, as many lines of each as the terminal has room for."""
+    """All requests side by side, each with as many lines as fit into the terminal."""
 
     def __init__(self, shown: Sequence[Shown], slots: int) -> None:
         self._shown = shown
@@ -114,13 +114,13 @@ class Board:
 
 
 def _grid(count: int, width: int, height: int) -> tuple[int, int]:
-    """Columns, and lines of text in a panel, that show the most text."""
+    """The number of columns, and of lines in a panel, with which most text is shown."""
 
     def lines(columns: int) -> int:
         return height // -(-count // columns) - _FRAME
 
     most = max(1, min(_MAX_COLUMNS, count, width // _MIN_PANEL_WIDTH))
-    if lines(most) < 1:  # too small for all: what does not fit is cropped
+    if lines(most) < 1:  # not all panels fit; the rest is cropped
         return most, 1
     best = max(range(1, most + 1), key=lambda columns: lines(columns) * (width // columns - 4))
     return best, lines(best)
@@ -146,14 +146,14 @@ def _panel(shown: Shown, width: int, lines: int) -> Panel:
 
 
 def finished_text(shown: Shown) -> Text:
-    """A request that ended, for an output that is no terminal."""
+    """A request that has ended, for output that is not a terminal."""
     headline = f"── {shown.title} (priority {shown.priority:+d}): {shown.state},"
     headline += f" {shown.num_tokens} tokens ──\n"
     return Text(headline + (shown.error or shown.prompt + shown.text).strip() + "\n")
 
 
 def requests_table(shown: Sequence[Shown], width: int) -> Table:
-    """How each request fared, in so many columns of the terminal."""
+    """How each request went, for a terminal of this width."""
     columns = {
         "request": [one.title for one in shown],
         "priority": [f"{one.priority:+d}" for one in shown],

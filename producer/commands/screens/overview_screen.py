@@ -24,7 +24,7 @@ _DROPPED_FIRST = (
 
 
 def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -> RenderableType:
-    """The whole of it; `samples` are those of the last hour, `width` is the terminal's columns."""
+    """The whole screen. `samples` are of the last hour, `width` is the terminal's columns."""
     return Group(
         _title(overview),
         _figures(overview, samples, width),
@@ -87,7 +87,7 @@ def _charts(samples: Sequence[Sample], now_ms: int, columns: int) -> Table:
 def _peaks(
     samples: Sequence[Sample], value: Callable[[Sample], float | None], now_ms: int, columns: int
 ) -> list[float | None]:
-    """The most in equal parts of the last hour, the oldest first; None where nothing was told."""
+    """The maximum in equal parts of the last hour, oldest first; None if nothing is known."""
     parts: list[list[float]] = [[] for _ in range(columns)]
     for sample in samples:
         at = (sample.at - (now_ms - _HOUR_MS)) * columns // _HOUR_MS
@@ -115,7 +115,7 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """A row a worker; what has no room in the terminal is left out, the least important first."""
+    """One row for each worker. If columns do not fit, the least important ones are left out."""
     if not overview.workers:
         return Text("No worker is alive: start one with promptq worker.")
     columns = {

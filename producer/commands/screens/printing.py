@@ -27,7 +27,7 @@ _SILENT_SECONDS = 3.0
 
 
 class StreamPrinter:
-    """Prints one stream as it comes and tells on standard error how it ended."""
+    """Prints one stream as it comes, and reports on standard error how it ended."""
 
     def __init__(self, client: Client, request_id: str, as_json: bool) -> None:
         self._client = client
@@ -40,7 +40,7 @@ class StreamPrinter:
         self._ends_in_newline = True
 
     def submit(self) -> int:
-        """Print to the end; Ctrl-C, and a reader that goes away, cancel. Gives the exit code."""
+        """Print to the end. Ctrl-C or a closed pipe cancels the request. Gives the exit code."""
         self._enqueued_at = time.monotonic()
         with self._cancelling_on_ctrl_c():
             try:
@@ -58,7 +58,7 @@ class StreamPrinter:
         return self._tell(last)
 
     def watch(self) -> int:
-        """Print to the end; Ctrl-C only stops watching. Gives the exit code."""
+        """Print to the end. Ctrl-C only stops watching. Gives the exit code."""
         try:
             return self._tell(self._follow())
         except KeyboardInterrupt:
@@ -94,7 +94,7 @@ class StreamPrinter:
 
     @contextmanager
     def _explaining_silence(self) -> Iterator[Callable[[], None]]:
-        """At a terminal, say once why nothing comes, unless what this gives was called before."""
+        """At a terminal, explain why nothing comes, unless the given function is called first."""
         silence = threading.Timer(_SILENT_SECONDS, self._explain_silence)
         silence.daemon = True
         if self._console.is_terminal:
@@ -117,9 +117,9 @@ class StreamPrinter:
 
     @contextmanager
     def _cancelling_on_ctrl_c(self) -> Iterator[None]:
-        """The first Ctrl-C asks to cancel, beside the stream, which then gets its last event.
+        """At the first Ctrl-C, cancel the request in a thread. The stream then gets its last event.
 
-        A second one, or a long wait for that event, raises KeyboardInterrupt.
+        A second Ctrl-C, or a long wait for that event, raises KeyboardInterrupt.
         """
         main_thread = threading.get_ident()
         give_up = threading.Timer(
@@ -173,6 +173,6 @@ def _tokens(count: int) -> str:
 
 
 def _leave_pipe() -> int:
-    """Keep the interpreter from complaining, at its end, that nobody reads any more."""
+    """Keep the interpreter from complaining about the closed pipe at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE

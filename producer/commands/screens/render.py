@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration in the unit that suits it."""
+    """A duration in a suitable unit."""
     if value is None:
         return "–"
     if value < 10_000:
@@ -38,7 +38,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def byte_size(value: float) -> str:
-    """A size in the unit that suits it."""
+    """A size in a suitable unit."""
     if not value:
         return "–"
     for unit in ("B", "KiB", "MiB"):
@@ -49,7 +49,7 @@ def byte_size(value: float) -> str:
 
 
 def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[str] = ()) -> Table:
-    """A table without frame, numbers to the right, the columns of `left` to the left."""
+    """A table without a frame. The columns in `left` are aligned left, others right."""
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -63,15 +63,16 @@ def plain_table(*columns: str, title: str | Text | None = None, left: Sequence[s
 
 
 def width_of(columns: Mapping[str, Sequence[str]]) -> int:
-    """Of a `plain_table` whose cells are not broken: three columns of the terminal between two."""
+    """The width of a `plain_table` without line breaks; three characters are between columns."""
     return sum(3 + max(map(len, (name, *cells))) for name, cells in columns.items()) - 1
 
 
 def fitting(
     columns: Mapping[str, Sequence[str]], width: int, dropped_first: Sequence[str]
 ) -> Mapping[str, Sequence[str]]:
-    """What of a `plain_table` has room in so many columns of the terminal: all but the least
-    important, which are named in the order in which they go.
+    """The columns of a `plain_table` that fit into a terminal of this width.
+
+    Columns are dropped in the order of `dropped_first`.
     """
     kept = dict(columns)
     for name in dropped_first:
@@ -81,7 +82,7 @@ def fitting(
 
 
 def queue_table(stats: QueueStats) -> Table:
-    """Counts of requests by where they are."""
+    """How many requests are in each state."""
     title = Text(f"queue {stats.queue}", style="bold")
     title.append(f", model {stats.model}" if stats.model else "")
     title.append(", paused" if stats.paused else "")
@@ -92,30 +93,30 @@ def queue_table(stats: QueueStats) -> Table:
 
 
 def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:
-    """One row for each."""
+    """One row for each dead letter."""
     table = plain_table("id", "buried", "crashes", "tokens", "payload", left=("id", "payload"))
     for letter in letters:
-        buried = _second(letter.buried_at)
+        buried = clock_time(letter.buried_at)
         counts = f"{letter.crashes:,}", f"{letter.num_tokens:,}"
         table.add_row(Text(letter.request_id), buried, *counts, Text(letter.payload[:80]))
     return table
 
 
 def dead_webhooks_table(webhooks: Sequence[DeadWebhook]) -> Table:
-    """One row for each."""
+    """One row for each webhook."""
     table = plain_table(
         "given up", "request", "tenant", "attempts", "reason", left=("request", "tenant", "reason")
     )
     for item in webhooks:
         request, tenant, reason = map(printable, (item.request_id, item.tenant, item.reason))
         table.add_row(
-            _second(item.at), Text(request), Text(tenant), str(item.attempts), Text(reason)
+            clock_time(item.at), Text(request), Text(tenant), str(item.attempts), Text(reason)
         )
     return table
 
 
 def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
-    """One row for each, or one fact a line where so many columns of the terminal are too few."""
+    """One row for each key, or one fact on each line if the terminal is too narrow."""
     now = time.time() * 1000
     columns = {
         "name": [it.name for it in keys],
@@ -139,7 +140,7 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
 
 
 def _facts_of_one(facts: Mapping[str, str]) -> RenderableType:
-    """The first fact as a heading."""
+    """Facts about one key, with the first one as a heading."""
     (_, heading), *rest = facts.items()
     grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, fact in rest:
@@ -148,7 +149,7 @@ def _facts_of_one(facts: Mapping[str, str]) -> RenderableType:
 
 
 def _calls(key: ApiKey) -> str:
-    """`all`, or what a key is kept to; and that it may see and steer the queue."""
+    """`all` or the scopes of a key, and whether it is for administrators."""
     calls = "all" if key.scopes is None else " ".join(key.scopes)
     return f"{calls}, admin" if key.is_admin else calls
 
@@ -163,7 +164,8 @@ def _minute(at_ms: int) -> str:
     return f"{datetime.fromtimestamp(at_ms / 1000):%Y-%m-%d %H:%M}"
 
 
-def _second(unix_ms: float) -> str:
+def clock_time(unix_ms: float) -> str:
+    """A time of the server in this machine's time zone."""
     return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
 
 
@@ -172,7 +174,7 @@ def _limit(a_minute: int) -> str:
 
 
 def workers_table(workers: Sequence[WorkerStats]) -> Table:
-    """One column for each worker, as there are more facts than workers."""
+    """One column for each worker, as there are usually more facts than workers."""
     table = Table(box=box.SIMPLE_HEAD, title="workers", title_justify="left", title_style="bold")
     table.add_column("")
     for worker in workers:
@@ -209,7 +211,7 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
 
 
 def settings_list(rows: Sequence[dict[str, Any]]) -> Group:
-    """Of each setting its name and what it is now, and below them what that is."""
+    """The name and the value of each setting, and below them its description."""
     lines: list[RenderableType] = []
     for process, group in groupby(rows, key=itemgetter("process")):
         if process:

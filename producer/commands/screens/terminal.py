@@ -1,8 +1,8 @@
-"""Output that may hold what strangers wrote, which nothing at the other end is to obey.
+"""Prints text of strangers safely.
 
-A terminal carries out escape sequences, and a text can hide what stands beside it. So each unsafe
-character is written as an escape like `\\x1b`. Only a program that reads a text from standard
-output, where that is no terminal, gets it as it is; tables and messages are for people anyway.
+A terminal obeys escape sequences, and some characters hide what is beside them. So each unsafe
+character is written as an escape like `\\x1b`. Only if standard output is not a terminal, a text
+is printed as it is, for the program that reads it. Tables and messages are always escaped.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from promptq.shared.runtime.printable import printable
 
 
 def write(text: str, end: str = "\n") -> None:
-    """Print to standard output at once. Line ends and tabs of the text stay."""
+    """Print to standard output at once. Line breaks and tabs stay."""
     shown = printable(text, keep="\n\t") if sys.stdout.isatty() else text
     print(shown, end=end, flush=True)
 
 
 class SafeConsole(Console):
-    """Writes its own styles and moves; in every text, unsafe characters are escaped.
+    """A console that escapes unsafe characters in all texts, but not its own styles and moves.
 
-    What a stranger wrote must still come as a `Text`, since a plain string may hold markup.
+    Text of a stranger must still be a `Text`, since a plain string may hold markup.
     """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """As for any console, but each piece of text is printable."""
+        """As for any console, but with printable text."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment

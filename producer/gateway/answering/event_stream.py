@@ -1,7 +1,7 @@
 """An answer as server-sent events, from the first chunk or from where a client stopped reading.
 
-Nothing that is needed to go on lives in this process: all of it is in the queue's records, in the
-address of the stream and in the ids of its events.
+This process keeps nothing that is needed to resume a stream. All of it is in the queue's records,
+in the address of the stream and in the ids of its events.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import cast
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.answering.presence import while_present
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
@@ -30,15 +31,15 @@ from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.shared.runtime.tasks import end
 
 _COMMENT = b": waiting\n"
-"""No blank line behind it: OpenAI's client would take that for the end of an event."""
+"""Without a blank line after it, which OpenAI's client would take for the end of an event."""
 _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Streams a completion. A client that leaves cancels it, unless it said that it comes back.
+    """Streams a completion. When its client leaves, it is cancelled, unless the client detached.
 
-    The status of a new one waits for the first token, a while at least, so that it can tell what
-    goes wrong before.
+    The status of a new stream waits some time for the first token, so that it can still report
+    an error.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class EventStream(Response):
                     await self._stream(out, request_ids)
                 except (ApiError, PromptqError) as error:
                     told = as_api_error(error) if isinstance(error, PromptqError) else error
-                    # One answer failed, so the others would go on for nobody. What fails here, such
-                    # as a server that stays away, is no answer's end: the client may come back.
+                    # If one answer failed, nobody reads the others. But if the gateway failed, such
+                    # as with a server that is away, the client may come back for all of them.
                     if told is error and len(request_ids) > 1:
                         self._gateway.cancels.cancel(request_ids)
                     if not out.has_begun:
@@ -89,7 +90,7 @@ class EventStream(Response):
             if not self._completion.detach:
                 self._gateway.cancels.cancel(request_ids)
             if not out.has_begun:
-                raise  # so that it is counted as one that left
+                raise  # so that it is counted as a client that left
         finally:
             out.close()
 
@@ -100,14 +101,14 @@ class EventStream(Response):
             for place, it in enumerate(request_ids)
         ]
         try:
-            await asyncio.gather(*following)  # the first error ends all
+            await asyncio.gather(*following)  # the first error ends all of them
         finally:
             await end(following)
         await frames.finish()
 
 
 class _Frames:
-    """A completion as it goes out: the chunks of all its choices, then its usage and the end."""
+    """The frames of a completion: chunks of all its choices, then its usage and the end."""
 
     def __init__(
         self, gateway: Gateway, completion: Completion, have: Sequence[Position], out: _Out
@@ -158,8 +159,8 @@ class _Frames:
                 ]
                 self._positions = [writer.position for writer in self._writers]
                 if roles := role_chunks(self._completion, self._have):
-                    # Without ids: whoever has read no more begins anew. All at once, as none may
-                    # come between them.
+                    # They have no ids: a client that has read nothing else begins anew. They go
+                    # out together, as nothing may come between them.
                     frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
                     await self._out.write_all(frames.encode("ascii"))
         if (finish := self._write_chunk(place, event)) is not None:
@@ -169,22 +170,23 @@ class _Frames:
 async def learned(
     gateway: Gateway, completion: Completion
 ) -> tuple[Completion, ToolCallStyle | None]:
-    """With what is known once there is an event: the model's name, and how it calls tools.
+    """Add what the queue knows as soon as there is an event: its model, and how it calls tools.
 
-    The worker that sent it has told them before.
+    The worker that sent the event has written both before.
     """
     if completion.model and not completion.with_tools:
         return completion, None
-    view = await gateway.watch.look()
-    if not view.model or view.tool_call_style is None:  # perhaps it was told just now
-        view = await gateway.watch.look(now=True)
+    with explained(gateway.client.url):
+        view = await gateway.watch.look()
+        if not view.model or view.tool_call_style is None:  # perhaps written just now
+            view = await gateway.watch.look(now=True)
     if not completion.model:
         completion = replace(completion, model=view.model)
     return completion, view.tool_call_style
 
 
 class _Out:
-    """The way to the client: a status, frames, and comments when there were none for a while."""
+    """Writes to the client: a status, frames, and comments after some time without frames."""
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class _Out:
         self._response = response
         self._send = send
         self._write_piece = write_piece
-        self._is_open = False  # to pieces, behind the head
+        self._is_open = False  # the head was sent, so pieces may be written
         self._unsent: deque[bytes] = deque()
         self._sending = asyncio.Lock()
         self._keepalive_seconds = keepalive_seconds
@@ -208,11 +210,11 @@ class _Out:
         self._is_over = False
 
     def begin_after(self, seconds: float) -> None:
-        """Send the status after so long, if nothing has been written before."""
+        """Send the status after so many seconds, unless something is written before."""
         self._timer = self._loop.call_later(seconds, self._ring)
 
     def write(self, frame: bytes) -> Unfinished:
-        """Write a frame behind all before it."""
+        """Write a frame after all earlier frames."""
         self._wrote_at = self._loop.time()
         if self._is_open and self._write_piece is not None:
             return self._write_piece(frame)
@@ -220,7 +222,7 @@ class _Out:
         return self._send_unsent
 
     async def write_all(self, frame: bytes) -> None:
-        """As `write`, to the end."""
+        """As `write`, and wait until it is written."""
         if (finish := self.write(frame)) is not None:
             await finish()
 
@@ -229,7 +231,7 @@ class _Out:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Write nothing more."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -246,7 +248,7 @@ class _Out:
             self._is_open = True
 
     def _ring(self) -> None:
-        """Looks now and then whether a comment is due: a timer for each token would cost more."""
+        """Check now and then whether a comment is due: a timer for each token would cost more."""
         left = self._keepalive_seconds - (self._loop.time() - self._wrote_at)
         if left <= 0 or not self.has_begun:
             self._commenting = asyncio.create_task(self._comment())

@@ -1,4 +1,4 @@
-"""What `Preparing` starts: reads calls one by one, until its input ends.
+"""The process that `Preparing` starts. It reads calls one by one, until its input ends.
 
 Run as `python -m promptq.producer.gateway.answering.prepare_process`.
 """
@@ -15,18 +15,18 @@ from typing import Any, BinaryIO
 from promptq.producer.gateway.answering.preparing import LENGTH_BYTES, OUT_OF_MEMORY, answer, head
 
 _MOST_BYTES = 2 << 30
-"""Of memory. The worst body of 8 MB that is well-formed takes half of it."""
+"""The memory limit. The worst well-formed body of 8 MB takes half of it."""
 _NICENESS = 15
 
 
 def main() -> None:
-    """Bounded, and after what streams where both want to compute."""
-    # What is sent to all processes of a terminal or a service is the gateway's to heed: this one
-    # ends with its input.
+    """Answer calls with bounded memory, and give way to the gateway's streams."""
+    # Signals to all processes of a terminal or service are for the gateway: this process ends when
+    # its input ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # bodies are nobody's to find on a disk
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a body must not be left on a disk
     os.nice(_NICENESS)
     incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
     while length := incoming.read(LENGTH_BYTES):
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _answer_one(asked: dict[str, Any], body: bytes, outgoing: BinaryIO) -> None:
-    """SIGPROF ends the process where that takes more than its share of CPU time."""
+    """Answer a call. SIGPROF ends the process if that takes too much CPU time."""
     signal.setitimer(signal.ITIMER_PROF, asked["cpu_seconds"])
     told, payloads = answer(asked, body)
     outgoing.write(head(told, [len(it) for it in payloads]))

@@ -1,8 +1,8 @@
 """Reads calls: those with small bodies at once, others in processes beside the event loop.
 
-To read, check and write megabytes of JSON takes hundreds of milliseconds, for which a thread would
-hold the interpreter's lock, and every stream would stand. A process can also be killed, and what
-the JSON becomes in it is bounded: an empty object of two characters takes 72 bytes.
+Reading, checking and writing megabytes of JSON takes hundreds of milliseconds. A thread would hold
+the interpreter's lock for that time, and all streams would stop. A process can also be killed, and
+its memory is bounded: an empty object, two characters of JSON, takes 72 bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
-from promptq.producer.gateway.answering.respond import Prepared, prepare, read_call
+from promptq.producer.gateway.answering.respond import Prepared, prepare
 from promptq.producer.gateway.context.access import Caller, account_of
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.calls import HEADERS, CompletionCall
+from promptq.producer.gateway.openai.calls import HEADERS, CompletionCall, read_call
 from promptq.producer.gateway.openai.completion import new_completion_id
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
@@ -32,29 +32,29 @@ from promptq.shared.protocol.request import Request as PayloadRequest
 from promptq.shared.queue.rate_limits import Rate
 
 _SMALL_BYTES = 65_536
-"""Of a body, and of a call's payloads: reading so much takes milliseconds at worst."""
+"""Bodies and payloads up to this size are small: reading them takes milliseconds at worst."""
 _PIECE_BYTES = 65_536
 _NUM_PROCESSES = 2
 _MOST_CPU_SECONDS = 30.0
 _MOST_SECONDS = 120.0
-"""By the clock, as a busy machine leaves such a process little. Then it is no fault of the body."""
+"""Time by the clock. If it is over, the machine is too busy, and the body may be harmless."""
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = 3
-"""The exit code that tells so."""
+"""The exit code of a process that ran out of memory."""
 _TOO_MUCH_CODES = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT)
-"""How a process ends at its bounds of memory and CPU time. What is not written in Python aborts
-where it gets no memory."""
+"""How a process ends at its bounds of memory and CPU time. Code that is not Python aborts when it
+gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-"""What finds the interpreter and this package. The rest may hold passwords."""
+"""Variables that find the interpreter and this package. Others may hold passwords."""
 
 Payload = bytes | memoryview
-"""Of a request, as JSON; a `memoryview` where it is large."""
+"""A request's payload as JSON. A large one is a `memoryview`."""
 
 
 class Preparing:
-    """What reads the calls of one gateway. Its processes start when they are needed first.
+    """Reads the calls of one gateway. Its processes start when they are first needed.
 
-    Calls with large bodies take turns by tenant: each has one of them read at a time.
+    Tenants take turns with large bodies: each tenant has at most one of them read at a time.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Preparing:
     async def prepare(
         self, is_chat: bool, body: list[bytes], headers: Mapping[str, str], caller: Caller
     ) -> Prepared:
-        """The body comes in pieces, and goes on so. Raises InvalidRequestError, ApiError."""
+        """Read a call whose body is given in pieces. Raises InvalidRequestError, ApiError."""
         completion_id = new_completion_id(is_chat)
         if sum(map(len, body)) <= _SMALL_BYTES:
             call = read_call(is_chat, b"".join(body), headers)
@@ -106,7 +106,7 @@ class Preparing:
     async def _ask_one_or_another(
         self, asked: Mapping[str, Any], body: list[bytes]
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Raises as `_ask_one`; EOFError and OSError only where a new process ended, too."""
+        """Raises as `_ask_one`; EOFError and OSError only if a new process ended, too."""
         try:
             return await self._ask_one(asked, body)
         except (EOFError, OSError):
@@ -115,11 +115,11 @@ class Preparing:
     async def _ask_one(
         self, asked: Mapping[str, Any], body: list[bytes], *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
-        """Raises ApiError 400 where it ended at its bounds, else EOFError and OSError."""
+        """Raises ApiError 400 if the process ended at its bounds, else EOFError and OSError."""
         process = await _start() if is_new or not self._idle else self._idle.pop()
         try:
             answered = await _ask(process, asked, body)
-        except (EOFError, OSError):  # it has ended, or is about to
+        except (EOFError, OSError):  # the process has ended, or is about to
             if await process.wait() in _TOO_MUCH_CODES:
                 raise _too_much() from None
             raise
@@ -132,7 +132,7 @@ class Preparing:
 
 
 def preparing_of(request: Request) -> Preparing:
-    """That of the gateway which serves an HTTP request."""
+    """The `Preparing` of the gateway that serves an HTTP request."""
     found: Preparing = request.app.state.preparing
     return found
 
@@ -213,7 +213,7 @@ def _not_read() -> ApiError:
 
 
 async def _start() -> Process:
-    """Raises OSError. With -P no file of the working directory passes for a module."""
+    """Raises OSError. With -P, files in the working directory cannot be imported."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -229,7 +229,7 @@ async def _start() -> Process:
 async def _ask(
     process: Process, asked: Mapping[str, Any], body: list[bytes]
 ) -> tuple[dict[str, Any], list[Payload]]:
-    """Raises EOFError and OSError where the process has ended."""
+    """Raises EOFError and OSError if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(head(asked, [sum(map(len, body))]))
@@ -242,7 +242,7 @@ async def _ask(
 
 
 async def _read(stream: asyncio.StreamReader, size: int) -> Payload:
-    """In pieces, as `readexactly` copies all of it at once. Raises EOFError."""
+    """Read in pieces, as `readexactly` copies all of it at once. Raises EOFError."""
     if size <= _SMALL_BYTES:
         return await stream.readexactly(size)
     found, length = memoryview(bytearray(size)), 0

@@ -1,4 +1,4 @@
-"""Whether the client of an answer is still there."""
+"""Notices when the client of an answer leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptq.producer.gateway.http.errors import ClientLeftError
 
 
 class Presence:
-    """Told when nothing is left to be sent: who leaves from then on breaks nothing off."""
+    """Set `is_over` when all is sent: a client that leaves later interrupts nothing."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -20,7 +20,7 @@ class Presence:
 
 @asynccontextmanager
 async def while_present(receive: Receive) -> AsyncIterator[Presence]:
-    """Break off what is done inside when the client leaves. Raises ClientLeftError then."""
+    """Interrupt the `with` block when the client leaves, and raise ClientLeftError."""
     presence, has_left = Presence(), False
     working = asyncio.current_task()
     assert working is not None

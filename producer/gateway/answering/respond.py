@@ -1,4 +1,4 @@
-"""From a call to its answer, whichever endpoint took it."""
+"""From a call to its answer, for all endpoints."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from starlette.responses import Response
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.presence import while_present
-from promptq.producer.gateway.answering.records import payloads_of
+from promptq.producer.gateway.answering.request_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, account_of, rates_of, take
 from promptq.producer.gateway.context.context import Gateway
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import (
-    CompletionCall,
-    read_chat,
-    read_completion,
-    request_ids,
-)
+from promptq.producer.gateway.openai.calls import CompletionCall, request_ids
 from promptq.producer.gateway.openai.completion import (
     Completion,
     check_completion_id,
@@ -41,10 +36,10 @@ from promptq.shared.runtime.logs import bind
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that was read: what is to be enqueued, what it takes of its caller's rates.
+    """A call that was read: the requests to enqueue, and what they take of the caller's rates.
 
-    Of `call` there is no more than its answer needs. `taken` says of how many requests the rate was
-    taken before the body was read.
+    `call` holds only what its answer needs. `taken` is how many requests were taken of the rate
+    before the body was read.
     """
 
     call: CompletionCall
@@ -54,20 +49,15 @@ class Prepared:
     taken: int = 0
 
 
-def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """Raises InvalidRequestError."""
-    return read_chat(body, headers) if is_chat else read_completion(body, headers)
-
-
 def prepare(call: CompletionCall, caller: Caller, completion_id: str) -> Prepared:
-    """The call as its caller may make it; all that takes long where a body is large.
+    """Compose a call's requests, as far as its caller may make them. Slow for a large body.
 
     Raises InvalidRequestError, ApiError 403.
     """
     call = granted(call, caller)
     tenant = call.fields.get("tenant") or ""
     if caller.is_own_tenant and tenant == caller.tenant:
-        tenant = ""  # as gateways of earlier releases have it, which may have taken the same call
+        tenant = ""  # as in earlier releases, whose gateways may have taken the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
     new = compose(requests, account_of(caller, caller.name))
@@ -77,9 +67,9 @@ def prepare(call: CompletionCall, caller: Caller, completion_id: str) -> Prepare
 async def respond(
     request: Request, gateway: Gateway, caller: Caller, prepared: Prepared, hold: Hold
 ) -> Response:
-    """Enqueue what is asked for and answer, or go on with a stream that broke off.
+    """Enqueue a call and answer it, or resume a stream that was interrupted.
 
-    Releases the hold on the body once that is in the queue.
+    Releases the hold on the body once its requests are in the queue.
     """
     call = prepared.call
     last_event_id = request.headers.get("last-event-id")
@@ -111,7 +101,7 @@ def _with(headers: Mapping[str, str], response: Response) -> Response:
 async def _begin(
     gateway: Gateway, caller: Caller, prepared: Prepared
 ) -> tuple[Completion, Mapping[str, str]]:
-    """What was enqueued, and the headers that tell of the caller's rates."""
+    """What was enqueued, and the headers that report the caller's rates."""
     call = prepared.call
     view = await gateway.watch.look()
     if call.model and view.model and call.model != view.model:
@@ -124,7 +114,7 @@ async def _begin(
             headers={"Retry-After": "5"},
         )
     enqueued, rates = await enqueue(gateway, caller, prepared)
-    # Where the idempotency key was known, these are those of the call that brought it first.
+    # If the idempotency key was known, these are the ids of the first call with that key.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
     bind(request_id=completion_id)
     return completion_of(call, completion_id, view.model), rates
@@ -133,7 +123,7 @@ async def _begin(
 async def enqueue(
     gateway: Gateway, caller: Caller, prepared: Prepared
 ) -> tuple[list[str], Mapping[str, str]]:
-    """Enqueue what was prepared: its ids, and headers that tell of the caller's rates.
+    """Enqueue what was prepared. Gives the ids, and headers that report the caller's rates.
 
     Raises ApiError 429, and what the client raises.
     """
@@ -142,7 +132,7 @@ async def enqueue(
 
 
 async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Mapping[str, str]:
-    """What the call needs beside what was taken of it before. Raises ApiError 429."""
+    """Take what the call needs beyond what was taken before. Raises ApiError 429."""
     rest = [
         replace(rate, amount=rate.amount - prepared.taken) if rate.name == "requests" else rate
         for rate in prepared.rates
@@ -150,8 +140,8 @@ async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Ma
     if all(rate.amount <= rate.limit for rate in prepared.rates):
         with suppress(ApiError):
             return await take(gateway, caller, rest, is_last_try=False)
-    # The next attempt needs all of it, so that is what it has to wait for. What was taken stays
-    # taken: a body was read for it.
+    # The next attempt needs all of it, so the caller waits for all of it. What was taken before
+    # stays taken, as a body was read for it.
     return await take(gateway, caller, prepared.rates)
 
 
@@ -165,7 +155,7 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
-    """The call as its caller may make it. Raises ApiError 403 for what is beyond that."""
+    """The call with its caller's tenant and priority. Raises ApiError 403 for wrong ones."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
     if tenant is not None and tenant != caller.tenant and not caller.is_free:
         raise ApiError(
@@ -188,9 +178,9 @@ def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
 
 
 async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> None:
-    """Before the body of a call is read that goes on with a stream, and so counts nothing.
+    """Check a call that resumes a stream, before its body is read: it takes nothing of the rates.
 
-    Raises InvalidRequestError, and RequestNotFoundError where the stream is not the caller's.
+    Raises InvalidRequestError, and RequestNotFoundError if the stream is not the caller's.
     """
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
@@ -206,7 +196,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
 
 
 def check_positions(completion: Completion, have: list[Position]) -> None:
-    """Raises InvalidRequestError where these are not positions of all its choices."""
+    """Raises InvalidRequestError unless there is one position for each choice."""
     if len(have) != completion.num_choices:
         raise InvalidRequestError(
             f"Last-Event-ID: tells of {len(have)} choices, and there are {completion.num_choices}",

@@ -1,1 +1,1 @@
-"""What the routes of a gateway share: the queue, the caller, cancels on their way."""
+"""What the routes of a gateway share: the queue, the caller, and cancels in the background."""

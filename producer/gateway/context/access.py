@@ -20,7 +20,7 @@ from promptq.shared.protocol.request import MAX_PRIORITY, TokenAccount
 from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates
 
 Caller = ApiKey
-"""Somebody is what their key allows."""
+"""A caller is described by what their key allows."""
 
 _NOBODY = Caller(name=api_keys.LOCAL_NAME, highest_priority=-MAX_PRIORITY, is_admin=True)
 _FORWARDED = (
@@ -32,15 +32,15 @@ _FORWARDED = (
     "via",
     "cf-connecting-ip",
 )
-"""By which proxies tell of themselves. One that adds none of them cannot be told from a client."""
+"""Headers that proxies add. A proxy that adds none of them looks like a client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
 _MINUTE_MS = 60_000
 _OWN_PAGES = ("same-origin", "none")
-"""What browsers say in `Sec-Fetch-Site` of a page of this gateway, and of what people typed."""
+"""`Sec-Fetch-Site` of requests by a page of this gateway, and of addresses that people typed."""
 
 
 async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
-    """The key that a call comes with. Without any key made, this machine may do everything.
+    """What the key of a call allows. While no key exists, this machine may do everything.
 
     Raises ApiError 401.
     """
@@ -51,8 +51,7 @@ async def caller_of(gateway: ThisGateway, request: Request) -> Caller:
         if key is not None:
             if key.is_over(time.time() * 1000):
                 raise _unauthorised(f"the API key {key.name!r} has expired")
-            if gateway.key_uses.is_due(secret):
-                await gateway.key_uses.note(secret)
+            await gateway.key_uses.note(secret)
             return key
     num_keys = await gateway.queue.run(api_keys.count(gateway.keys))
     if num_keys == 0:
@@ -79,13 +78,13 @@ async def admin_of(caller: ThisCaller) -> Caller:
 
 
 ThisCaller = Annotated[Caller, Depends(caller_of)]
-"""A route's parameter of this type is who calls it; a route without it is open to anybody."""
+"""A route's parameter of this type is its caller. A route without it is open to anybody."""
 
 ThisAdmin = Annotated[Caller, Depends(admin_of)]
 
 
 def needs(scope: str) -> Any:
-    """A dependency of a router whose calls need this scope of a key. Raises ApiError 403."""
+    """A dependency for routers whose calls need a key with this scope. Raises ApiError 403."""
 
     async def check(caller: ThisCaller) -> None:
         check_scope(caller, scope)
@@ -94,7 +93,7 @@ def needs(scope: str) -> Any:
 
 
 def check_scope(caller: Caller, scope: str) -> None:
-    """Raises ApiError 403 for a caller whose key is kept to other calls."""
+    """Raises ApiError 403 if the caller's key does not have the scope."""
     if caller.scopes is not None and scope not in caller.scopes:
         has = ", ".join(caller.scopes)
         raise ApiError(
@@ -105,16 +104,16 @@ def check_scope(caller: Caller, scope: str) -> None:
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """Take one request, before the body of a call is looked at; as `take`."""
+    """Take one request of the caller's rate, before the body of a call is read; as `take`."""
     return await take(gateway, caller, _rate_of_requests(caller, 1))
 
 
 async def take(
     gateway: Gateway, caller: Caller, rates: Sequence[Rate], *, is_last_try: bool = True
 ) -> dict[str, str]:
-    """Take from the caller's rates; gives the headers that tell of them.
+    """Take from the caller's rates. Gives the headers that report them.
 
-    Raises ApiError 429: at the last try late, where the caller comes before it may.
+    Raises ApiError 429. At the last try it is delayed for callers who come back too early.
     """
     if not rates:
         return {}
@@ -151,10 +150,10 @@ def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) 
 
 
 def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """What requests take of their caller's rates; they are what `Client.enqueue_many` takes.
+    """What requests take of their caller's rates; `requests` are as for `Client.enqueue_many`.
 
-    Of tokens those of the prompt are taken, by a quarter of the payload's bytes; the output is
-    charged as it comes, to `account_of` the caller.
+    The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
+    is charged to the account (`account_of`) while it is generated.
     """
     rates = _rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
@@ -164,9 +163,9 @@ def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate
 
 
 def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """To whom the output of a caller's requests is charged; `holder` is whose rates were taken.
+    """The account to which the output of a caller's requests is charged.
 
-    None without a limit.
+    `holder` is the name under which rates are taken. None if the caller has no limit.
     """
     limit = caller.tokens_per_minute
     return TokenAccount(holder, limit) if limit else None
@@ -180,7 +179,7 @@ def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
 def beyond_rates(
     caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
 ) -> ApiError:
-    """The answer to what takes more than a minute's."""
+    """The answer to a call that needs more than a whole minute allows."""
     needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
     return ApiError(
         429,
@@ -212,7 +211,7 @@ def is_of_own_page(request: Request) -> bool:
 
 
 def _is_from_this_machine(request: Request) -> bool:
-    """Whether nothing tells of somebody else: of a proxy, or a browser's page of another site."""
+    """Whether no sign shows a proxy, or a page of another site in a browser."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):
@@ -222,7 +221,7 @@ def _is_from_this_machine(request: Request) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Also of a rebound name or one that is malformed, in which the URL's would be our own."""
+    """Whether a Host header names this machine. False for rebound and malformed names."""
     found = _HOST.fullmatch(host)
     name = (found[1] or found[2]).lower() if found else ""
     return name == "localhost" or _is_loopback(name)

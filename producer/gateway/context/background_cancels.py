@@ -1,4 +1,4 @@
-"""Cancels requests whose client has left, behind its back."""
+"""Cancels requests whose HTTP client has left, in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST_SECONDS = 2.0
 
 
 class BackgroundCancels:
-    """Each call is a task of its own; what the server does not take is tried again for a minute."""
+    """Each call runs in its own task. If the server is away, it tries again for a minute."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -29,7 +29,7 @@ class BackgroundCancels:
         task.add_done_callback(self._tasks.discard)
 
     async def aclose(self) -> None:
-        """Give what is under way a little time."""
+        """Give the cancels that are under way a little time to finish."""
         tasks: Iterable[asyncio.Task[None]] = self._tasks.copy()
         if tasks:
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)

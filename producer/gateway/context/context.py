@@ -26,13 +26,13 @@ class Gateway:
     settings: GatewaySettings
     client: AsyncClient
     redis_user: str
-    """As whom the server knows it."""
+    """The user that the Redis server knows it as."""
     watch: QueueWatch
     cancels: BackgroundCancels
     bodies: BodyBudget
-    """Of what is held in memory."""
+    """The budget for bodies in memory."""
     uploads: BodyBudget
-    """Of what is on its way to the disk."""
+    """The budget for uploads on their way to the disk."""
     file_quotas: FileQuotas
     key_uses: KeyUses
     refusals: Refusals

@@ -1,6 +1,6 @@
-"""Bodies that a model of pydantic describes, read once it is known who calls.
+"""Bodies that a pydantic model describes. They are read after the caller is known.
 
-FastAPI would read a body before it asks that, without a bound, and report each of its errors.
+FastAPI would read a body before that, of any size, and report all of its errors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from promptq.producer.gateway.http.bodies import read_body
 from promptq.producer.gateway.http.errors import ApiError
 
 _MOST_BYTES = 262_144
-"""So that what it costs to read one on the event loop is little, whatever is in it."""
+"""A body of this size is quick to read on the event loop, whatever is in it."""
 _MOST_FIELDS = 100
-"""Pydantic would report each that is not known."""
+"""Pydantic would report each unknown field."""
 
 
 def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
-    """A dependency of a route: its body, as JSON of this model or type.
+    """A dependency that gives a route its body, as JSON of this model or type.
 
     Raises ApiError, RequestValidationError.
     """
@@ -35,7 +35,7 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
         with gateway.bodies.hold(caller.party) as hold:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
             body = await read_body(request, most, hold)
-        # Else a page of another site could send it without asking first.
+        # A page of another site could send other types without asking first.
         if "json" not in request.headers.get("content-type", ""):
             raise ApiError(400, "the body is read as JSON only with Content-Type: application/json")
         try:
@@ -55,7 +55,7 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route for FastAPI's `openapi_extra`, models within it in their place."""
+    """Describes a route's body for FastAPI's `openapi_extra`, without references."""
     schema = kind.model_json_schema()
     inner = schema.pop("$defs", {})
 

@@ -1,7 +1,8 @@
-"""Writes down when API keys are used: each at most once a minute, whatever comes with it."""
+"""Writes down when API keys are used, each at most once a minute."""
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 
@@ -15,20 +16,21 @@ _EVERY_SECONDS = 60.0
 
 
 class KeyUses:
-    """What one gateway has written down."""
+    """The uses that one gateway has written down."""
 
     def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
         self._noted: dict[str, float] = {}
 
-    def is_due(self, secret: str) -> bool:
-        """Whether the use of a key is to be noted again."""
-        noted = self._noted.get(api_keys.hash_of(secret))
-        return noted is None or time.monotonic() - noted >= _EVERY_SECONDS
-
     async def note(self, secret: str) -> None:
-        """A key that is known was used just now. Where that cannot be written, it is left."""
-        self._noted[api_keys.hash_of(secret)] = time.monotonic()
+        """Write down that a known key is used, unless that was done within the last minute.
+
+        If it cannot be written, it is left out.
+        """
+        hashed, now = api_keys.hash_of(secret), time.monotonic()
+        if now - self._noted.get(hashed, -math.inf) < _EVERY_SECONDS:
+            return
+        self._noted[hashed] = now
         call = api_keys.note_use(self._queue.keys, secret, int(time.time() * 1000))
         with suppress(RedisError, RedisSideError):
             await self._queue.run(call)

@@ -1,4 +1,4 @@
-"""What a gateway must know of its queue before it takes a request, looked up once a second."""
+"""What a gateway must know about its queue to take requests, read at most once a second."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from promptq.producer.clients.connecting import explained
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call
@@ -19,7 +18,7 @@ _TOLD = ("model", "tool_call_style")
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The model's name is empty as long as no worker ever came."""
+    """The model's name is empty until the first worker has come."""
 
     model: str
     tool_call_style: ToolCallStyle | None
@@ -27,22 +26,20 @@ class QueueView:
 
 
 class QueueWatch:
-    """Looks when asked. Raises RedisSideError where the server does not answer."""
+    """Reads the view when it is asked for. Raises redis.RedisError if the server is away."""
 
-    def __init__(self, queue: AsyncRequestQueue, url: str) -> None:
+    def __init__(self, queue: AsyncRequestQueue) -> None:
         self._queue = queue
-        self._url = url
         self._seen: QueueView | None = None
         self._seen_at = 0.0
         self._looking = asyncio.Lock()
 
     async def look(self, *, now: bool = False) -> QueueView:
-        """The queue as it was a second ago at most, or as it is `now`."""
+        """The queue as it was at most a second ago; with `now`, as it is now."""
         async with self._looking:
             is_old = time.monotonic() - self._seen_at > _FRESH_SECONDS
             if self._seen is None or is_old or now:
-                with explained(self._url):
-                    self._seen = await self._read()
+                self._seen = await self._read()
                 self._seen_at = time.monotonic()
             return self._seen
 
@@ -53,7 +50,7 @@ class QueueWatch:
         ]
         told, told_before, now_ms = await self._queue.run([*calls, lookups.server_time_ms()])
         workers = await self._queue.run(lookups.live_worker_ids(keys, now_ms))
-        # Earlier releases told in `config`.
+        # Workers of earlier releases write it into `config`.
         model, style = told if told[0] is not None else told_before
         return QueueView(
             model=(model or b"").decode(),

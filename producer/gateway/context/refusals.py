@@ -1,4 +1,4 @@
-"""A key that asks over and over gets its refusals late, so that asking costs a gateway little."""
+"""Delays refusals to a key that asks again too early, so that asking costs a gateway little."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import time
 
 _MOST_SECONDS = 1.0
-"""For which an answer waits. Meanwhile a connection is held, and nothing else."""
+"""The longest delay of an answer. Meanwhile only its connection is held."""
 
 
 class Refusals:
-    """When each key of one gateway, which is beyond its rate, may come again."""
+    """When each key that is beyond its rate may come again, for one gateway."""
 
     def __init__(self) -> None:
         self._may_come_at: dict[str, float] = {}
 
     async def refuse(self, name: str, wait_ms: int) -> int:
-        """Waits if this key was told to come later than now. Gives what is left of `wait_ms`."""
+        """Wait if this key was told to come later. Gives what is left of `wait_ms`."""
         now = time.monotonic()
         early = self._may_come_at.get(name, 0.0) - now
         self._may_come_at[name] = now + wait_ms / 1000

@@ -1,1 +1,1 @@
-"""The dashboard: its pages, what feeds them, and what they may do."""
+"""The dashboard: its pages, the data for them, and their actions."""

@@ -1,7 +1,8 @@
-"""What the dashboard does to a queue. Each action is logged with who did it."""
+"""The dashboard's actions on a queue. Each is logged with the name of who did it."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -21,10 +22,10 @@ from promptq.shared.runtime.logs import get_logger
 
 
 async def same_origin(request: Request) -> None:
-    """Keep other web sites from acting through the browser of somebody who may.
+    """Keep other web sites from acting through the browser of an administrator.
 
-    Without a key a gateway on this machine trusts everybody on it, and so every page that a browser
-    here shows. Browsers say where a request comes from; programs do not, and are no concern here.
+    While there is no key, a gateway trusts everybody on its machine, and so every page in a browser
+    there. Browsers say from where a request comes. Programs do not, and need not.
     Raises ApiError 403.
     """
     if not is_of_own_page(request):
@@ -38,7 +39,7 @@ router = APIRouter(
 )
 
 MAX_DEAD = 1000
-"""So many dead letters one action takes."""
+"""The most dead letters that one action takes."""
 
 
 class One(BaseModel):
@@ -48,30 +49,38 @@ class One(BaseModel):
 
 
 class Move(One):
-    """A request and where it is to go."""
+    """A request and its new priority."""
 
     priority: int = Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
 class DeadLetters(BaseModel):
-    """Some dead letters, or with `all` as many as one action takes."""
+    """Some dead letters, or with `all` the latest ones, as many as one action takes."""
 
     ids: list[str] = Field([], max_length=MAX_DEAD, fail_fast=True)
     all: bool = False
 
 
+async def admin_log(request: Request, admin: ThisAdmin) -> Any:
+    """Logs what an administrator does, with their name and address: `log(action="cancel", ...)`.
+
+    Raises ApiError 403 for callers who are no administrators.
+    """
+    address = request.client.host if request.client else ""
+    return partial(get_logger().info, "done from the dashboard", by=admin.name, address=address)
+
+
+AdminLog = Annotated[Any, Depends(admin_log)]
 ThisOne = Annotated[One, Depends(json_body(One))]
 TheseLetters = Annotated[DeadLetters, Depends(json_body(DeadLetters))]
 
 
 @router.post("/cancel")
-async def cancel(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, one: ThisOne
-) -> dict[str, str]:
-    """End a request: at once if it waits, at the next token if it runs."""
+async def cancel(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, str]:
+    """Cancel a request: at once if it waits, at the next token if it runs."""
     request_id = one.id
     status = await gateway.client.cancel(request_id)
-    _log(request, admin, "cancel", request_id=request_id, status=status.value)
+    log(action="cancel", request_id=request_id, status=status.value)
     if status is CancelStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} is known")
     return {"status": status.value}
@@ -79,51 +88,41 @@ async def cancel(
 
 @router.post("/reprioritise")
 async def reprioritise(
-    request: Request,
-    admin: ThisAdmin,
+    log: AdminLog,
     gateway: ThisGateway,
     move: Annotated[Move, Depends(json_body(Move))],
 ) -> dict[str, str]:
     """Move a waiting request to another priority."""
     request_id, priority = move.id, move.priority
     status = await gateway.client.reprioritise(request_id, priority)
-    _log(
-        request,
-        admin,
-        "reprioritise",
-        request_id=request_id,
-        priority=priority,
-        status=status.value,
-    )
+    log(action="reprioritise", request_id=request_id, priority=priority, status=status.value)
     if status is PriorityStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} waits")
     return {"status": status.value}
 
 
 @router.post("/pause")
-async def pause(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> dict[str, bool]:
-    """Hand out no more requests; what runs goes on."""
+async def pause(log: AdminLog, gateway: ThisGateway) -> dict[str, bool]:
+    """Hand out no more requests. Those that run go on."""
     await gateway.client.pause()
-    _log(request, admin, "pause")
+    log(action="pause")
     return {"paused": True}
 
 
 @router.post("/resume")
-async def resume(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> dict[str, bool]:
+async def resume(log: AdminLog, gateway: ThisGateway) -> dict[str, bool]:
     """Hand out requests again."""
     await gateway.client.resume()
-    _log(request, admin, "resume")
+    log(action="resume")
     return {"paused": False}
 
 
 @router.post("/drain")
-async def drain(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, one: ThisOne
-) -> dict[str, list[str]]:
+async def drain(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, list[str]]:
     """Tell one worker to finish what it runs and to exit."""
     worker_id = one.id
     told = await gateway.client.drain(worker_id)
-    _log(request, admin, "drain", worker_id=worker_id, told=len(told))
+    log(action="drain", worker_id=worker_id, told=len(told))
     if not told:
         raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
     return {"told": told}
@@ -131,33 +130,31 @@ async def drain(
 
 @router.post("/dead/requeue")
 async def requeue(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: TheseLetters
+    log: AdminLog, gateway: ThisGateway, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
-    """Run dead letters again; gives the new ids by the old ones. Others' haste is no error."""
+    """Run dead letters again; gives new ids by old ones. Skips those that somebody else took."""
     new_ids = {}
     for dead_id in await _chosen(gateway, letters):
         try:
             new_ids[dead_id] = await gateway.client.requeue(dead_id)
         except RequestNotFoundError:
             continue
-        _log(request, admin, "requeue", request_id=dead_id, new_id=new_ids[dead_id])
+        log(action="requeue", request_id=dead_id, new_id=new_ids[dead_id])
     return {"requeued": new_ids}
 
 
 @router.post("/dead/purge")
-async def purge(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, letters: TheseLetters
-) -> dict[str, int]:
+async def purge(log: AdminLog, gateway: ThisGateway, letters: TheseLetters) -> dict[str, int]:
     """Delete dead letters; gives how many there were."""
     chosen = await _chosen(gateway, letters)
     count = await gateway.client.purge(chosen)
-    _log(request, admin, "purge", request_ids=chosen, purged=count)
+    log(action="purge", request_ids=chosen, purged=count)
     return {"purged": count}
 
 
 @router.post("/play")
 async def play(
-    request: Request,
+    log: AdminLog,
     admin: ThisAdmin,
     gateway: ThisGateway,
     fields: Annotated[dict[str, Any], Depends(json_body(dict[str, Any]))],
@@ -166,20 +163,9 @@ async def play(
     check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
     (request_id,), _ = await enqueue(gateway, admin, prepare(call, admin, new_request_id()))
-    _log(request, admin, "play", request_id=request_id)
+    log(action="play", request_id=request_id)
     return {"id": request_id}
 
 
 async def _chosen(gateway: ThisGateway, letters: DeadLetters) -> list[str]:
     return await gateway.client.dead_ids(MAX_DEAD) if letters.all else letters.ids
-
-
-def _log(request: Request, admin: ThisAdmin, action: str, **what: Any) -> None:
-    address = request.client.host if request.client else ""
-    get_logger().info(
-        "done from the dashboard",
-        action=action,
-        by=admin.name,
-        address=address,
-        **what,
-    )

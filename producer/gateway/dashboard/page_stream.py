@@ -18,10 +18,10 @@ from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end
 
 SILENCE_SECONDS = 15.0
-"""After so long a comment goes out, so that proxies and pages know that the stream lives."""
+"""After this time a comment is sent, so that proxies and pages know that the stream is alive."""
 
 CHECK_SECONDS = 3.0
-"""How often it is looked whether who reads may still do so."""
+"""How often the right of the reader is checked again."""
 
 
 def message(event: str, data: str) -> str:
@@ -34,7 +34,8 @@ def event_response(
 ) -> StreamingResponse:
     """Sends messages as they come, until they end, the page goes away or the gateway stops.
 
-    Also until whoever asked may not any more: the page then asks again, and is told why.
+    It also ends when the reader loses the right to read. The page then asks again, and gets the
+    reason.
     """
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(
@@ -74,7 +75,7 @@ async def _until_over(
 
 
 async def _refused(request: Request, gateway: Gateway) -> None:
-    """Returns once who asked is let in no more, such as when its key was revoked."""
+    """Returns once the caller is not let in any more, for example because its key was revoked."""
     while True:
         await asyncio.sleep(CHECK_SECONDS)
         try:
@@ -82,4 +83,4 @@ async def _refused(request: Request, gateway: Gateway) -> None:
         except ApiError:
             return
         except (PromptqError, RedisError):
-            continue  # nobody can tell at the moment, and the stream itself says so
+            continue  # unknown at the moment; the stream itself reports the error

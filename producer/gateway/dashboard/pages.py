@@ -1,4 +1,4 @@
-"""The dashboard: its page, and what the page shows. What it does is in actions.py."""
+"""The dashboard's page and the data that it shows. Its actions are in actions.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from promptq.producer.gateway.context.access import ThisAdmin
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
 from promptq.producer.gateway.dashboard import request_search
 from promptq.producer.gateway.dashboard.page_stream import event_response, message
-from promptq.producer.gateway.dashboard.poller import Poller
+from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.producer.gateway.dashboard.request_search import FoundRequests
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
@@ -33,9 +33,10 @@ from promptq.shared.runtime.tasks import end
 router = APIRouter(include_in_schema=False)
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_FOLDERS = ("", "pages/", "shared/")
 _HEADERS = {
-    # Nothing but what this gateway serves, no script or style inside the page, and no text ever
-    # taken for HTML: browsers that know trusted types refuse it.
+    # The page may load only what this gateway serves, and has no scripts or styles inside it. No
+    # text is ever taken for HTML: browsers that know trusted types refuse that.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -44,13 +45,13 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 TIMELINE_SECONDS = 1.0
-"""How often a request's page looks whether something but its tokens has changed."""
+"""How often a request's page looks for changes other than tokens."""
 
 MAX_SHOWN_PAYLOAD = 65_536
-"""Characters; a longer payload is cut, as people do not read it."""
+"""Characters. A longer payload is cut, as people do not read it."""
 
 MAX_SHOWN_DEAD = 100
-"""Dead letters; the page is sent one more, to tell that there are more."""
+"""The most dead letters on the page. It gets one more id, which shows that there are more."""
 
 RequestId = Annotated[str, Query(alias="id")]
 
@@ -61,9 +62,13 @@ class _Dead(BaseModel):
 
 @cache
 def _files() -> dict[str, bytes]:
-    folder = resources.files("promptq.producer.gateway.dashboard") / "static"
-    names = [it.name for it in folder.iterdir() if it.name.rpartition(".")[2] in _TYPES]
-    return {name: (folder / name).read_bytes() for name in names}
+    static = resources.files("promptq.producer.gateway.dashboard") / "static"
+    return {
+        f"{folder}{file.name}": file.read_bytes()
+        for folder in _FOLDERS
+        for file in (static / folder).iterdir()
+        if file.name.rpartition(".")[2] in _TYPES
+    }
 
 
 @router.get("/")
@@ -72,7 +77,7 @@ async def page() -> Response:
     return await file("index.html")
 
 
-@router.get("/dashboard/files/{name}")
+@router.get("/dashboard/files/{name:path}")
 async def file(name: str) -> Response:
     """A script or style of the page."""
     content = _files().get(name)
@@ -101,14 +106,14 @@ async def live_worker(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
 ) -> StreamingResponse:
     """A worker and its batch, once a second."""
-    return _live(request, gateway, f"worker {worker_id}")
+    return _live(request, gateway, "worker", worker_id)
 
 
 @router.get("/dashboard/api/live/request")
 async def live_request(
     request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
 ) -> StreamingResponse:
-    """A request's life as it changes, and its events from the first on."""
+    """A request's timeline when it changes, and its events from the first one on."""
     timeline = await gateway.client.timeline(check_request_id(request_id))
     return event_response(request, gateway, _request(gateway, request_id, timeline))
 
@@ -121,17 +126,17 @@ async def live_requests(
     state: str,
     tenant: str = "",
 ) -> StreamingResponse:
-    """The first page of a state that has a sorted set, once a second."""
+    """The first page of requests in a state that has a sorted set, once a second."""
     if state not in request_search.SETS:
         names = ", ".join(request_search.SETS)
         raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
-    gateway.keys.pending_of(tenant)  # raises if that is no name
-    return _live(request, gateway, f"requests {state} {tenant}")
+    gateway.keys.pending_of(tenant)  # raises an error for a wrong name
+    return _live(request, gateway, "requests", state, tenant)
 
 
 @router.get("/dashboard/api/live/dead")
 async def live_dead(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> StreamingResponse:
-    """The ids of the latest dead letters, once a second; what is in them never changes."""
+    """The ids of the latest dead letters, once a second. Their content never changes."""
     return _live(request, gateway, "dead")
 
 
@@ -144,78 +149,75 @@ async def requests(
     prefix: str = "",
     cursor: str = "",
 ) -> FoundRequests:
-    """A page of requests, and what was searched for it."""
-    with explained(gateway.client.url):
-        return await request_search.search(
-            gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
-        )
+    """A page of requests, and what was searched to find them."""
+    return await request_search.search(
+        gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
+    )
 
 
 @router.get("/dashboard/api/dead")
 async def dead_letters(
     admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[dict[str, object]]:
-    """Dead letters, the latest first; of long payloads the beginning."""
+    """Dead letters, the latest first. Long payloads are cut."""
     letters = await gateway.client.dead_letters(limit)
     return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
 
 
 def _poller_of(request: Request, gateway: Gateway) -> Poller:
-    """The one of this gateway; it starts with the first page and ends with the last."""
+    """The poller of this gateway. It polls from the first page's start to the last page's end."""
     state = request.app.state
     if not hasattr(state, "poller"):
-
-        async def read(topic: str) -> str:
-            return await _as_of_now(gateway, await _topic(gateway, topic))
-
-        state.poller = Poller(read)
+        state.poller = Poller(partial(_read, gateway))
     poller: Poller = state.poller
     return poller
 
 
-async def _topic(gateway: Gateway, topic: str) -> BaseModel | None:
-    """What pages show of `overview`, `dead`, `requests STATE TENANT` or `worker ID`."""
-    kind, _, rest = topic.partition(" ")
-    if kind == "overview":
-        return await gateway.client.overview()
-    if kind == "dead":
-        return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
-    if kind == "requests":
-        state, _, tenant = rest.partition(" ")
-        with explained(gateway.client.url):
-            return await request_search.search(gateway.queue, state=state, tenant=tenant)
+async def _read(gateway: Gateway, topic: Topic) -> str:
+    """What pages show of a topic, as JSON."""
+    return await _as_of_now(gateway, await _value_of(gateway, topic))
+
+
+async def _value_of(gateway: Gateway, topic: Topic) -> BaseModel | None:
+    match topic:
+        case ("overview",):
+            return await gateway.client.overview()
+        case ("dead",):
+            return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
+        case ("requests", state, tenant):
+            with explained(gateway.client.url):
+                return await request_search.search(gateway.queue, state=state, tenant=tenant)
     try:
-        return await gateway.client.worker(rest)
+        return await gateway.client.worker(topic[1])
     except RequestNotFoundError:
         return None
 
 
 async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
-    """With the server's time, by which pages reckon how long ago something was."""
+    """A value as JSON, with the server's time, as pages show how long ago things were."""
     with explained(gateway.client.url):
         now_ms = await gateway.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()
     return f'{{"now":{now_ms},"value":{text}}}'
 
 
-def _live(request: Request, gateway: Gateway, topic: str) -> StreamingResponse:
+def _live(request: Request, gateway: Gateway, *topic: str) -> StreamingResponse:
     return event_response(request, gateway, _polled(_poller_of(request, gateway), topic))
 
 
-async def _polled(poller: Poller, topic: str) -> AsyncGenerator[str, None]:
-    """A topic as events of its kind, which is its first word."""
-    event = topic.partition(" ")[0]
+async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
+    """A topic as events, which its first word names."""
     async with aclosing(poller.watch(topic)) as samples:
         async for sample in samples:
-            yield message("unreachable", "null") if sample is None else message(event, sample)
+            yield message("unreachable", "null") if sample is None else message(topic[0], sample)
 
 
 async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, None]:
-    with suppress(PromptqError):  # what follows says that the queue cannot be reached
+    with suppress(PromptqError):  # the next message says that the queue cannot be reached
         samples = await gateway.client.statistics()
         dumped = [it.model_dump(mode="json") for it in samples]
         yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
-    async with aclosing(_polled(poller, "overview")) as messages:
+    async with aclosing(_polled(poller, ("overview",))) as messages:
         async for text in messages:
             yield text
 
@@ -223,7 +225,7 @@ async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, Non
 async def _request(
     gateway: Gateway, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
-    """Both sources write into one bounded mailbox; a page that is slow holds up only itself."""
+    """Both sources write into one bounded mailbox, so a slow page delays only itself."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 
@@ -251,7 +253,7 @@ async def _request(
         tasks = [asyncio.create_task(it) for it in (follow_timeline(timeline), follow_tokens())]
         try:
             await asyncio.gather(*tasks)
-        except Exception as error:  # a page would wait without an end for what failed in silence
+        except Exception as error:  # the page must hear of it, or it would wait forever
             if not isinstance(error, PromptqError):
                 get_logger().exception("not shown", request_id=request_id)
             body = as_api_error(error).body
@@ -269,7 +271,7 @@ async def _request(
 
 
 def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
-    """What has come meanwhile goes out with it: a long text is not thousands of packets."""
+    """Take all waiting messages at once, so that a long text is not thousands of packets."""
     texts: list[str] = []
     while not mailbox.empty():
         text = mailbox.get_nowait()

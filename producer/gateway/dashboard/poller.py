@@ -1,4 +1,4 @@
-"""Reads what pages show once a second, once for all pages that show it."""
+"""Reads what pages show, once a second and once for all pages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from promptq.shared.runtime.logs import get_logger
 
 INTERVAL_SECONDS = 1.0
 
+Topic = tuple[str, ...]
+"""What a page shows, in words: a kind, and which of that kind."""
+
 
 @dataclass(slots=True)
-class _Topic:
-    """What some pages look at. Whoever is slow misses what is old, and nothing piles up."""
+class _Watched:
+    """The state of one topic. A slow page misses old values, so nothing piles up."""
 
     num_watchers: int = 0
     latest: str | None = None
@@ -23,23 +26,23 @@ class _Topic:
 
 
 class Poller:
-    """`read` gives the JSON of a topic.
+    """Calls `read`, which gives the JSON of a topic, for all topics that are watched.
 
-    It runs while somebody watches, so that a gateway whose dashboard nobody has open asks the
-    server for nothing.
+    It stops when nobody watches, so that a gateway without an open dashboard asks the server for
+    nothing.
     """
 
     def __init__(
-        self, read: Callable[[str], Awaitable[str]], interval: float = INTERVAL_SECONDS
+        self, read: Callable[[Topic], Awaitable[str]], interval: float = INTERVAL_SECONDS
     ) -> None:
         self._read = read
         self._interval = interval
-        self._topics: dict[str, _Topic] = {}
+        self._topics: dict[Topic, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def watch(self, topic: str) -> AsyncGenerator[str | None, None]:
-        """The topic's JSON, at first at once and then as it is read; None: it cannot be reached."""
-        watched = self._topics.setdefault(topic, _Topic())
+    async def watch(self, topic: Topic) -> AsyncGenerator[str | None, None]:
+        """The topic's JSON, first at once and then each time it is read; None if that fails."""
+        watched = self._topics.setdefault(topic, _Watched())
         watched.num_watchers += 1
         try:
             seen = 0
@@ -63,20 +66,20 @@ class Poller:
             for topic, watched in list(self._topics.items()):
                 await self._refresh(topic, watched)
 
-    async def _refresh(self, topic: str, watched: _Topic) -> None:
+    async def _refresh(self, topic: Topic, watched: _Watched) -> None:
         latest = None
         try:
             latest = await self._read(topic)
         except RedisSideError:
-            pass  # pages say so
-        except Exception:  # whatever a stranger wrote there, it must not stop all pages for good
+            pass  # pages show that the queue cannot be reached
+        except Exception:  # data of a stranger must not stop all pages
             get_logger().exception("not read", topic=topic)
         async with watched.changed:
             watched.latest = latest
             watched.version += 1
             watched.changed.notify_all()
 
-    def _stop_if_unwatched(self, topic: str, watched: _Topic) -> None:
+    def _stop_if_unwatched(self, topic: Topic, watched: _Watched) -> None:
         if watched.num_watchers == 0:
             self._topics.pop(topic, None)
         if not self._topics and self._task is not None:

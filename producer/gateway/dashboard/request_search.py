@@ -1,7 +1,8 @@
 """Finds requests by state, tenant and the beginning of their id.
 
-What waits, runs or is a dead letter lies in the queue's sorted sets, which are paged. No set holds
-what is over; it is looked for among the server's keys, with SCAN, so many keys a call.
+Requests that wait or run, and dead letters, are in the queue's sorted sets, which are read page by
+page. No set holds requests that have ended. They are searched among all keys of the server, with
+SCAN.
 """
 
 from __future__ import annotations
@@ -14,31 +15,28 @@ from pydantic import BaseModel
 from redis.exceptions import NoPermissionError
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.keys import NAME
+from promptq.shared.protocol.keys import is_tenant
 from promptq.shared.protocol.request import RequestState
-from promptq.shared.queue.call import Call
+from promptq.shared.queue.call import Call, ids_of
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 PAGE = 50
 SCAN_COUNT = 500
 MAX_SCANS = 20
-"""So many calls of SCAN at most for one page, some 10,000 keys in all."""
+"""The most calls of SCAN for one page, for about 10,000 keys in all."""
 
 SETS = ("waiting", "delayed", "active", "dead")
 STATES = ("", *SETS, *(it.value for it in RequestState if it.value not in SETS))
 
-_FIELDS = (
-    "state", "tenant", "priority", "attempt", "worker", "enqueued_at", "claimed_at",
-    "first_token_at", "finished_at", "finish_reason", "prompt_tokens",
-)  # fmt: skip
+_WHOLE = re.compile(r"-?\d{1,15}")
 
 
 class FoundRequest(BaseModel):
-    """One row. Times are Unix milliseconds of the server, None for what has not happened."""
+    """One row. Times are Unix milliseconds of the server; None if it has not happened."""
 
     request_id: str
     state: str
-    """As requests have it; `delayed` of one that waits and is not due."""
+    """The request's state, or `delayed` if it waits and is not due yet."""
     tenant: str = ""
     priority: int = 0
     attempt: int = 0
@@ -51,12 +49,15 @@ class FoundRequest(BaseModel):
     prompt_tokens: int | None = None
 
 
+_FIELDS = [name for name in FoundRequest.model_fields if name != "request_id"]
+
+
 class FoundRequests(BaseModel):
-    """A page; the next one is asked for with `cursor`, None after the last."""
+    """A page. `cursor` asks for the next page; it is None on the last one."""
 
     requests: list[FoundRequest]
     searched: str
-    """What was looked through, in words."""
+    """What was searched, in words."""
     cursor: str | None
 
 
@@ -81,7 +82,7 @@ async def search(
     except NoPermissionError:
         return FoundRequests(
             requests=await wanted.exactly(),
-            searched="only the id as it is written, since this gateway's user may not SCAN",
+            searched="only this exact id, since this gateway's Redis user may not SCAN",
             cursor=None,
         )
 
@@ -107,7 +108,7 @@ class _Wanted:
         ids = [it for page in await self._queue.run(pages) for it in page]
         rows = await self._rows(ids)
         upto = start + len(ids)
-        # Only those that wait have a queue for each tenant; of the others a page is filtered.
+        # Only waiting requests have a set for each tenant. Pages of other states are filtered.
         is_own = self._tenant and self._state == "waiting"
         whose = f" of tenant {self._tenant}" if is_own else ""
         words = {"waiting": "that wait", "active": "that workers hold", "dead": "dead letters"}
@@ -119,7 +120,7 @@ class _Wanted:
         )
 
     async def of_keys(self, position: int) -> FoundRequests:
-        """What matches among the keys of the server from `position` of its SCAN on."""
+        """Matches among the server's keys, from a position of SCAN on."""
         is_first = position == 0
         rows = await self.exactly() if self._prefix and is_first else []
         seen = {self._keys.request(it.request_id).encode() for it in rows}
@@ -128,7 +129,7 @@ class _Wanted:
         for _ in range(MAX_SCANS):
             position, found = await self._queue.run(_scan(position, pattern))
             looked_at += SCAN_COUNT
-            fresh = set(found) - seen  # SCAN may tell of a key twice
+            fresh = set(found) - seen  # SCAN may give a key twice
             seen |= fresh
             rows += self._matching(await self._rows([name[start:] for name in fresh]))
             if position == 0 or len(rows) >= PAGE:
@@ -145,7 +146,7 @@ class _Wanted:
         )
 
     async def exactly(self) -> list[FoundRequest]:
-        """The one with this id, if it matches."""
+        """The request with exactly this id, if it matches."""
         return self._matching(await self._rows([self._prefix.encode()]))
 
     async def _set_names(self) -> list[str]:
@@ -154,12 +155,12 @@ class _Wanted:
             return [by_state.get(self._state, self._keys.dead)]
         if self._tenant:
             return [self._keys.pending_of(self._tenant)]
-        tenants = await self._queue.run(Call("", ["SMEMBERS", self._keys.tenants_waiting], list))
-        names = sorted(it.decode() for it in tenants if _is_name(it))
+        tenants = await self._queue.run(Call("", ["SMEMBERS", self._keys.tenants_waiting], ids_of))
+        names = sorted(filter(is_tenant, tenants))
         return [self._keys.pending, *map(self._keys.pending_of, names)]
 
     def _pattern(self) -> str:
-        """Of SCAN; what it takes for a wildcard stands for itself."""
+        """The pattern for SCAN. Wildcards in the id stand for themselves."""
         return re.sub(r"([*?\[\]\\^])", r"\\\1", self._keys.request(self._prefix)) + "*"
 
     def _of_tenant(self, rows: list[FoundRequest]) -> list[FoundRequest]:
@@ -174,7 +175,8 @@ class _Wanted:
         for name in names:
             key = self._keys.request(name)
             calls.append(Call("", ["HMGET", key, "payload", *_FIELDS], list, list))
-            calls.append(Call("", ["ZSCORE", self._keys.delayed, name], _is_there, bool))
+            is_delayed = ["ZSCORE", self._keys.delayed, name]
+            calls.append(Call("", is_delayed, lambda score: score is not None, bool))
         given = await self._queue.run(calls)
         return [
             _row(name, values[1:], is_delayed=is_delayed)
@@ -191,35 +193,14 @@ def _scan(position: int, pattern: str) -> Call[tuple[int, list[bytes]]]:
     )
 
 
-def _is_there(reply: Any) -> bool:
-    return reply is not None
-
-
 def _row(request_id: str, values: list[bytes | None], *, is_delayed: bool) -> FoundRequest:
-    told = {
-        name: value.decode("utf-8", "replace")
-        for name, value in zip(_FIELDS, values, strict=True)
-        if value is not None
-    }
-    whole = {
-        name: int(text)
-        for name, text in told.items()
-        if FoundRequest.model_fields[name].annotation is not str and _is_whole(text)
-    }
-    texts = {
-        name: text
-        for name, text in told.items()
-        if FoundRequest.model_fields[name].annotation is str
-    }
-    row = FoundRequest(request_id=request_id, **{"state": "waiting", **texts, **whole})
-    if is_delayed and row.state == "waiting":
-        row.state = "delayed"
-    return row
-
-
-def _is_whole(text: str) -> bool:
-    return re.fullmatch(r"-?\d{1,15}", text) is not None
-
-
-def _is_name(name: bytes) -> bool:
-    return re.fullmatch(NAME.encode(), name) is not None
+    found: dict[str, Any] = {"state": "waiting"}
+    for name, value in zip(_FIELDS, values, strict=True):
+        text = "" if value is None else value.decode("utf-8", "replace")
+        if value is not None and FoundRequest.model_fields[name].annotation is str:
+            found[name] = text
+        elif _WHOLE.fullmatch(text):
+            found[name] = int(text)
+    if is_delayed and found["state"] == "waiting":
+        found["state"] = "delayed"
+    return FoundRequest(request_id=request_id, **found)

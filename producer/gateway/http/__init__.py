@@ -1,1 +1,1 @@
-"""HTTP itself: bodies, errors, bounds, measurements."""
+"""HTTP itself: bodies, errors, limits, measurements."""

@@ -1,6 +1,6 @@
-"""Reads the body of an HTTP request, no more of it than is allowed.
+"""Reads the body of an HTTP request, but never more than is allowed.
 
-What is not read, as of somebody without a key, is dropped by the protocol (protocol.py).
+A body that is not read, such as that of a caller without a key, is dropped in protocol.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from promptq.producer.gateway.http.errors import ApiError
 
 
 class TooLargeError(ApiError):
-    """413. Its answer goes out at once."""
+    """Status 413, which is sent at once."""
 
     def __init__(self, what: str, most: int) -> None:
         super().__init__(
@@ -33,9 +33,9 @@ async def read_body(request: Request, most: int, hold: Hold) -> bytes:
 async def body_pieces(
     request: Request, most: int, hold: Hold, *, most_beside: int = 0, what: str = "body"
 ) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, up to `most` bytes and what it may have beside `what` is bounded.
+    """The pieces of a body as they come: at most `most` bytes for `what`, and `most_beside` more.
 
-    Raises TooLargeError as soon as there are more, and what `hold` raises.
+    Raises TooLargeError as soon as there are more bytes, and what `hold` raises.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most + most_beside:

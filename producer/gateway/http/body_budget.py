@@ -1,8 +1,8 @@
-"""How many bytes of requests' bodies a gateway holds at once: of each tenant, and in all.
+"""How many bytes of requests' bodies a gateway holds at once: for each tenant, and in all.
 
-No tenant fills it: each takes more only while more is free than it holds already, as with the
+No tenant can fill it: a tenant gets more only while more bytes are free than it holds, as with the
 places of webhooks (webhooks/turns.py). The first bytes of each body do not count, so that a small
-call is always let in; the number of connections bounds those.
+call is always let in. The number of connections limits those.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from promptq.producer.gateway.http.errors import ApiError
 
 FREE_BYTES = 65_536
-"""Of each body."""
+"""The bytes of each body that do not count."""
 
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
 class BodyBudget:
-    """Bytes count as they come, not as they are announced."""
+    """Counts bytes when they come, not when they are announced."""
 
     def __init__(self, most_of_tenant: int, most_in_all: int) -> None:
         self._most_of_tenant = most_of_tenant
@@ -30,7 +30,7 @@ class BodyBudget:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Hold]:
-        """What is taken of the budget within is given back at the end."""
+        """What is taken of the budget inside the `with` block is given back at its end."""
         hold = Hold(self, tenant)
         try:
             yield hold
@@ -38,7 +38,7 @@ class BodyBudget:
             hold.release()
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Raises ApiError 429 where the tenant has too much on its way, 503 where all have."""
+        """Raises ApiError 429 if the tenant has too much on its way, 503 if all together have."""
         wanted = self._of_tenants[tenant] + num_bytes
         if wanted > self._most_of_tenant:
             raise ApiError(
@@ -66,7 +66,7 @@ class BodyBudget:
 
 
 class Hold:
-    """What one request has taken."""
+    """The part of the budget that one request has taken."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -75,11 +75,11 @@ class Hold:
         self._num_taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more are held. Raises ApiError as `BodyBudget.take`."""
+        """Hold so many more bytes. Raises ApiError as `BodyBudget.take`."""
         self.grow_to(self._num_bytes + num_bytes)
 
     def grow_to(self, num_bytes: int) -> None:
-        """So many are held in all, if it is more. Raises ApiError as `BodyBudget.take`."""
+        """Hold at least so many bytes in all. Raises ApiError as `BodyBudget.take`."""
         more = max(0, num_bytes - FREE_BYTES) - self._num_taken
         if more > 0:
             self._budget.take(self._tenant, more)
@@ -87,7 +87,7 @@ class Hold:
         self._num_bytes = max(self._num_bytes, num_bytes)
 
     def release(self) -> None:
-        """Give all of it back, as soon as the bytes are needed no more; again it does nothing."""
+        """Give all of it back when the bytes are not needed any more. May be called again."""
         if self._num_taken:
             self._budget.give_back(self._tenant, self._num_taken)
         self._num_bytes = self._num_taken = 0

@@ -15,6 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from promptq.producer.batch_store.batch_records import (
+    BatchMissingError,
+    BatchOverError,
+    TooManyBatchesError,
+)
+from promptq.producer.batch_store.file_quotas import FileQuotaError
+from promptq.producer.batch_store.files import FileMissingError
 from promptq.producer.clients.connecting import explained
 from promptq.shared.errors import (
     InvalidRequestError,
@@ -51,15 +58,15 @@ _MEANINGS = {
 
 
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that it would end the same way."""
+"""Tells OpenAI's clients, which repeat 408, 409, 429 and 5xx, that a retry would fail too."""
 _FINAL = (408, 409)
 
 _CLIENT_LEFT = 499
-"""What nginx logs for a client that closed its connection; nobody is there to read it."""
+"""What nginx logs for a client that closed its connection. Nobody is there to read it."""
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection before it had the answer."""
+    """The client closed its connection before it got the answer."""
 
 
 class ErrorObject(BaseModel):
@@ -72,7 +79,7 @@ class ErrorObject(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """What each error is answered with, for the API's description."""
+    """The body of each error's answer, for the API's description."""
 
     error: ErrorObject
 
@@ -107,14 +114,20 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer that an error becomes; of one that is not ours only the log tells more."""
+    """The answer for an error. If it is not one of ours, only the log says more."""
     match error:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
-        case RequestNotFoundError():
+        case RequestNotFoundError() | FileMissingError() | BatchMissingError():
             return ApiError(404, str(error), code="not_found")
         case RequestExistsError():
             return ApiError(409, str(error), code="exists")
+        case BatchOverError():
+            return ApiError(409, str(error), code="batch_over")
+        case FileQuotaError():  # not 429: it does not help to wait
+            return ApiError(413, str(error), param="file", code="file_quota_exceeded")
+        case TooManyBatchesError():
+            return ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN)
         case QueueFullError():
             seconds = max(1, math.ceil(error.retry_after_ms / 1000))
             return ApiError(
@@ -129,7 +142,7 @@ def as_api_error(error: Exception) -> ApiError:
                 headers={"Retry-After": "5"},
             )
         case RedisSideError():
-            # What is wrong with the server is for the log, not for whoever calls.
+            # Details about the server are for the log, not for callers.
             return ApiError(
                 503,
                 "the queue cannot be reached at the moment; try again soon",
@@ -143,7 +156,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 @lru_cache(maxsize=16)
 def _log_refusal(told: str) -> None:
-    """Once for each thing that the server says: it would say so of every call."""
+    """Log each message of the server once: it would repeat it for every call."""
     get_logger().error(
         "the Redis server refuses what a gateway does; give the gateway the URL of the user"
         " 'gateway' (promptq acl)",
@@ -152,22 +165,22 @@ def _log_refusal(told: str) -> None:
 
 
 def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of an endpoint, or of a router, for the API's description."""
+    """The errors of an endpoint or a router, for the API's description."""
     found: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorAnswer, "description": _MEANINGS[status]} for status in statuses
     }
-    # Without it FastAPI describes its own error 422, which none of our clients gets.
+    # Without this entry FastAPI describes its own error 422, which our clients never get.
     return {**found, "default": {"model": ErrorAnswer, "description": "any other error"}}
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Give every error of every route this form."""
+    """Give all errors of all routes this form."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
-    @app.exception_handler(ClientDisconnect)  # while its body was read
+    @app.exception_handler(ClientDisconnect)  # it left while its body was read
     @app.exception_handler(ClientLeftError)
     async def _client_left(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_LEFT)

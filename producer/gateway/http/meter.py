@@ -1,4 +1,4 @@
-"""Counts, times and logs HTTP requests, without touching what they stream."""
+"""Counts, times and logs HTTP requests, without touching the streamed bytes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from promptq.shared.runtime.logs import get_logger, unbind
 from promptq.shared.runtime.metrics import Histogram, Reading
 
 _UNKNOWN = "unknown"
-"""Handler of paths that no route has, and method of those that are not HTTP's, so that strangers
-make no series."""
+"""The label for paths without a route and for unknown methods, so that strangers cannot create
+time series."""
 POLLED = frozenset({"/healthz", "/readyz", "/metrics"})
-"""What asks without end, and is no news in a log or a trace."""
+"""Paths that are asked all the time, and would fill logs and traces."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class HttpMeter:
-    """What a gateway has answered so far."""
+    """Counts what a gateway has answered."""
 
     def __init__(self) -> None:
         self._answered: Counter[tuple[str, str, str]] = Counter()
@@ -59,7 +59,7 @@ class _Measured:
             await self._app(scope, receive, send)
             return
         unbind("request_id")  # a pipelined request begins in the task of the one before it
-        status = "500"  # of one that raised before it began to answer
+        status = "500"  # if the application raises before it answers
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -80,7 +80,7 @@ class _Measured:
 
 
 def _log_answer(scope: Scope, status: str, seconds: float) -> None:
-    """With the `request_id` that the route has bound; a query may hold a secret, so without it."""
+    """Log with the `request_id` that the route has bound, but without the query, maybe a secret."""
     level = "debug" if scope["path"] in POLLED else "info"
     method, path = scope["method"], scope["path"]
     line: Any = getattr(get_logger(), level)
@@ -88,7 +88,7 @@ def _log_answer(scope: Scope, status: str, seconds: float) -> None:
 
 
 def measure_http(app: FastAPI) -> FastAPI:
-    """Let the log and `/metrics` tell of the HTTP requests of `app`; before it starts."""
+    """Log and count the HTTP requests of `app`. Call it before the app starts."""
     app.state.http_meter = HttpMeter()
     app.add_middleware(_Measured, meter=app.state.http_meter)
     return app

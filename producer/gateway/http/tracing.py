@@ -1,4 +1,4 @@
-"""A span for each HTTP request, below that of the caller if it sends a `traceparent`."""
+"""A span for each HTTP request, a child of the caller's span if it sends a `traceparent`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Traced:
         method = scope["method"]
         with self._tracing.tracer.start_as_current_span(
             method,
-            # A pipelined request begins within the span of the one before it.
+            # A pipelined request begins inside the span of the request before it.
             context=self._tracing.parent(given) or Context(),
             kind=SpanKind.SERVER,
             attributes={"http.request.method": method, "url.path": scope["path"]},
@@ -54,7 +54,7 @@ class _Traced:
 
 
 def trace_http(app: FastAPI, tracing: Tracing | None) -> FastAPI:
-    """Make spans of the HTTP requests of `app`; before it starts. None: nothing is added."""
+    """Trace the HTTP requests of `app`, unless `tracing` is None. Call it before the start."""
     if tracing is not None:
         app.add_middleware(_Traced, tracing=tracing)
     return app

@@ -1,4 +1,4 @@
-"""A whole answer, of a client that does not stream."""
+"""A whole answer, for clients that do not stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answer(
 
 
 def failure_of(results: Sequence[Result]) -> ApiError | None:
-    """What went wrong with any of these; a deadline only if nothing had begun."""
+    """The first failure among the results. A deadline is one only if there is no output at all."""
     num_tokens = sum(len(result.token_ids) for result in results)
     found = (failure(result.finish_reason, result.error, num_tokens) for result in results)
     return next((error for error in found if error is not None), None)

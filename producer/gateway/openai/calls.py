@@ -1,8 +1,8 @@
 """A call of /v1/completions or /v1/chat/completions: its body and headers, as requests.
 
-What the endpoints add to a payload's fields, or name otherwise, is described here. All else in a
-body is a field of `promptq.shared.protocol.request.Request` and is checked there, so what a worker
-learns to do is open to HTTP at once, and a misspelt field is refused by name.
+Fields that an endpoint adds to those of a payload, or names differently, are described here. Other
+fields of a body are fields of `promptq.shared.protocol.request.Request` and are checked there.
+So a new field of a payload works over HTTP at once, and a misspelt field is refused by name.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from promptq.shared.protocol.request import (
 )
 
 MAX_CHOICES = 256
-"""Prompts times `n` of one call."""
+"""The most answers of one call: prompts times `n`."""
 
 MAX_CALL_BYTES = 4 * MAX_PAYLOAD_BYTES
-"""Of all payloads of one call: each answer is a request of its own, with all that was asked."""
+"""Most bytes of all payloads of one call. Each answer is a request with a whole payload."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Of /v1/completions, as in the OpenAI API."""
+"""The default of /v1/completions, as in the OpenAI API."""
 
 HEADERS = {
     "priority": "X-Priority",
@@ -42,7 +42,7 @@ HEADERS = {
     "wait_for_worker": "X-Wait-For-Worker",
     "idempotency_key": "Idempotency-Key",
 }
-"""Of fields that have one."""
+"""The headers that stand for a field of the body."""
 
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
@@ -53,7 +53,7 @@ T = TypeVar("T", bound="CallOptions")
 
 
 def _known_options(given: Any) -> Any:
-    """Pydantic would report each name that is not known."""
+    """Refuse the first unknown name, as pydantic would report each."""
     for name in given if isinstance(given, dict) else ():
         if name not in _STREAM_OPTIONS:
             raise ValueError(f"{name[:80]!r} is none of {', '.join(_STREAM_OPTIONS)}")
@@ -71,18 +71,18 @@ class CallOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = Field(None, description="null or empty: whatever the queue serves")
-    version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="of the payload")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers to each prompt")
+    model: str | None = Field(None, description="null or empty: the model that the queue serves")
+    version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     stream_options: StreamOptions | None = Field(
         None, description='{"include_usage": true}: a last chunk has the usage'
     )
     detach: bool = Field(
-        False, description="a client that leaves does not cancel; it comes back for the rest"
+        False, description="go on when the client leaves; it comes back for the rest"
     )
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
-    user: str | None = Field(None, description="taken and not looked at, like the next four")
+    user: str | None = Field(None, description="accepted and ignored, like the next four")
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -90,25 +90,29 @@ class CallOptions(BaseModel):
 
 
 class CompletionOptions(CallOptions):
-    """Of /v1/completions."""
+    """The fields of /v1/completions."""
 
-    prompt: str | list[Any] = Field(description="text or token ids, or a list of such")
-    echo: bool = Field(False, description="begin the answer with the prompt, which must be text")
+    prompt: str | list[Any] = Field(description="text or token ids, or a list of either")
+    echo: bool = Field(
+        False, description="begin the answer with the prompt, which must then be text"
+    )
 
 
 class ChatOptions(CallOptions):
-    """Of /v1/chat/completions."""
+    """The fields of /v1/chat/completions."""
 
     messages: Objects = Field(min_length=1)
     logprobs: bool = Field(False, description="report each token's log-probability")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="and so many likeliest")
-    max_completion_tokens: int | None = Field(None, ge=1, description="as max_tokens")
-    parallel_tool_calls: bool | None = Field(None, description="taken and not looked at")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="and for each, so many likeliest tokens"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    parallel_tool_calls: bool | None = Field(None, description="accepted and ignored")
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call. `fields` are those of a payload, `prompts` has one None for a chat."""
+    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None."""
 
     is_chat: bool
     fields: dict[str, Any]
@@ -131,14 +135,14 @@ class CompletionCall:
         return model
 
     def requests(self, completion_id: str) -> list[dict[str, Any]]:
-        """What `Client.enqueue_many` takes: one request a choice, prompt by prompt."""
+        """Requests for `Client.enqueue_many`: one for each choice, prompt by prompt."""
         seed, key = self.fields.get("seed"), self.fields.get("idempotency_key")
         requests = []
         for index, request_id in enumerate(request_ids(completion_id, self.num_choices)):
             own: dict[str, Any] = {"request_id": request_id}
             if (prompt := self.prompts[index // self.n]) is not None:
                 own["prompt"] = prompt
-            if type(seed) is int and self.n > 1:  # not what is refused
+            if type(seed) is int and self.n > 1:  # other types are refused later
                 own["seed"] = seed + index % self.n
             if key is not None and self.num_choices > 1:
                 own["idempotency_key"] = f"{key}:{index}"
@@ -147,11 +151,11 @@ class CompletionCall:
 
     @property
     def num_bytes(self) -> int:
-        """About how long all payloads of the call are together, of the body that it came by."""
+        """About how long all payloads of the call are together, by the size of its body."""
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """With no more than its answer needs, which is little unless prompts are repeated."""
+        """The call with only what its answer needs. That is little unless it echoes prompts."""
         needed = ("model", "logprobs")
         kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
         if self.fields.get("tools") and self.fields.get("tool_choice") != "none":
@@ -162,13 +166,13 @@ class CompletionCall:
         return replace(self, fields=kept, prompts=prompts)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
-        """With these fields of the payload set."""
+        """The call with these fields of its payload set."""
         return replace(self, fields={**self.fields, **fields})
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
-        """An idempotency key counts for one tenant, one caller and one shape of answer alone.
+        """The call with an idempotency key for one tenant, one caller and one shape of answer.
 
-        An API key of the caller's name may be another tenant's later; '' is a tenant of its own.
+        Later the caller's name may belong to another tenant's API key. '' is a tenant, too.
         """
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
@@ -185,8 +189,12 @@ def request_ids(completion_id: str, num_choices: int) -> list[str]:
     return [f"{completion_id}:{index}" for index in range(num_choices)]
 
 
-def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    return _read_chat(body, headers) if is_chat else _read_completion(body, headers)
+
+
+def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = _read(ChatOptions, body, headers)
     if options.max_completion_tokens is not None:
         fields["max_tokens"] = options.max_completion_tokens
@@ -200,8 +208,7 @@ def read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
-def read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    """As `read_chat`."""
+def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = _read(CompletionOptions, body, headers)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
@@ -226,7 +233,7 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise InvalidRequestError("the body is not a JSON object")
-    # Some clients send null for what they leave open.
+    # Some clients send null for fields that they leave out.
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in _from_headers(headers).items():
         given.setdefault(name, value)
@@ -235,9 +242,9 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     except ValidationError as error:
         raise invalid_request(error) from None
     fields = dict(options.model_extra or {})
-    if options.model:  # OpenAI's clients cannot leave it out
+    if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
         fields["model"] = options.model
-    if fields.get("idempotency_key") == "":  # all who send it would get one answer
+    if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
         raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
     _refuse("request_id", fields)
     return options, fields
@@ -276,7 +283,7 @@ def _call(
 def _check_size(num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int) -> None:
     """Raises InvalidRequestError for a body that would become many large payloads."""
     total = n * num_bytes
-    if num_prompts > 1:  # the fields go along with each
+    if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
     if total > MAX_CALL_BYTES:
         raise InvalidRequestError(

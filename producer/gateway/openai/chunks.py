@@ -1,4 +1,4 @@
-"""A choice of a stream, event by event. One event becomes one chunk at most, so an id tells all."""
+"""The chunks of a streamed choice. An event becomes at most one chunk, so one id is enough."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from promptq.shared.protocol.tool_call_style import ToolCallStyle
 
 
 class ChoiceWriter:
-    """Writes the chunks of one choice that a client does not `have`, from all of its events."""
+    """Writes the chunks of one choice, from all of its events, that its client does not have."""
 
     def __init__(
         self, completion: Completion, index: int, have: Position, style: ToolCallStyle | None
     ) -> None:
         self.position = "0-0" if have.is_start else str(have)
-        """What the client has once it has read all chunks so far."""
+        """The client's position after all chunks so far."""
         self.usage: Usage | None = None
-        """Once the choice has ended."""
+        """Set when the choice has ended."""
         self._have = have
         self._is_chat = completion.is_chat
         self._with_logprobs = completion.with_logprobs
@@ -39,13 +39,13 @@ class ChoiceWriter:
         self._before += f'{{"index":{index},'
 
     def chunk(self, event: TokenEvent) -> str | None:
-        """The chunk that brings an event, as JSON; None if there is nothing to tell."""
+        """The chunk for an event, as JSON; None if there is nothing new for the client."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
         chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
         if event.index < have.tokens or have.ended:
-            # The client has read (a part of) it; what tools need of that, they get once more.
+            # The client has read all or a part of it. The search for tool calls reads it again.
             if self._tools is not None:
                 self._tools.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
@@ -106,9 +106,9 @@ class ChoiceWriter:
 
 
 def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
-    """What a chat of several choices begins with: the role of each, in their order.
+    """The first chunks of a chat with several choices: the role of each choice, in order.
 
-    OpenAI's client (its `chat.completions.stream`) finds a choice by how many it has heard of.
+    OpenAI's client (`chat.completions.stream`) finds a choice by the number of choices before it.
     """
     if not (_tells_roles_first(completion) and all(it.is_start for it in have)):
         return []
@@ -118,7 +118,7 @@ def role_chunks(completion: Completion, have: Sequence[Position]) -> list[str]:
 
 
 def usage_chunk(completion: Completion, usages: list[Usage]) -> str:
-    """The last chunk, of a client that wants it."""
+    """The last chunk, for clients that want the usage."""
     before, _ = _frame_of(completion)
     return f'{before}],"usage":{json.dumps(completion.usage(usages))}}}'
 
@@ -128,7 +128,7 @@ def _tells_roles_first(completion: Completion) -> bool:
 
 
 def _frame_of(completion: Completion) -> tuple[str, str]:
-    """What stands before and behind the one choice of a chunk."""
+    """The JSON before and after the one choice of a chunk."""
     kind = "chat.completion.chunk" if completion.is_chat else "text_completion"
     before = (
         f'{{"id":{quoted(completion.id)},"object":"{kind}","created":{completion.created}'

@@ -1,4 +1,4 @@
-"""One answer in the making, and the address at which it can be read again."""
+"""A completion that is being answered, and the address at which it can be read again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CHAT, _TEXT = "chatcmpl-", "cmpl-"
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What is needed to write an answer, beside its events.
+    """All that an answer is written from, beside its events.
 
-    Choice `i` is request `request_ids[i]`; the `n` choices of a prompt stand together. `echoes`
-    holds the prompt of each choice where it is to be repeated.
+    Choice `i` is request `request_ids[i]`. The `n` choices of a prompt follow each other. `echoes`
+    holds each choice's prompt if the answer repeats it.
     """
 
     id: str
@@ -44,13 +44,13 @@ class Completion:
 
     @property
     def created(self) -> int:
-        """Unix seconds, as the id has them, so that each reading tells the same."""
+        """Unix seconds. They come from the id, so they are the same each time it is read."""
         milliseconds = UUID(self.id.removeprefix(_CHAT).removeprefix(_TEXT)).int >> 80
         return milliseconds // 1000
 
     @property
     def url(self) -> str:
-        """The path of the stream. It holds what no record of a request does."""
+        """The path of the stream, with what no record of a request holds."""
         query: dict[str, int] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
@@ -65,7 +65,7 @@ class Completion:
         return f"{path}?{urlencode(query)}" if query else path
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """Of all choices; each prompt counts once."""
+        """The usage of all choices. Each prompt counts once."""
         prompts = [
             Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
         ]
@@ -84,7 +84,7 @@ def new_completion_id(is_chat: bool) -> str:
 
 
 def check_completion_id(completion_id: str) -> None:
-    """Raises RequestNotFoundError for what is no completion's, as other clients' requests are."""
+    """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
     try:
         UUID(completion_id.removeprefix(_CHAT).removeprefix(_TEXT))
     except ValueError:
@@ -92,7 +92,7 @@ def check_completion_id(completion_id: str) -> None:
 
 
 def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
-    """The completion that a call asks for."""
+    """The completion for a call."""
     echoes = [str(call.prompts[index // call.n]) for index in range(call.num_choices)]
     return Completion(
         id=completion_id,
@@ -111,7 +111,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
 def stream_completion(
     completion_id: str, query: Mapping[str, str], payloads: Sequence[bytes], model: str
 ) -> Completion:
-    """The completion whose stream has this address; see `num_payloads` for the payloads."""
+    """The completion whose stream has this address; `needed_request_ids` says which payloads."""
     requests = [Request.parse(payload) for payload in payloads]
     first, num_choices = requests[0], _number(query, "choices", 1)
     n = _number(query, "n", 1)
@@ -131,9 +131,9 @@ def stream_completion(
 
 
 def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str]:
-    """Whose payloads `stream_completion` needs: the first choice's, or with echo each prompt's.
+    """The requests whose payloads `stream_completion` needs: the first, or with echo one a prompt.
 
-    Raises RequestNotFoundError for what is no completion, InvalidRequestError for a wrong query.
+    Raises RequestNotFoundError for a wrong id, InvalidRequestError for a wrong query.
     """
     check_completion_id(completion_id)
     num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)

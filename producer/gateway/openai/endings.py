@@ -1,4 +1,4 @@
-"""How a choice ends: OpenAI's reasons, and errors in the place of what has none."""
+"""How a choice ends: with one of OpenAI's finish reasons, or with an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from promptq.shared.protocol.request import FinishReason
 
 
 def finish_reason(reason: FinishReason, num_tool_calls: int) -> str:
-    """`stop`, `length` or `tool_calls`. A deadline that passed cuts as a length does."""
+    """`stop`, `length` or `tool_calls`. An expired request ends with `length`, too."""
     if reason is FinishReason.STOP:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
@@ -17,7 +17,7 @@ def finish_reason(reason: FinishReason, num_tool_calls: int) -> str:
 def failure(
     reason: FinishReason | None, error: ErrorInfo | None, num_tokens: int
 ) -> ApiError | None:
-    """The error that the end of a request after so many tokens is; None if it is an answer."""
+    """The error for a request that ended after so many tokens; None if it has an answer."""
     match reason:
         case FinishReason.ERROR:
             return _failed(error or ErrorInfo(type="internal_error", message="it failed"))
@@ -34,7 +34,7 @@ def failure(
 
 
 def _failed(error: ErrorInfo) -> ApiError:
-    if error.type == "dead_letter":  # each run of it may cost workers
+    if error.type == "dead_letter":  # each retry may crash workers
         return ApiError(500, error.message, code=error.type, headers=NOT_AGAIN)
     if error.type not in ("invalid_request", "unsupported"):
         return ApiError(500, error.message, code=error.type)

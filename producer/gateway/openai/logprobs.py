@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: chats', and the older one of completions."""
+"""Log-probabilities in OpenAI's two formats: for chats, and the older one for completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Of a chat's choice."""
+    """The format of chats."""
     content = [
         {**_entry(chosen), "top_logprobs": [_entry(other) for other in chosen.top or ()]}
         for chosen in logprobs
@@ -18,7 +18,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """Of a completion's choice; `offset` is where the text of the first token begins.
+    """The format of completions; `offset` is where the text of the first token begins.
 
     The likeliest tokens are those that were asked for, and the chosen one.
     """
@@ -43,7 +43,7 @@ def text_length(logprobs: Sequence[TokenLogprob]) -> int:
 
 def _entry(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
     text = _text(token)
-    # What is no whole character has bytes that nobody told.
+    # If it is not a whole character, its bytes are unknown.
     encoded = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": token.logprob, "bytes": encoded}
 

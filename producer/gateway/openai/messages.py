@@ -11,9 +11,9 @@ from promptq.shared.errors import InvalidRequestError
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Content as one text, arguments of tool calls as objects, `developer` as `system`.
+    """Make content one text, arguments of tool calls objects, and `developer` `system`.
 
-    Raises InvalidRequestError for what is no text, such as an image.
+    Raises InvalidRequestError for content that is not text, such as an image.
     """
     return [_message(index, message) for index, message in enumerate(messages)]
 

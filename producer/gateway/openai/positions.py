@@ -1,8 +1,8 @@
 """How far a client has read, as the id of an event of its stream.
 
-`chatcmpl-ID/12-57` says: of the one choice, 12 tokens and 57 characters were read; an `e` behind
-it that its end was. Further choices follow behind dots. Tokens alone would not do: once the log has
-been folded into a result, the borders of its text are lost.
+`chatcmpl-ID/12-57` says that 12 tokens and 57 characters of the one choice were read. An `e` after
+that says that its end was read, too. Further choices follow, separated by dots. A number of tokens
+would not be enough: in a log that was folded into a result, tokens have no borders in the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHOICE = re.compile(r"(\d{1,9})-(\d{1,9})(e?)")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a client has of a choice: so many tokens and characters of output, and the end."""
+    """What a client has of a choice: how many tokens and characters, and whether its end."""
 
     tokens: int = 0
     chars: int = 0
@@ -34,7 +34,7 @@ class Position:
 
 
 def event_id(completion_id: str, positions: Iterable[str]) -> str:
-    """The id of an event after which a client has these, one for each choice."""
+    """The id of the event after which a client has these positions, one for each choice."""
     return f"{completion_id}{_SEPARATOR}{'.'.join(positions)}"
 
 

@@ -1,7 +1,7 @@
-"""Calls of tools as OpenAI's clients get them, found in the text that a model writes.
+"""Tool calls as OpenAI's clients get them, found in the text that a model writes.
 
-The search works letter by letter, and what it gives after a text depends on that text alone, not on
-the pieces in which it came. So a stream that is read again goes on as it would have.
+The search reads letter by letter. Its result depends only on the text, not on the pieces in which
+the text came. So a stream that is read again gives the same chunks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
 
 _STRING = ""
-"""In the place of a literal: a JSON string, the tool's name."""
+"""Stands for a JSON string, the tool's name, among the literals of a head."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A further piece of call `index`; `name` comes with the first one."""
+    """One more piece of call `index`. The first piece has the `name`."""
 
     index: int
     arguments: str
@@ -27,7 +27,7 @@ class ToolDelta:
 
 
 class ToolText:
-    """Separates calls from the text around them. Without a style there are none."""
+    """Separates calls from the text around them. Without a style there are no calls."""
 
     def __init__(self, style: ToolCallStyle | None) -> None:
         style = style or ToolCallStyle()
@@ -37,14 +37,14 @@ class ToolText:
         self._head = ("{", '"name"', ":", _STRING, ",", key, ":", "{")
         self._content: list[str] = []
         self._deltas: list[ToolDelta] = []
-        # Where calls have no opening, one is known by its first letter, which is the text's.
+        # Without an opening, only a text that begins with a call has one.
         self._state = self._in_content if self._opening else self._in_head
-        self._held = ""  # what is told only once it is known what it is
+        self._held = ""  # text that may still turn out to be a call
         self._element, self._matched, self._name = 0, "", ""
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """What is certain with this further text: content, and pieces of calls."""
+        """Read more text. Gives what is certain now: content, and pieces of calls."""
         for letter in text:
             self._state(letter)
         return self._take()
@@ -96,7 +96,7 @@ class ToolText:
                 self._begin_call()
 
     def _no_call(self) -> None:
-        """It only looked like one."""
+        """The text only looked like a call."""
         held, self._held = self._held, ""
         self._content.append(held)
         self._state = self._in_content if self._opening else self._in_plain
@@ -132,7 +132,7 @@ class ToolText:
                 self._state = self._in_tail
 
     def _in_tail(self, letter: str) -> None:
-        """Up to the call's closing; what else a model writes there is nothing."""
+        """Skip everything up to the call's closing."""
         self._held += letter
         if self._held.endswith(self._closing or "}"):
             self._held = ""
@@ -140,7 +140,7 @@ class ToolText:
 
 
 def call_id(request_id: str, index: int) -> str:
-    """The id of a request's call: the same, whoever reads it and how often."""
+    """The id of a request's call. It is the same each time the request is read."""
     digest = hashlib.sha256(f"{request_id}\n{index}".encode()).hexdigest()
     return f"call_{digest[:24]}"
 
@@ -164,7 +164,7 @@ def split_calls(
 
 
 def _escapes(text: str) -> bool:
-    """Whether what comes behind is escaped: by an odd number of backslashes."""
+    """Whether the next letter is escaped, by an odd number of backslashes."""
     return (len(text) - len(text.rstrip("\\"))) % 2 == 1
 
 

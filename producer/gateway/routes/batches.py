@@ -1,4 +1,4 @@
-"""Batches, as in the OpenAI API. `promptq jobs` runs them; here they are only written down."""
+"""Batches, as in the OpenAI API. They are only recorded here; `promptq jobs` runs them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from promptq.producer.batch_store.batch_records import (
-    Batches,
-    BatchMissingError,
-    BatchOverError,
-    TooManyBatchesError,
-    new_batch,
-)
+from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
-from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import ThisCaller, admit_call, needs
-from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.context.json_body import described_body, json_body
-from promptq.producer.gateway.context.uploads import in_quota
-from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError, described
-from promptq.producer.gateway.routes.files import (
-    LEAST_EXPIRY_SECONDS,
-    ThisStore,
-    not_found,
-    page_of,
-)
+from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
 
 router = APIRouter(
     tags=["batches"],
@@ -37,14 +24,14 @@ router = APIRouter(
 
 
 class Expiry(BaseModel):
-    """When answers are deleted, counted from when they are there."""
+    """When answers are deleted, counted from their creation."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_EXPIRY_SECONDS, le=BATCH_FILE_SECONDS)
 
 
 def _check_number(given: Any) -> Any:
-    """Before all else, as pydantic would report each that is wrong."""
+    """Check the number of entries first, as pydantic would report each wrong entry."""
     if isinstance(given, dict) and len(given) > _MOST_METADATA:
         raise ValueError(f"{len(given)} are more than the {_MOST_METADATA} allowed")
     return given
@@ -62,19 +49,25 @@ class NewBatch(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_file_id: str = Field(description="of an uploaded file whose purpose is `batch`")
+    input_file_id: str = Field(description="id of an uploaded file whose purpose is `batch`")
     endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(
-        description="`/v1/chat/completions` or `/v1/completions`, which every line names too"
+        description="`/v1/chat/completions` or `/v1/completions`; every line must name the same"
     )
     completion_window: Literal["24h"] = Field(description="`24h`")
     output_expires_after: Expiry | None = Field(
-        None, description="when the answers are deleted; left out: after 30 days"
+        None, description="when the answers are deleted; by default after 30 days"
     )
-    metadata: Metadata | None = Field(None, description="up to 16 texts, kept with the batch")
+    metadata: Metadata | None = Field(
+        None, description="up to 16 texts that are kept with the batch"
+    )
 
 
-def _batches(gateway: Gateway) -> Batches:
+def batches_of(gateway: ThisGateway) -> Batches:
+    """The batches of the gateway's queue."""
     return Batches(gateway.queue)
+
+
+TheseBatches = Annotated[Batches, Depends(batches_of)]
 
 
 @router.post("/v1/batches", openapi_extra=described_body(NewBatch), responses=described(413, 429))
@@ -84,8 +77,9 @@ async def create(
     gateway: ThisGateway,
     caller: ThisCaller,
     store: ThisStore,
+    batches: TheseBatches,
 ) -> dict[str, object]:
-    """Have the lines of an uploaded file run within a day."""
+    """Run the lines of an uploaded file within a day."""
     response.headers.update(await admit_call(gateway, caller))
     try:
         stored = await asyncio.to_thread(store.get, asked.input_file_id, *caller.reach)
@@ -97,8 +91,7 @@ async def create(
             f"input_file_id: the file's purpose is {stored.purpose!r}, not 'batch'",
             param="input_file_id",
         )
-    with in_quota():  # of which its answers take more
-        await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)
+    await asyncio.to_thread(gateway.file_quotas.check, stored.tenant)  # its answers are files too
     record = new_batch(
         asked.endpoint,
         stored.id,
@@ -106,50 +99,33 @@ async def create(
         asked.metadata,
         asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
     )
-    record.tenant = stored.tenant  # the caller's own, or nobody's
-    try:
-        with explained(gateway.client.url):
-            await _batches(gateway).add(record, gateway.settings.batches_per_tenant)
-    except TooManyBatchesError as error:
-        raise ApiError(429, str(error), code="too_many_batches", headers=NOT_AGAIN) from None
+    record.tenant = stored.tenant  # the caller's tenant, or the tenant without a name
+    await batches.add(record, gateway.settings.batches_per_tenant)
     return record.to_api()
 
 
 @router.get("/v1/batches")
 async def list_batches(
-    gateway: ThisGateway,
+    batches: TheseBatches,
     caller: ThisCaller,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
 ) -> dict[str, object]:
     """Batches of the caller's tenant, the newest first."""
     try:
-        with explained(gateway.client.url):
-            found, has_more = await _batches(gateway).page(caller.reach, limit, after)
+        found, has_more = await batches.page(caller.reach, limit, after)
     except BatchMissingError as error:
         raise ApiError(400, f"after: {error}", param="after") from None
     return page_of([record.to_api() for record in found], has_more)
 
 
 @router.get("/v1/batches/{batch_id}")
-async def retrieve(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """How far a batch is."""
-    try:
-        with explained(gateway.client.url):
-            record = await _batches(gateway).get(batch_id, caller.reach)
-    except BatchMissingError as error:
-        raise not_found(error) from None
-    return record.to_api()
+async def retrieve(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
+    """The state of a batch."""
+    return (await batches.get(batch_id, caller.reach)).to_api()
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=described(409))
-async def cancel(batch_id: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """End a batch: what is answered until then goes to the output file."""
-    try:
-        with explained(gateway.client.url):
-            record = await _batches(gateway).cancel(batch_id, caller.reach)
-    except BatchMissingError as error:
-        raise not_found(error) from None
-    except BatchOverError as error:
-        raise ApiError(409, str(error), code="batch_over") from None
-    return record.to_api()
+async def cancel(batch_id: str, batches: TheseBatches, caller: ThisCaller) -> dict[str, object]:
+    """End a batch. Lines that are answered by then go to the output file."""
+    return (await batches.cancel(batch_id, caller.reach)).to_api()

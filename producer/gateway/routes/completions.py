@@ -35,10 +35,12 @@ def _operation(kind: type[CallOptions]) -> dict[str, Any]:
     """The headers and the body of an endpoint, for FastAPI's `openapi_extra`."""
     schema = _body_schema(kind)
     parameters = [
-        _header(header, schema["properties"][name], f"the field `{name}`, if the body has none")
+        _header(
+            header, schema["properties"][name], f"the field `{name}`, if the body does not have it"
+        )
         for name, header in HEADERS.items()
     ]
-    again = _header("Last-Event-ID", {"type": "string"}, "with `stream`: go on behind this event")
+    again = _header("Last-Event-ID", {"type": "string"}, "with `stream`: continue after this event")
     body = {"content": {"application/json": {"schema": schema}}, "required": True}
     return {"parameters": [*parameters, again], "requestBody": body}
 
@@ -54,7 +56,7 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     hidden = {"messages", "prompt", "trace_context"}
     if kind is CompletionOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
-        fields["max_tokens"]["description"] = f"left out: {DEFAULT_MAX_TOKENS}"
+        fields["max_tokens"]["description"] = f"default: {DEFAULT_MAX_TOKENS}"
     rest = {name: value for name, value in fields.items() if name not in hidden}
     properties = {**rest, **own["properties"]}
     required = own.get("required", [])
@@ -65,7 +67,7 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
 async def create_chat_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, preparing: ThisPreparing
 ) -> Response:
-    """The answer to a chat, whole or with `stream` as it comes."""
+    """Answer a chat, in one piece or, with `stream`, as it is generated."""
     return await _create(request, gateway, caller, preparing, is_chat=True)
 
 
@@ -75,7 +77,7 @@ async def create_chat_completion(
 async def create_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, preparing: ThisPreparing
 ) -> Response:
-    """The continuation of one prompt or several, whole or with `stream` as it comes."""
+    """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
     return await _create(request, gateway, caller, preparing, is_chat=False)
 
 
@@ -85,7 +87,7 @@ async def _create(
     headers = request.headers
     if last_event_id := headers.get("last-event-id"):
         await check_stream(gateway, caller, last_event_id)
-        taken = 0  # it was counted before
+        taken = 0  # the call that began the stream was counted
     else:
         await admit_call(gateway, caller)
         taken = 1

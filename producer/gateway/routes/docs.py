@@ -1,4 +1,4 @@
-"""A page that describes the API, made of its OpenAPI document, with nothing from outside."""
+"""A page that describes the API, made from its OpenAPI document. It loads nothing from outside."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _row(name: str, *cells: str) -> str:
 
 
 def _text(text: str) -> str:
-    """As HTML, with what stands in backticks as code."""
+    """The text as HTML, with the parts in backticks as code."""
     return re.sub("`(.+?)`", r"<code>\1</code>", escape(text))
 
 

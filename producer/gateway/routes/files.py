@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
-from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError, FileStore
+from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
 from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.context import ThisGateway
 from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload, UploadCall
@@ -30,7 +30,7 @@ router = APIRouter(
 _MOST_FIELDS = 16
 _FIELD_BYTES = 1024
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")
-"""By the names of their codecs. Python has others, which fail or give what is no text."""
+"""The names of their codecs. Python has others, which fail or do not give text."""
 _MAX_LIST = 10_000
 _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 LEAST_EXPIRY_SECONDS = 3600
@@ -44,7 +44,7 @@ _FORM: dict[str, Any] = {
             "type": "integer",
             "minimum": LEAST_EXPIRY_SECONDS,
             "maximum": BATCH_FILE_SECONDS,
-            "description": "when it is deleted; left out: after 30 days if it is for batches",
+            "description": "when it is deleted; by default after 30 days if it is for batches",
         },
     },
     "required": ["file", "purpose"],
@@ -60,21 +60,17 @@ def file_store(gateway: ThisGateway) -> FileStore:
 ThisStore = Annotated[FileStore, Depends(file_store)]
 
 
-def not_found(error: Exception) -> ApiError:
-    return ApiError(404, str(error), code="not_found")
-
-
 @router.post("/v1/files", openapi_extra={"requestBody": _BODY}, responses=described(413, 429))
 async def upload(
     request: Request, gateway: ThisGateway, caller: ThisCaller, upload: ThisUpload
 ) -> dict[str, object]:
-    """Take a file in; the body is a multipart form."""
+    """Upload a file. The body is a multipart form."""
     with gateway.uploads.hold(caller.party) as hold:
         return await _take_in(request, upload, hold)
 
 
 async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str, object]:
-    # It goes to the disk as it comes.
+    # The file goes to the disk while it comes.
     pieces = body_pieces(request, MAX_FILE_BYTES, hold, most_beside=FORM_BYTES, what="file")
     parser = MultiPartParser(
         _checked(request.headers),
@@ -86,7 +82,7 @@ async def _take_in(request: Request, upload: UploadCall, hold: Hold) -> dict[str
     try:
         form = await parser.parse()
     except (MultiPartException, LookupError, ValueError) as error:
-        raise ApiError(400, f"the body is no multipart form: {str(error)[:200]}") from None
+        raise ApiError(400, f"the body is not a multipart form: {str(error)[:200]}") from None
     try:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
@@ -119,7 +115,7 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
-    """Files of the caller's tenant, the newest first."""
+    """List files of the caller's tenant, the newest first."""
     found, has_more = await asyncio.to_thread(
         store.page, *caller.reach, purpose=purpose, limit=limit, after=after, order=order
     )
@@ -128,21 +124,14 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}")
 async def retrieve(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """What is known of a file."""
-    try:
-        stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
-    except FileMissingError as error:
-        raise not_found(error) from None
-    return stored.to_api()
+    """Describe a file."""
+    return (await asyncio.to_thread(store.get, file_id, *caller.reach)).to_api()
 
 
 @router.get("/v1/files/{file_id}/content")
 async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileResponse:
-    """The file itself."""
-    try:
-        stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
-    except FileMissingError as error:
-        raise not_found(error) from None
+    """Download a file."""
+    stored = await asyncio.to_thread(store.get, file_id, *caller.reach)
     return FileResponse(
         store.path(stored), media_type="application/octet-stream", filename=stored.filename
     )
@@ -150,11 +139,8 @@ async def content(file_id: str, caller: ThisCaller, store: ThisStore) -> FileRes
 
 @router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, caller: ThisCaller, store: ThisStore) -> dict[str, object]:
-    """Forget a file. A batch that has begun with it goes on; one that has not fails."""
-    try:
-        await asyncio.to_thread(store.delete, file_id, *caller.reach)
-    except FileMissingError as error:
-        raise not_found(error) from None
+    """Delete a file. A batch that has begun with it goes on; one that has not begun fails."""
+    await asyncio.to_thread(store.delete, file_id, *caller.reach)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
@@ -170,7 +156,7 @@ def page_of(objects: list[dict[str, Any]], has_more: bool) -> dict[str, object]:
 
 
 def _checked(headers: Headers) -> Headers:
-    """Raises ApiError 400 where names and fields are not written as text usually is."""
+    """The headers. Raises ApiError 400 for a form in an unusual charset."""
     _, options = parse_options_header(headers.get("content-type"))
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     try:

@@ -1,4 +1,4 @@
-"""Is this process alive, and would a request be served?"""
+"""Whether this process is alive, and whether a request would be served."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ router = APIRouter(tags=["health"])
 @router.get("/healthz")
 @router.head("/healthz", include_in_schema=False)
 async def healthz() -> dict[str, str]:
-    """This process answers; says nothing of the queue."""
+    """This process is alive. Says nothing about the queue."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """The queue can be reached and read, and some worker takes requests and gets on; else 503."""
-    await gateway.queue.run(api_keys.count(gateway.keys))  # as each call needs them
+    """The queue can be read, and a worker takes requests and makes progress; otherwise 503."""
+    await gateway.queue.run(api_keys.count(gateway.keys))  # each call reads them, too
     workers = (await gateway.client.stats()).workers
     if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")

@@ -1,4 +1,4 @@
-"""The queue as a whole, and the gateway's HTTP, for Prometheus. Workers expose their own."""
+"""Metrics of the queue and of the gateway's HTTP, for Prometheus. Workers expose their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["metrics"])
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
-    """All metrics; while Redis is away those of the queue are missing, and `queue_up` is 0."""
+    """All metrics. While Redis is away, `queue_up` is 0 and the queue's metrics are missing."""
     try:
         overview = await gateway.client.overview()
     except RedisSideError:
@@ -29,7 +29,7 @@ async def scrape(request: Request, gateway: ThisGateway) -> Response:
         found += http_meter.readings()
     try:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    except (TypeError, ValueError):  # a version that is none
+    except (TypeError, ValueError):  # an unknown version
         encode, content_type = choose_encoder("")
     return Response(encode(metrics.registry_of(lambda: found)), media_type=content_type)
 
@@ -39,7 +39,7 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     if overview is None:
         return
     yield metrics.WAITING, (overview.model, metrics.ENGINE), float(overview.waiting)
-    # That of requests that bring none is always there, so that an empty queue is no gap in a graph.
+    # The default priority is always there, so that an empty queue leaves no gap in a graph.
     for priority, count in {0: 0, **overview.priorities}.items():
         yield metrics.QUEUE_WAITING, (queue, str(priority)), float(count)
     yield metrics.QUEUE_DELAYED, (queue,), float(overview.delayed)

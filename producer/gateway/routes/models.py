@@ -18,14 +18,14 @@ router = APIRouter(
 
 @router.get("/v1/models")
 async def list_models(gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """One model, or none as long as no worker ever came to the queue."""
+    """List the queue's model, or nothing if no worker has ever come to the queue."""
     model = (await gateway.watch.look()).model
     return {"object": "list", "data": [_described(model)] if model else []}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, gateway: ThisGateway, caller: ThisCaller) -> dict[str, object]:
-    """The model of this name; 404 if the queue does not serve it."""
+    """Describe the model of this name; 404 if the queue does not serve it."""
     served = (await gateway.watch.look()).model
     if model != served:
         raise unknown_model(model, served)

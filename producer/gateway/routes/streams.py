@@ -1,4 +1,4 @@
-"""Streams by their address, for clients that come back."""
+"""Streams by their addresses, for clients that come back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
 from promptq.producer.gateway.answering.event_stream import EventStream
-from promptq.producer.gateway.answering.records import payloads_of
+from promptq.producer.gateway.answering.request_payloads import payloads_of
 from promptq.producer.gateway.answering.respond import check_positions
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.context import Gateway, ThisGateway
@@ -37,16 +37,16 @@ async def read_stream(
     caller: ThisCaller,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """The stream of a completion, from its beginning or behind the event `Last-Event-ID`.
+    """Read the stream of a completion, from its beginning or after the event `Last-Event-ID`.
 
-    The address is that of the header `X-Stream-Url`, with its query.
+    The header `X-Stream-Url` of the completion is the address, including the query.
     """
     completion = await _find(gateway, caller, completion_id, request)
     if not last_event_id:
         return EventStream(gateway, completion)
     of_completion, have = read_event_id(last_event_id)
     if of_completion != completion_id:
-        raise InvalidRequestError("Last-Event-ID: is that of another stream", field="Last-Event-ID")
+        raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
     check_positions(completion, have)
     return EventStream(gateway, completion, have)
 
@@ -55,7 +55,7 @@ async def read_stream(
 async def cancel_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, object]:
-    """Cancel a completion, such as one whose client said that it would come back."""
+    """Cancel a completion, such as one that goes on without its client."""
     completion = await _find(gateway, caller, completion_id, request)
     for request_id in completion.request_ids:
         await gateway.client.cancel(request_id)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from promptq.shared.protocol.events import TokenEvent
-from promptq.worker.engine.core.model_free import tokens_of
+from tests.model_free import tokens_of
 
 
 class Queue(StrEnum):

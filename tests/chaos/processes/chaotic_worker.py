@@ -16,10 +16,10 @@ from promptq.shared.runtime.settings import Settings
 from promptq.worker import command, service
 from promptq.worker.__main__ import main as run_command
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.served_model import MODEL_FREE, Served, build
 from tests.chaos.mutants import break_scripts
+from tests.model_free import END_TOKEN_ID, ModelFreeRunner, ModelFreeStep
 
 POISON = 7
 """A prompt with this byte kills its worker."""

@@ -19,10 +19,10 @@ from promptq.worker import command
 from promptq.worker.__main__ import main
 from promptq.worker.engine.api.progress import Progress
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.served_model import Served
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import served_model_free
 
 FAULT = os.environ.get("FAULT", "")

@@ -26,7 +26,6 @@ from promptq.worker.leases.leases import Leases
 from promptq.worker.publishing.coalescer import Coalescer
 from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.publishing.publisher import Publisher
-from promptq.worker.publishing.renewal import Renewal
 from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
@@ -105,7 +104,6 @@ class House:
             Preparation(tokenizer, limits, abilities, ModelIdentity(), frozenset({256})),
             self.policy,
             self.publisher,
-            Renewal(self.queue, self.leases, departures),
             self.give_back,
             departures,
             meter,

@@ -105,9 +105,11 @@ def test_counts_with_what_was_expected_or_what_it_has_if_that_is_more() -> None:
 
 
 def test_the_last_row_brings_usage_stats_and_the_whole_result() -> None:
-    held = prepare(emitted("ab"))
     now = time.monotonic()
-    held.claimed_at = now - 2.0
+    claimed = claim(emitted("ab"))
+    claimed.received_at = now - 2.0  # what preparation takes counts as time in the queue
+    held = preparation().prepare(claimed)
+    assert held.claim.server_ms(now) == 1500 + 2000
     held.timing = SequenceTiming(
         scheduled_at=now - 1.5,
         first_token_at=now - 1.0,

@@ -11,9 +11,9 @@ import redis.asyncio
 
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.service import Worker
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import served_model_free
 
 EXIT_CODE = 66

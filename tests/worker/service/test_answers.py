@@ -11,8 +11,8 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_put
 

@@ -13,9 +13,9 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.service import Worker
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.requests import async_put, until_tokens
 from tests.roles import as_role

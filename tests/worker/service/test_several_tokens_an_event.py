@@ -12,13 +12,14 @@ import redis.asyncio
 
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.metrics import BETWEEN_TOKENS
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import ModelFreeRunner, ModelFreeStep
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.publishing import coalescer
 from promptq.worker.served_model import Served
 from promptq.worker.service import Worker
+from tests.model_free import ModelFreeRunner, ModelFreeStep
 from tests.model_free_worker import BY_ITSELF, finished, running_worker, served_model_free, text_of
 from tests.requests import async_log_of, async_num_tokens, async_put, until_tokens
 from tests.roles import as_role
@@ -80,7 +81,7 @@ async def test_many_streams_get_some_tokens_an_event_but_the_first_at_once(
         assert result["text"] == text_of(7, 60).split(stop)[0]
         events = await async_log_of(queue, stopping)
         assert len(events) > 35  # each token is looked at as it comes
-        counts, _ = worker.meter.between_tokens.exposed()
+        counts, _ = worker.meter.histograms[BETWEEN_TOKENS].exposed()
         assert counts[-1][1] >= 20 * 59, "what the engine needs for a token is measured by step"
 
 
@@ -179,7 +180,7 @@ async def test_tokens_behind_a_stop_string_are_not_measured(
     async with running_worker(redis_url, served_model_free(step_seconds=0.002)) as worker:
         request_id = await async_put(queue, seed=7, max_tokens=200, stop=stop)
         result = await finished(queue, request_id)
-        counts, _ = worker.meter.between_tokens.exposed()
+        counts, _ = worker.meter.histograms[BETWEEN_TOKENS].exposed()
         assert counts[-1][1] == len(result["token_ids"]) - 1
 
 

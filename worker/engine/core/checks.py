@@ -6,20 +6,12 @@ from promptq.shared.errors import ConfigurationError
 from promptq.worker.engine.api.messages import EngineLimits, EngineRequest
 
 
-def check_settings(limits: EngineLimits, prefill_chunk: int, max_model_len: int | None) -> None:
+def check_settings(limits: EngineLimits) -> None:
     """Raises ConfigurationError naming the setting that leaves no room to compute anything."""
-    if limits.max_num_seqs < 1:
-        raise ConfigurationError(f"--max-num-seqs: {limits.max_num_seqs} is less than 1")
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"--max-num-batched-tokens: {limits.max_num_batched_tokens} tokens a step are less "
             f"than one for each of --max-num-seqs, {limits.max_num_seqs}"
-        )
-    if prefill_chunk < 1:
-        raise ConfigurationError(f"--prefill-chunk: {prefill_chunk} is less than 1")
-    if max_model_len is not None and max_model_len < 2:
-        raise ConfigurationError(
-            f"--max-model-len: {max_model_len} is less than a token of prompt and one of output"
         )
     if limits.kv_tokens < 2:
         raise ConfigurationError(

@@ -83,9 +83,7 @@ class LLMEngine:
             bytes_per_token=layout.bytes_per_token,
             vocab_size=runner.vocab_size,
         )
-        if prefill_chunk is None:
-            prefill_chunk = max_num_batched_tokens
-        check_settings(self.limits, prefill_chunk, max_model_len)
+        check_settings(self.limits)
         self.abilities = runner.abilities
         self._runner = runner
         self._speculative_tokens = speculative_tokens
@@ -97,7 +95,10 @@ class LLMEngine:
             layout.num_blocks, layout.block_size, shares_tenants=share_prefix_cache
         )
         self._scheduler = Scheduler(
-            max_num_seqs, max_num_batched_tokens, prefill_chunk, self._block_manager
+            max_num_seqs,
+            max_num_batched_tokens,
+            prefill_chunk or max_num_batched_tokens,
+            self._block_manager,
         )
         self._recovery = Recovery(runner, self._commit, self._leave, self._set_back)
         self._pacing = Pacing()

@@ -104,11 +104,11 @@ class DecodeBuffers:
 
 
 class GraphedModel:
-    """A model whose decode steps run padded to `sizes`, on CUDA as graphs.
+    """A model on CUDA whose decode steps are padded to one of `sizes` and replayed as graphs.
 
-    Its backend must take padding. Steps with chunks of prompts, and batches too large, run as they
-    are. A model that cannot be captured (one whose forward waits for the device, for example) runs
-    all of them so.
+    Its backend must take padding. Steps with chunks of prompts, and batches that are too large, run
+    without a graph. So does every step of a model that cannot be captured, for example one whose
+    forward waits for the device.
     """
 
     def __init__(
@@ -148,9 +148,6 @@ class GraphedModel:
         """Largest first, so that the smaller find room in what the larger took."""
         for size in sorted(sizes, reverse=True):
             step, rows = self._buffers.step(size), torch.arange(size, device=device)
-            if device.type != "cuda":
-                self._runs[size] = _Eager(self._model, step, rows)
-                continue
             stream = torch.cuda.current_stream(device)
             try:
                 self._runs[size] = self._capture(step, rows)
@@ -174,26 +171,9 @@ class GraphedModel:
         with torch.cuda.graph(graph, pool=self._pool):
             target.copy_(self._model.logits(step, rows))
         self._pool = graph.pool()
-        return _Replayed(graph, target)
 
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return target
 
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        self.graph.replay()
-        return self.logits
-
-
-@dataclass(frozen=True, slots=True)
-class _Eager:
-    """The same on the same buffers without a graph: how the padding is tested on a CPU."""
-
-    model: Model
-    step: PackedStep
-    rows: torch.Tensor
-
-    def __call__(self) -> torch.Tensor:
-        return self.model.logits(self.step, self.rows)
+        return replay

@@ -72,14 +72,13 @@ class ModelRunner:
         *,
         native_sampling: bool,
     ) -> None:
-        self.name = loaded.name
-        self.family = loaded.family
         self.end_token_ids = loaded.end_token_ids
         self.device = loaded.model.device
         self.dtype = loaded.model.dtype
         self._cache = cache
-        self._vocab_size: int = loaded.text_config.vocab_size
-        self._max_model_len = max_model_len
+        self.kv_layout = KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
+        self.vocab_size: int = loaded.text_config.vocab_size
+        self.max_model_len = max_model_len
         model = checked.on(loaded.model, cache, max_model_len)
         self._model: PackedModel | CompiledModel | GraphedModel | NativeDecoder = model
         self.compiled: CompiledModel | None = None
@@ -161,19 +160,6 @@ class ModelRunner:
         runner._warm_up()
         return runner
 
-    @property
-    def kv_layout(self) -> KVLayout:
-        cache = self._cache
-        return KVLayout(cache.num_blocks, cache.block_size, cache.bytes_per_token)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
     @torch.inference_mode()
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
         """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
@@ -200,12 +186,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Prefill and decode once, so that nobody's first token waits for what is set up lazily."""
-        num_tokens = min(self._cache.num_blocks * self._cache.block_size, self.max_model_len)
-        num_tokens = min(num_tokens, WARM_UP_TOKENS)
-        token_ids = [7919 * place % self._vocab_size for place in range(num_tokens)]
+        layout = self.kv_layout
+        kv_tokens = layout.num_blocks * layout.block_size
+        num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
+        token_ids = [7919 * place % self.vocab_size for place in range(num_tokens)]
         sequence = Sequence.of(EngineRequest(-1, token_ids, NEUTRAL, seed=0, max_tokens=1))
         sequence.slot = 0
-        sequence.block_table = list(range(num_blocks_for(num_tokens, self._cache.block_size)))
+        sequence.block_table = list(range(num_blocks_for(num_tokens, layout.block_size)))
         last_rows = []
         for count in (num_tokens, min(num_tokens, 2), 1):
             batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])

@@ -1,13 +1,13 @@
-// The frame around the pages: which one is open, the theme, and the key.
+// The frame around the pages: the open page, the theme, and the API key.
 
-import { get, key, whenRefused } from "./api.js";
-import { h } from "./dom.js";
-import * as dead from "./page_dead.js";
-import * as overview from "./page_overview.js";
-import * as playground from "./page_playground.js";
-import * as request from "./page_request.js";
-import * as requests from "./page_requests.js";
-import * as worker from "./page_worker.js";
+import { get, key, whenRefused } from "./shared/api.js";
+import { h } from "./shared/dom.js";
+import * as dead from "./pages/dead.js";
+import * as overview from "./pages/overview.js";
+import * as playground from "./pages/playground.js";
+import * as request from "./pages/request.js";
+import * as requests from "./pages/requests.js";
+import * as worker from "./pages/worker.js";
 
 const PAGES = { "": overview, worker, requests, request, dead, playground };
 const TITLES = { "": "Overview", requests: "Requests", dead: "Dead letters", playground: "Playground" };
@@ -17,16 +17,16 @@ const banner = document.getElementById("banner");
 let close = () => {};
 let stale = 0;
 
-/** What pages may ask of the frame. */
+/** What pages may use of the frame. */
 const frame = {
-  /** Say across the page that something is wrong; null: nothing any more. */
+  /** Show a warning at the top of the page; null hides it. */
   warn(text) {
     banner.hidden = !text;
     banner.textContent = text ?? "";
   },
 };
 
-/** `#/request/ID?x=1` as its page, its argument and its query. */
+/** Splits `#/request/ID?x=1` into page, argument and query. */
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = path.split("/");
@@ -34,7 +34,7 @@ function place() {
   try {
     argument = decodeURIComponent(argument);
   } catch {
-    // Somebody typed it, and it stands as it is.
+    // Somebody typed it wrongly, so it is used as it is.
   }
   return { name, argument, query: new URLSearchParams(query) };
 }
@@ -89,7 +89,7 @@ function askForKey(error) {
   h("h1", {}, "A key, please"),
   h("p", { class: "quiet" }, error.message),
   h("label", { class: "field" }, "API key with the rights of an administrator", input),
-  h("p", { class: "quiet" }, "It is kept in this tab until you close it."),
+  h("p", { class: "quiet" }, "This tab keeps it until you close the tab."),
   h("div", { class: "buttons" }, h("button", { class: "primary", type: "submit" }, "Enter"))));
   input.focus();
 }

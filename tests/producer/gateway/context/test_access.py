@@ -296,7 +296,7 @@ def test_the_commands(run: Run, redis_url: str) -> None:
             ["list"],
         ],
     )
-    assert empty == nothing == "no keys: the gateway answers on this machine alone\n"
+    assert empty == nothing == "no keys: the gateway answers only on this machine\n"
     assert secret.startswith("pq-")
     assert len(secret.strip()) == 46
     assert "1,200" in listed

@@ -56,7 +56,7 @@ BODY = {"id": "r", "priority": 1, "all": True, "prompt": "x"}
 
 
 async def test_the_list_of_data_is_complete() -> None:
-    open_to_anybody = {"/", "/dashboard/files/{name}"}
+    open_to_anybody = {"/", "/dashboard/files/{name:path}"}
     routes = [*pages.router.routes, *actions.router.routes]
     paths = {route.path for route in routes}
     assert paths - open_to_anybody == {path.split("?")[0] for _, path in DATA}

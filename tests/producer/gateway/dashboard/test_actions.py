@@ -150,7 +150,7 @@ async def test_requeue_and_purge_dead_letters(
         await confirm(page, "Purge", "Purge", "1 purged")
         await expect(letters).to_have_count(2)
         await confirm(page, "Requeue all", "Requeue", "2 run again")
-        await expect(page.get_by_text("No request was given up")).to_be_visible()
+        await expect(page.get_by_text("There are no dead letters")).to_be_visible()
         assert (await client.stats()).waiting == 3
         async with redis.asyncio.Redis.from_url(as_role("", redis_url)) as admin:
             await admin.flushall()
@@ -171,7 +171,7 @@ async def test_an_action_that_comes_too_late_says_so(client: AsyncClient, open_p
     await page.get_by_role("button", name="Change priority").click()
     await client.cancel("a")
     await page.get_by_role("button", name="Change it").click()
-    await expect(page.locator("#toasts")).to_contain_text("Nothing changed: it is over")
+    await expect(page.locator("#toasts")).to_contain_text("Nothing changed: it has ended")
 
 
 async def test_other_web_sites_may_do_nothing(client: AsyncClient, gateway: LiveGateway) -> None:

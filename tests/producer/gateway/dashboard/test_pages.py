@@ -116,7 +116,7 @@ async def test_each_page_tells_its_name(open_page: Open) -> None:
         await page.evaluate("it => location.hash = it", f"#/worker/{nobody}")
         await expect(page.get_by_text("This worker is not alive")).to_be_visible()
         await page.evaluate("location.hash = '#/dead'")
-        await expect(page.get_by_text("No request was given up")).to_be_visible()
+        await expect(page.get_by_text("There are no dead letters")).to_be_visible()
 
 
 async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> None:
@@ -135,11 +135,11 @@ async def test_worker(redis_url: str, client: AsyncClient, open_page: Open) -> N
         await expect(rows.nth(0)).to_contain_text("5 shared")
         await expect(rows.nth(1)).to_contain_text("of 3,000")
         await expect(rows.nth(1)).to_contain_text("gold")
-        await expect(page.get_by_text("Shared by several 5")).to_be_visible()
+        await expect(page.get_by_text("Shared by several requests 5")).to_be_visible()
         legend = await page.locator(".legend").inner_text()
         told = re.findall(r"(\w[\w ,]*?) ([\d,]+) \(", legend)
         blocks = {name: int(num.replace(",", "")) for name, num in told}
-        assert blocks["Used by one"] > 0
+        assert blocks["Used by one request"] > 0
         assert blocks["Free"] > 1000
         assert sum(blocks.values()) == 2048, legend
         await expect(tile(page, "Step time")).to_have_text(re.compile(r"^[1-9]\d+ ms$"))
@@ -174,11 +174,11 @@ async def test_requests_are_found_by_state_tenant_and_id(
     page = await open_page("#/requests?state=waiting")
     rows, searched = page.locator("tbody tr"), page.locator(".searched")
     await expect(searched).to_have_text("Searched 1 to 50 of 119 that wait.")
-    await page.get_by_role("button", name="Search on").click()
+    await page.get_by_role("button", name="Search further").click()
     await expect(searched).to_have_text("Searched 51 to 100 of 119 that wait.")
-    await page.get_by_role("button", name="Search on").click()
+    await page.get_by_role("button", name="Search further").click()
     await expect(rows).to_have_count(119)
-    await expect(page.get_by_role("button", name="Search on")).to_be_hidden()
+    await expect(page.get_by_role("button", name="Search further")).to_be_hidden()
 
     await page.get_by_label("Tenant").fill("gold")
     await page.get_by_role("button", name="Search").click()
@@ -199,14 +199,14 @@ async def test_requests_are_found_by_state_tenant_and_id(
         [re.compile("Enqueued"), re.compile("Finished cancelled")]
     )
     await page.evaluate("location.hash = '#/requests?prefix=no*one'")
-    await expect(page.get_by_text("No request is like this")).to_be_visible()
+    await expect(page.get_by_text("No request matches")).to_be_visible()
 
 
 async def test_a_list_changes_with_the_queue(client: AsyncClient, open_page: Open) -> None:
     """Of what waits, of one tenant too; what was searched on stays."""
     page = await open_page("#/requests?state=waiting", expected="400")
     rows, searched = page.locator("tbody tr"), page.locator(".searched")
-    await expect(page.get_by_text("No request is like this.")).to_be_visible()
+    await expect(page.get_by_text("No request matches.")).to_be_visible()
     await client.enqueue("x", request_id="first")
     await expect(rows).to_have_text([re.compile("first")])
     await client.enqueue_many(
@@ -220,7 +220,7 @@ async def test_a_list_changes_with_the_queue(client: AsyncClient, open_page: Ope
     await expect(searched).to_have_text("Searched 1 to 50 of 60 that wait of tenant gold.")
     await client.cancel("g00")
     await expect(searched).to_have_text("Searched 1 to 50 of 59 that wait of tenant gold.")
-    await page.get_by_role("button", name="Search on").click()
+    await page.get_by_role("button", name="Search further").click()
     await expect(rows).to_have_count(59)
     await client.cancel("g01")
     await page.wait_for_timeout(2500)
@@ -234,11 +234,11 @@ async def test_dead_letters_come_and_go(
     redis_url: str, client: AsyncClient, open_page: Open
 ) -> None:
     page = await open_page("#/dead")
-    await expect(page.get_by_text("No request was given up")).to_be_visible()
+    await expect(page.get_by_text("There are no dead letters")).to_be_visible()
     bury(redis_url, "culprit")
     await expect(page.locator("article h2")).to_have_text(["culprit"])
     await client.purge(["culprit"])
-    await expect(page.get_by_text("No request was given up")).to_be_visible()
+    await expect(page.get_by_text("There are no dead letters")).to_be_visible()
 
 
 async def test_a_requests_life_with_its_text_as_it_comes(
@@ -254,7 +254,7 @@ async def test_a_requests_life_with_its_text_as_it_comes(
     await expect(life).to_have_text(
         [re.compile(it) for it in ("Enqueued", "Claimed.*attempt 1 on first", "Given back")]
     )
-    waits = page.locator(".facts div", has_text="Waits for").locator("dd")
+    waits = page.locator(".facts div", has_text="Has waited").locator("dd")
     before = await waits.inner_text()
     await expect(waits).not_to_have_text(before)
     served = served_model_free(max_num_seqs=1, step_seconds=0.01)

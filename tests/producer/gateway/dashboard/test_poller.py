@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from promptq.producer.gateway.dashboard.poller import Poller
+from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.shared.errors import RedisUnavailableError
 from tests.waiting import async_until
 
@@ -17,17 +17,17 @@ class Source:
         self.reads: list[str] = []
         self.error: Exception | None = None
 
-    async def read(self, topic: str) -> str:
-        self.reads.append(topic)
+    async def read(self, topic: Topic) -> str:
+        self.reads.append(topic[0])
         if self.error is not None:
             raise self.error
-        return f"{topic} {len(self.reads)}"
+        return f"{topic[0]} {len(self.reads)}"
 
 
 async def test_many_pages_share_each_reading() -> None:
     source = Source()
     poller = Poller(source.read, interval=0.01)
-    pages = [poller.watch("overview") for _ in range(50)]
+    pages = [poller.watch(("overview",)) for _ in range(50)]
     assert {await anext(page) for page in pages} == {"overview 1"}
     second = [await anext(page) for page in pages]
     assert len(source.reads) < 10
@@ -39,14 +39,14 @@ async def test_many_pages_share_each_reading() -> None:
 async def test_nothing_is_read_while_nobody_watches() -> None:
     source = Source()
     poller = Poller(source.read, interval=0.005)
-    async with aclosing(poller.watch("a")) as one, aclosing(poller.watch("b")) as other:
+    async with aclosing(poller.watch(("a",))) as one, aclosing(poller.watch(("b",))) as other:
         await anext(one)
         await anext(other)
         await anext(one)
     num = len(source.reads)
     await asyncio.sleep(0.05)
     assert len(source.reads) == num
-    async with aclosing(poller.watch("a")) as again:
+    async with aclosing(poller.watch(("a",))) as again:
         await anext(again)
         await anext(again)
     assert set(source.reads[num:]) == {"a"}, "the topic that nobody watches is forgotten"
@@ -55,7 +55,7 @@ async def test_nothing_is_read_while_nobody_watches() -> None:
 async def test_whoever_is_slow_gets_the_newest_only() -> None:
     source = Source()
     poller = Poller(source.read, interval=0.005)
-    async with aclosing(poller.watch("a")) as page:
+    async with aclosing(poller.watch(("a",))) as page:
         await anext(page)
         await async_until(lambda: len(source.reads) >= 10)
         latest = await anext(page)
@@ -67,7 +67,7 @@ async def test_whoever_is_slow_gets_the_newest_only() -> None:
 async def test_what_cannot_be_read_is_said_to_be_so_until_it_can(error: Exception) -> None:
     source = Source()
     poller = Poller(source.read, interval=0.005)
-    async with aclosing(poller.watch("a")) as page:
+    async with aclosing(poller.watch(("a",))) as page:
         await anext(page)
         source.error = error
         while await anext(page) is not None:

@@ -31,6 +31,14 @@ def test_hands_out_by_priority_and_first_in_first_out_within_one(queue: RequestQ
     assert ids(queue.take_batch(ROOM)) == expected
 
 
+def test_a_claim_notes_when_its_reply_came(queue: RequestQueue) -> None:
+    put(queue)
+    asked_at = time.monotonic()
+    (claim,) = queue.take_batch(ROOM)
+    assert asked_at < claim.received_at <= time.monotonic()
+    assert claim.server_ms(claim.received_at + 0.5) == claim.claimed_at_ms + 500
+
+
 def test_many_enqueued_at_once_keep_their_order(queue: RequestQueue) -> None:
     """Ids are UUIDv7, so that equal scores fall back to the order of enqueueing."""
     batch = [new() for _ in range(100)]

@@ -9,16 +9,16 @@ import pytest
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import (
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.model.model_runner import ModelRunner
+from tests.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     token_at,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch
-from promptq.worker.engine.model.loading import LoadOptions
-from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.core.stepping import make_request, run_to_end
 from tests.worker.engine.tiny_models import save_model
 

@@ -11,14 +11,14 @@ from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.drafting import MAX_ROWS, Drafter, PromptLookup
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import (
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch, Sequence
+from tests.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     build_model_free_engine,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch, Sequence
 from tests.worker.engine.core.scheduling import add, make_scheduler, make_sequence, step
 from tests.worker.engine.core.stepping import make_request, run_to_end
 

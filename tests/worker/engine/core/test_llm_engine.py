@@ -14,15 +14,15 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
-from promptq.worker.engine.core.model_free import (
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch
+from tests.model_free import (
     ModelFreeRunner,
     ModelFreeStep,
     build_model_free_engine,
     token_at,
     tokens_of,
 )
-from promptq.worker.engine.core.runner import SampledToken
-from promptq.worker.engine.core.sequence import Batch
 from tests.worker.engine.core.stepping import make_request, run_to_end
 
 
@@ -326,10 +326,7 @@ def test_what_can_never_run_is_refused_by_name(fields: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seqs": 0}, "--max-num-seqs: 0"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "--max-num-batched-tokens: 7"),
-        ({"prefill_chunk": 0}, "--prefill-chunk: 0"),
-        ({"max_model_len": 1}, "--max-model-len: 1"),
         ({"num_blocks": 0}, "--kv-cache-memory"),
     ],
 )

@@ -10,13 +10,13 @@ import pytest
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.core.model_free import (
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from tests.model_free import (
     ModelFreeRunner,
     build_model_free_engine,
     token_at,
     tokens_of,
 )
-from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 
 
 def make_sequence(token_ids: list[int], sequence_id: int = 0, slot: int = 0) -> Sequence:
@@ -72,8 +72,10 @@ def test_it_runs_without_torch_and_starts_at_once() -> None:
 import sys
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.core.model_free import build_model_free_engine
-engine = build_model_free_engine()
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import ModelFreeRunner
+runner = ModelFreeRunner(num_blocks=4, block_size=16, max_model_len=64)
+engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16)
 engine.add(EngineRequest(1, [65, 66], SamplingParams(), seed=1, max_tokens=5))
 while engine.has_work:
     engine.step()
@@ -137,10 +139,3 @@ def test_two_sequences_in_one_slot_or_one_cell_are_noticed() -> None:
     two.slot = 1
     with pytest.raises(RuntimeError, match="write cell 0"):
         runner.launch(Batch([share_of(one), share_of(two)]))
-
-
-def test_without_verification_nothing_is_checked() -> None:
-    runner = ModelFreeRunner(4, 2, verify=False)
-    sequence = make_sequence([1, 2, 3])
-    [[sampled]] = runner.collect(runner.launch(Batch([share_of(sequence)])))
-    assert sampled.token_id == token_at(7, 0)

@@ -132,8 +132,7 @@ def test_graphs_are_few(family: str, kinds: int) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 @torch.inference_mode()
 def test_padded_decodes_on_the_triton_backend() -> None:
-    from promptq.worker.engine.model.cuda_graphs import GraphedModel
-    from tests.worker.engine.attention.test_triton import DEVICE, TinyModel
+    from tests.worker.engine.attention.test_triton import DEVICE, PaddedModel, TinyModel
 
     tiny = TinyModel("qwen3", 7)
     for layer in tiny.cache.layers:
@@ -141,9 +140,7 @@ def test_padded_decodes_on_the_triton_backend() -> None:
         layer.value.zero_()
     compiled = CompiledModel(tiny.model, tiny.cache, 128)
     tiny.prefill()
-    graphed = GraphedModel(
-        compiled, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE
-    )
+    graphed = PaddedModel(compiled, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE)
     outputs = []
     for model in (graphed, tiny.model):
         for num_sequences in (3, 2, 1):

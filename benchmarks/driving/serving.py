@@ -1,0 +1,49 @@
+"""Rows that are a server: start it, drive it over HTTP, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import Callable
+
+from benchmarks.driving.streaming import Stream, drive, wait_until_healthy
+from benchmarks.memory import peak_bytes, reset_peak, tree
+from benchmarks.suite.jobs import Job, Outcome
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def serve(
+    job: Job, done: Callable[[str, Outcome], None], command: list[str], port: int, stream: Stream
+) -> None:
+    """All workloads against the server that `command` starts; its memory is the server's alone."""
+    server = subprocess.Popen(command)
+    try:
+        asyncio.run(_drive_all(job, done, server, port, stream))
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+async def _drive_all(
+    job: Job,
+    done: Callable[[str, Outcome], None],
+    server: subprocess.Popen[bytes],
+    port: int,
+    stream: Stream,
+) -> None:
+    await wait_until_healthy(port, lambda: server.poll() is None)
+    for workload in job.workloads:
+        reset_peak(tree(server.pid))
+        outcome = await drive(workload, stream)
+        outcome.peak_bytes = peak_bytes(tree(server.pid))
+        done(workload.name, outcome)

@@ -1,0 +1,132 @@
+"""What sharing an interpreter with the publishing side costs the engine: `make bench-lock`.
+
+The engine decodes a full batch of the suite's 54M model. After each step somebody else turns its
+tokens into events, as a worker does: nobody, a thread of the same process, or a process of its own.
+The work and the cores are the same in the last two, so what they differ by is the interpreter's
+lock, and is all that a worker could gain by an engine process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.models import MODELS, VOCAB_SIZE, model_dir
+from benchmarks.rows.engine import engine_request
+from benchmarks.suite.jobs import Request
+from promptq.shared.protocol.events import token_event_json
+from promptq.shared.runtime.settings import read_settings
+from promptq.worker.engine.api.messages import Engine
+from promptq.worker.served_model import build
+
+PROMPT, OUTPUT = 32, 200
+WORKER_MICROSECONDS = 20.0
+"""CPU of a worker's other side for a token, measured through Redis (docs/benchmarks.md)."""
+
+Tell = Callable[[int], object]
+"""Is told after each step how many tokens came of it."""
+
+
+def work(num_tokens: int) -> None:
+    """Make events of so many tokens, for as long as a worker would be busy with them."""
+    until = time.thread_time() + num_tokens * WORKER_MICROSECONDS / 1e6
+    while time.thread_time() < until:
+        token_event_json(7, [12345], " word", None, 1)
+
+
+def _serve(inbox: Any) -> None:
+    while (num_tokens := inbox.get()) is not None:
+        work(num_tokens)
+
+
+@contextmanager
+def nobody() -> Iterator[Tell]:
+    yield lambda num_tokens: None
+
+
+@contextmanager
+def thread() -> Iterator[Tell]:
+    inbox: SimpleQueue[int | None] = SimpleQueue()
+    worker = threading.Thread(target=_serve, args=(inbox,))
+    worker.start()
+    yield inbox.put
+    inbox.put(None)
+    worker.join()
+
+
+@contextmanager
+def process() -> Iterator[Tell]:
+    context = multiprocessing.get_context("spawn")
+    inbox = context.SimpleQueue()
+    worker = context.Process(target=_serve, args=(inbox,))
+    worker.start()
+    yield inbox.put
+    inbox.put(None)
+    worker.join()
+
+
+SIDES = {"nobody": nobody, "a thread": thread, "a process": process}
+
+
+def rate(engine: Engine, first_id: int, batch: int, tell: Tell) -> float:
+    """Tokens a second of a full batch that decodes."""
+    draw = random.Random(first_id)
+    for place in range(batch):
+        prompt = [draw.randint(1, VOCAB_SIZE - 2) for _ in range(PROMPT)]
+        engine.add(engine_request(Request(prompt, OUTPUT), first_id + place))
+    num_tokens, started = 0, 0.0
+    while engine.has_work:
+        came = sum(len(output.token_ids) for output in engine.step().outputs)
+        if not started:  # with the prompts done
+            started = time.perf_counter()
+            continue
+        num_tokens += came
+        tell(came)
+    return num_tokens / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench-lock ARGS=...", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="medians are over these")
+    parser.add_argument("--cache", type=Path, default=Path(__file__).parents[1] / ".cache")
+    options = parser.parse_args()
+    shape = MODELS["54m"]
+    settings = read_settings(
+        model=str(model_dir(shape, options.cache)),
+        dtype="bfloat16",
+        max_num_seqs=shape.batch,
+        max_model_len=PROMPT + OUTPUT,
+        speculative_tokens=0,
+    )
+    engine = build(settings).engine
+    rates: dict[str, list[float]] = {name: [] for name in SIDES}
+    first_id = 1
+    for number in range(options.rounds + 1):  # the first warms up
+        for name, side in SIDES.items():
+            with side() as tell:
+                found = rate(engine, first_id, shape.batch, tell)
+            first_id += shape.batch
+            if number:
+                rates[name].append(found)
+    table = Table("beside the engine", "tokens/s", "of the engine alone")
+    for name, found_rates in rates.items():
+        shares = [one / alone for one, alone in zip(found_rates, rates["nobody"], strict=True)]
+        median = statistics.median(found_rates)
+        table.add_row(name, f"{median:,.0f}", f"{statistics.median(shares):.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

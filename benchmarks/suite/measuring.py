@@ -1,0 +1,167 @@
+"""A whole run: all rows in turns, round by round, and then the arrivals whose rate they set."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.models import MODELS, model_dir
+from benchmarks.suite import workloads
+from benchmarks.suite.floor import Rates, decode_floor, measure_rates, torch_dtype
+from benchmarks.suite.jobs import Job, Request, Workload
+from benchmarks.suite.registry import ROWS, Row
+from benchmarks.suite.running import run_row
+from benchmarks.suite.statistics import Figures, figures, guest_ratio, medians
+from benchmarks.suite.targets import Measured, best
+
+MAX_MODEL_LEN = 4096
+_LOAD = 0.7
+"""Of the best peer's maximum rate."""
+_QUEUE_BATCH = 256
+MODEL_FREE = "model-free"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run does. Names are those of MODELS, WORKLOADS (with poisson and queue) and ROWS."""
+
+    models: Sequence[str]
+    workloads: Sequence[str]
+    rows: Sequence[str]
+    rounds: int
+    seed: int
+    seconds: float
+    """How long the arrivals of poisson go on."""
+    rate: float | None
+    """Arrivals a second; None: set by the burst of the best peer in this run."""
+    queue_requests: int
+    cache: Path
+    peers: Path
+    log: Path
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a plan."""
+
+    rates_of_rounds: list[Rates] = field(default_factory=list)
+    rounds: dict[tuple[str, str, str], list[Figures]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """By (model, workload, row)."""
+    missing: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Why a row gave nothing, or not everything, by (model, row)."""
+    arrivals: dict[str, float] = field(default_factory=dict)
+    """Requests a second of poisson, by model."""
+
+    @property
+    def rates(self) -> Rates:
+        """Medians, as everything else: on a shared machine they move as the others do."""
+        return Rates(
+            statistics.median(each.bytes_per_second for each in self.rates_of_rounds),
+            statistics.median(each.operations_per_second for each in self.rates_of_rounds),
+        )
+
+    @property
+    def measured(self) -> Measured:
+        return {key: medians(rounds) for key, rounds in self.rounds.items()}
+
+    def floor_seconds(self, model: str) -> float:
+        shape = MODELS[model]
+        return decode_floor(shape, self.rates, shape.batch, workloads.FLOOR_LENGTH)
+
+    def floor_ratio(self, model: str) -> float | None:
+        """The engine's decode step over its floor; None if it was not measured."""
+        step = self.measured.get((model, "step", "engine"))
+        return None if step is None else step["gap_p50"] / self.floor_seconds(model)
+
+
+def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
+    """Run the plan; `tell` is given a line for each process that starts or fails."""
+    run = Run()
+    at_once = [name for name in plan.workloads if name in workloads.WORKLOADS]
+    for number in range(plan.rounds):
+        run.rates_of_rounds.append(measure_rates())
+        for model in plan.models:
+            for row in _rows(plan, at_once):
+                names = [name for name in at_once if name in row.workloads]
+                shape, seed = MODELS[model], plan.seed + number
+                loads = [workloads.WORKLOADS[name](shape, seed) for name in names]
+                _measure(plan, run, model, row, number, loads, tell)
+        if "queue" in plan.workloads:
+            requests = [Request([97], 1)] * plan.queue_requests
+            for row in _rows(plan, ["queue"]):
+                loads = [Workload("queue", requests)]
+                _measure(plan, run, MODEL_FREE, row, number, loads, tell)
+    if "poisson" in plan.workloads:
+        _poisson(plan, run, tell)
+    return run
+
+
+def _poisson(plan: Plan, run: Run, tell: Callable[[str], None]) -> None:
+    for model in plan.models:
+        most = best(run.measured, model, "burst", "requests_per_second")
+        if plan.rate is None and most is None:
+            tell(f"poisson, {model}: left out; its rate needs a peer's burst, or --rate")
+            continue
+        rate = plan.rate or _LOAD * (most or 0.0)
+        run.arrivals[model] = rate
+        for number in range(plan.rounds):
+            loads = [workloads.poisson(plan.seed + number, rate, plan.seconds)]
+            for row in _rows(plan, ["poisson"]):
+                _measure(plan, run, model, row, number, loads, tell)
+
+
+def _rows(plan: Plan, names: Sequence[str]) -> list[Row]:
+    """Those of the plan that have part in any of these workloads."""
+    return [ROWS[name] for name in plan.rows if ROWS[name].workloads & set(names)]
+
+
+def _measure(
+    plan: Plan,
+    run: Run,
+    model: str,
+    row: Row,
+    number: int,
+    loads: list[Workload],
+    tell: Callable[[str], None],
+) -> None:
+    reason = row.missing(plan.peers)
+    if reason is None:
+        tell(f"round {number + 1}/{plan.rounds}: {model}, {row.title} ...")
+        outcomes, reason = run_row(row, _job(plan, model, number, loads), plan.log)
+        by_name = {load.name: load for load in loads}
+        for name, outcome in outcomes.items():
+            if name not in by_name:
+                continue
+            wanted = sum(request.num_output for request in by_name[name].requests)
+            came = sum(trace.num_tokens for trace in outcome.traces)
+            if came != wanted:
+                reason = f"{name}: {came} tokens came instead of {wanted}"
+                continue
+            found = figures(outcome)
+            if name == "long-guest":
+                found["guest_ratio"] = guest_ratio(outcome.traces)
+            run.rounds[model, name, row.name].append(found)
+            tell(f"  {name}: {found['tokens_per_second']:,.1f} tokens/s")
+    if reason is not None:
+        tell(f"{row.title}: {reason}")
+        run.missing[model, row.name] = reason
+
+
+def _job(plan: Plan, model: str, number: int, loads: list[Workload]) -> Job:
+    if model == MODEL_FREE:
+        return Job("", _QUEUE_BATCH, 0, 0, loads, str(plan.peers), torch_dtype())
+    shape = MODELS[model]
+    return Job(
+        model=str(model_dir(shape, plan.cache)),
+        max_num_seqs=shape.batch,
+        kv_cache_bytes=shape.kv_cache_bytes,
+        max_model_len=MAX_MODEL_LEN,
+        workloads=[workloads.warm_up(shape, plan.seed + number), *loads],
+        peers=str(plan.peers),
+        torch_dtype=torch_dtype(),
+    )

@@ -1,0 +1,55 @@
+"""Runs one row's process and reads what it measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.suite.jobs import Job, Outcome, read_outcomes, write_job
+from benchmarks.suite.registry import Row
+
+ROOT = Path(__file__).parents[2]
+_MOST_SECONDS = 1800.0
+
+
+def run_row(row: Row, job: Job, log: Path) -> tuple[dict[str, Outcome], str | None]:
+    """Outcomes by workload, and the failure that ended it early, if any.
+
+    The process has a session of its own, so that whatever it started ends with it.
+    """
+    peers = Path(job.peers)
+    with tempfile.TemporaryDirectory(prefix="promptq-bench-") as folder, log.open("a") as output:
+        job_file, result_file = Path(folder) / "job.json", Path(folder) / "result.json"
+        write_job(job_file, job)
+        interpreter = row.interpreter(peers)
+        command = [str(interpreter), "-m", f"benchmarks.rows.{row.module}", job_file, result_file]
+        environment = {
+            **os.environ,
+            **row.variables(peers),
+            "PYTHONPATH": str(ROOT),
+            # Environments' own tools, such as the compiler driver that vLLM calls, come first.
+            "PATH": f"{interpreter.parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            process.wait(_MOST_SECONDS)
+            timed_out = False
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            _end_session(process)
+        outcomes, failure = read_outcomes(result_file)
+        return outcomes, f"it took over {_MOST_SECONDS:.0f} s" if timed_out else failure
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """End the row's process and all that it left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

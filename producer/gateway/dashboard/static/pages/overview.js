@@ -1,0 +1,101 @@
+// How many requests wait and run, how fast they go, and the workers.
+
+import { drain, pause, resume } from "../shared/actions.js";
+import { live } from "../shared/api.js";
+import { chart } from "../shared/chart.js";
+import { h, show } from "../shared/dom.js";
+import { count, duration, rate } from "../shared/format.js";
+import { badge, bar, heartbeat, section, table, tile, workerLink } from "../shared/parts.js";
+
+const HOUR_MS = 3_600_000;
+const RECENT_MS = 60_000;
+
+export function open(main, { frame }) {
+  const title = h("div", { class: "title" });
+  const tiles = h("div", { class: "tiles" });
+  const charts = [
+    chart("Requests", [{ name: "waiting", of: (it) => it.waiting }, { name: "running", of: (it) => it.running }], count),
+    chart("Tokens per second", [{ name: "generated", of: (it) => it.tokens_per_second }], rate),
+    chart("Time to first token", [{ name: "median", of: (it) => it.ttft_p50_ms }, { name: "95th percentile", of: (it) => it.ttft_p95_ms }], duration),
+    chart("Time in the queue", [{ name: "median", of: (it) => it.queue_p50_ms }, { name: "95th percentile", of: (it) => it.queue_p95_ms }], duration),
+  ];
+  const priorities = h("div");
+  const workers = h("div");
+  main.append(title, tiles, h("div", { class: "charts" }, charts.map((it) => it.element)), priorities, workers);
+  let samples = [];
+  let sampleMs = 5000;
+
+  function showOverview({ now, value: it }) {
+    if (it.latest && it.latest.at > (samples.at(-1)?.at ?? 0)) samples.push(it.latest);
+    samples = samples.filter((sample) => sample.at > now - HOUR_MS);
+    show(title, ...head(it));
+    show(tiles, ...tilesOf(it, samples, now));
+    for (const one of charts) one.draw(samples, now, sampleMs);
+    show(priorities, prioritiesOf(it));
+    show(workers, workersOf(it, now));
+  }
+
+  return live("overview", {}, frame, showOverview, {
+    history: (it) => {
+      samples = it.samples;
+      sampleMs = it.sample_ms;
+    },
+  });
+}
+
+function head(it) {
+  return [
+    h("h1", {}, "Overview"),
+    it.paused ? badge("paused") : badge("live"),
+    it.model && h("span", { class: "quiet" }, it.model),
+    h("span", { class: "spacer" }),
+    it.paused
+      ? h("button", { type: "button", class: "primary", onclick: resume }, "Resume queue")
+      : h("button", { type: "button", onclick: pause }, "Pause queue"),
+  ];
+}
+
+/** A median time and its 95th percentile, from the latest sample that has one. */
+function timeTile(name, kind, samples, now) {
+  const latest = samples.findLast((it) => it[`${kind}_p50_ms`] !== null && now - it.at < RECENT_MS);
+  if (!latest) return tile(name, "–", "none in the last minute");
+  return tile(name, duration(latest[`${kind}_p50_ms`]), `95th percentile ${duration(latest[`${kind}_p95_ms`])}`);
+}
+
+function tilesOf(it, samples, now) {
+  const slots = it.workers.reduce((sum, worker) => sum + worker.max_num_seqs, 0);
+  return [
+    tile("Waiting", count(it.waiting), it.delayed ? `and ${count(it.delayed)} delayed` : "in the queue"),
+    tile("Running", count(it.running), `of ${count(slots)} slots`),
+    tile("Tokens per second", rate(it.tokens_per_second), "generated"),
+    timeTile("First token", "ttft", samples, now),
+    timeTile("Queue time", "queue", samples, now),
+    tile("Dead letters", count(it.dead), it.dead ? "look at them" : "none", "#/dead"),
+  ];
+}
+
+function prioritiesOf(it) {
+  const rows = Object.entries(it.priorities).map(([priority, num]) => ({ priority: Number(priority), num }));
+  rows.sort((one, other) => one.priority - other.priority);
+  const most = Math.max(1, ...rows.map((row) => row.num));
+  if (!rows.length) return section("Waiting by priority", h("p", { class: "empty" }, "No request waits."));
+  return section("Waiting by priority", h("ul", { class: "ranking" }, rows.map((row) =>
+    h("li", { "data-key": row.priority }, h("span", { class: "number" }, String(row.priority)),
+      bar(row.num / most, count(row.num))))));
+}
+
+function workersOf(it, now) {
+  if (!it.workers.length) {
+    return section("Workers", h("p", { class: "empty" }, "No worker is alive: start one with ", h("code", {}, "promptq worker"), "."));
+  }
+  return section("Workers", table([
+    { name: "Worker", of: (one) => workerLink(one.worker_id) },
+    { name: "State", of: (one) => badge(one.state) },
+    { name: "Heartbeat", of: (one) => heartbeat(now - one.heartbeat_at), number: true },
+    { name: "Slots", of: (one) => bar(one.num_running / one.max_num_seqs, `${one.num_running} of ${one.max_num_seqs}`) },
+    { name: "KV blocks", of: (one) => bar(one.kv_used_blocks / one.kv_blocks, `${count(one.kv_used_blocks)} of ${count(one.kv_blocks)}`) },
+    { name: "Tokens/s", of: (one) => rate(one.recent_tokens_per_second), number: true },
+    { name: "Step", of: (one) => duration(one.step_ms), number: true },
+    { name: "", of: (one) => one.state === "running" && h("button", { type: "button", class: "small", onclick: () => drain(one.worker_id) }, "Drain") },
+  ], it.workers, (one) => one.worker_id));
+}

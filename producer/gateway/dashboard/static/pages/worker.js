@@ -1,0 +1,86 @@
+// One worker: its batch, with a row for each slot, and its memory.
+
+import { drain } from "../shared/actions.js";
+import { live } from "../shared/api.js";
+import { h, show, sized } from "../shared/dom.js";
+import { ago, bytes, count, duration, percent, rate } from "../shared/format.js";
+import { badge, bar, facts, heartbeat, requestLink, section, table, tile } from "../shared/parts.js";
+
+export function open(main, { argument: id, frame }) {
+  return live("worker", { id }, frame, ({ now, value }) => {
+    show(main, ...(value ? view(value, now) : gone(id)));
+  });
+}
+
+function gone(id) {
+  return [
+    h("div", { class: "title" }, h("h1", { class: "id" }, id), badge("gone")),
+    h("p", { class: "card empty" }, "This worker is not alive: it ended, or its heartbeat is overdue. ", h("a", { href: "#/" }, "Overview")),
+  ];
+}
+
+function view({ stats, slots, told_at }, now) {
+  return [
+    h("div", { class: "title" },
+      h("h1", { class: "id" }, stats.worker_id), badge(stats.state),
+      h("span", { class: "quiet" }, "heartbeat ", heartbeat(now - stats.heartbeat_at)),
+      h("span", { class: "spacer" }),
+      stats.state === "running" && h("button", { type: "button", class: "danger", onclick: () => drain(stats.worker_id) }, "Drain worker")),
+    h("div", { class: "tiles" },
+      tile("Slots in use", count(stats.num_running), `of ${count(stats.max_num_seqs)}`),
+      tile("Step time", duration(stats.step_ms), "recent median"),
+      tile("Tokens per second", rate(stats.recent_tokens_per_second), `${rate(stats.tokens_per_second)} while busy`),
+      tile("Preemptions", count(stats.num_preemptions), "since it started"),
+      tile("Recomputed", count(stats.recomputed_tokens), "tokens since it started"),
+      tile("Requests done", count(stats.num_processed), `${count(stats.num_waiting + stats.num_prefetched)} prepared`)),
+    memory(stats),
+    batch(slots, stats, told_at, now),
+    section("Worker", facts([
+      ["Model", stats.model], ["Device", `${stats.device} ${stats.dtype}`.trim()],
+      ["Host", stats.host], ["Process", String(stats.pid)], ["Up for", duration(now - stats.started_at_ms)],
+      ["Prompt tokens", `${count(stats.prompt_tokens)}, and ${count(stats.cached_tokens)} from the cache`],
+      ["Generated tokens", count(stats.generation_tokens)],
+      ["Drafted, accepted", `${count(stats.drafted_tokens)}, ${count(stats.accepted_tokens)}`],
+      ["Peak memory", stats.peak_memory_bytes ? bytes(stats.peak_memory_bytes) : "–"],
+    ])),
+  ];
+}
+
+function memory(stats) {
+  const own = stats.kv_used_blocks - stats.kv_shared_blocks;
+  const empty = stats.kv_free_blocks - stats.kv_cached_blocks;
+  const parts = [
+    ["used", own, "Used by one request"], ["shared", stats.kv_shared_blocks, "Shared by several requests"],
+    ["cached", stats.kv_cached_blocks, "Free, with a prefix that can be used again"], ["free", empty, "Free"],
+  ];
+  const all = Math.max(1, stats.kv_blocks);
+  return section(`KV blocks, ${count(stats.kv_blocks)} in all`,
+    h("div", { class: "stack", role: "img", "aria-label": parts.map(([, num, name]) => `${name}: ${count(num)}`).join(", ") },
+      parts.map(([kind, num]) => sized(h("span", { class: kind }), num / all))),
+    h("p", { class: "legend" }, parts.map(([kind, num, name]) => h("span", {},
+      h("i", { class: `swatch ${kind}` }), `${name} `, h("b", {}, count(num)), ` (${percent(num / all)})`))));
+}
+
+function progress(slot) {
+  if (slot.state === "prefill") {
+    return bar(slot.computed_tokens / (slot.prompt_tokens + slot.emitted_tokens), `${count(slot.computed_tokens)} of ${count(slot.prompt_tokens + slot.emitted_tokens)} prompt`, "prefill");
+  }
+  return bar(slot.emitted_tokens / slot.max_tokens, `${count(slot.emitted_tokens)} of ${count(slot.max_tokens)}`);
+}
+
+function batch(slots, stats, toldAt, now) {
+  const free = stats.max_num_seqs - slots.filter((it) => it.slot !== null).length;
+  const title = ["Batch ", toldAt > 0 && h("span", { class: "quiet" }, `seen ${ago(now - toldAt)}`)];
+  return section(title, slots.length > 0 && table([
+    { name: "Slot", of: (it) => (it.slot === null ? "–" : String(it.slot)), number: true },
+    { name: "Request", of: (it) => requestLink(it.request_id) },
+    { name: "State", of: (it) => badge(it.state) },
+    { name: "Progress", of: progress },
+    { name: "Prompt", of: (it) => count(it.prompt_tokens), number: true },
+    { name: "KV blocks", of: (it) => `${count(it.kv_blocks)}${it.kv_shared_blocks ? `, ${count(it.kv_shared_blocks)} shared` : ""}`, number: true },
+    { name: "Priority", of: (it) => String(it.priority), number: true },
+    { name: "Tenant", of: (it) => it.tenant ?? "–" },
+    { name: "Preempted", of: (it) => `${it.preemptions}${it.recomputed_tokens ? `, ${count(it.recomputed_tokens)} recomputed` : ""}`, number: true },
+  ], slots, (it) => it.request_id),
+  h("p", { class: "empty" }, slots.length ? `${count(free)} of ${count(stats.max_num_seqs)} slots are free.` : `All ${count(stats.max_num_seqs)} slots are free.`));
+}

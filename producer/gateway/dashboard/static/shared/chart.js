@@ -1,0 +1,119 @@
+// Lines over the last hour, drawn as SVG as wide as the page allows.
+
+import { h, s, show } from "./dom.js";
+import { clock, count, duration } from "./format.js";
+
+const HOUR_MS = 3_600_000;
+const HEIGHT = 170;
+const LEFT = 52;
+const RIGHT = 8;
+const TOP = 8;
+const BOTTOM = 22;
+const WHOLE = new Map([[duration, [HOUR_MS, 60_000]], [count, [1]]]);
+
+/** About four round steps up to `most`. Counts and long times have whole steps. */
+function ticks(most, format) {
+  if (!(most > 0)) return [0, 1];
+  const unit = (WHOLE.get(format) || []).find((it) => most >= it) || 0;
+  const rough = most / 3 / (unit || 1);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const round = [1, 2, 2.5, 5, 10].map((it) => it * power).find((it) => it >= rough);
+  const step = unit ? Math.ceil(round) * unit : round;
+  const found = [];
+  for (let at = 0; at < most + step; at += step) found.push(Number(at.toPrecision(12)));
+  return found;
+}
+
+/**
+ * `series`: [{name, of: (sample) => number or null}]; `format` writes a value.
+ * Returns {element, draw(samples, now, sampleMs)}.
+ */
+export function chart(title, series, format) {
+  const drawing = s("svg", { role: "img", height: HEIGHT });
+  const tip = h("div", { class: "tip", hidden: true });
+  const legend = series.length > 1 && h("p", { class: "legend" },
+    series.map((it, nth) => h("span", {}, h("i", { class: `swatch line-${nth}` }), it.name)));
+  const frame = h("div", { class: "plot" }, drawing, tip);
+  const element = h("figure", { class: "card chart" },
+    h("figcaption", {}, h("span", {}, title), legend), frame);
+  let state = { samples: [], now: Date.now(), sampleMs: 5000 };
+  let hovered = null;
+
+  function place() {
+    const width = Math.max(200, frame.clientWidth);
+    const { samples, now } = state;
+    const values = samples.flatMap((it) => series.map((line) => line.of(it))).filter((it) => it !== null && it !== undefined);
+    const steps = ticks(Math.max(0, ...values), format);
+    const most = steps.at(-1);
+    return {
+      width, steps,
+      x: (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / HOUR_MS),
+      y: (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / most),
+      isEmpty: values.length === 0,
+    };
+  }
+
+  /** The path of a line, with gaps where nothing was measured. A single point is a small circle. */
+  function path(line, { x, y }) {
+    const measured = state.samples.filter((it) => line.of(it) !== null && line.of(it) !== undefined);
+    const joins = (one, other) => one && other && other.at - one.at <= 2.5 * state.sampleMs;
+    return measured.map((it, nth) => {
+      const point = `${x(it.at).toFixed(1)} ${y(line.of(it)).toFixed(1)}`;
+      if (joins(measured[nth - 1], it)) return `L${point}`;
+      return joins(it, measured[nth + 1]) ? `M${point}` : `M${point}m-1.5 0a1.5 1.5 0 1 0 3 0a1.5 1.5 0 1 0-3 0Z`;
+    }).join("");
+  }
+
+  function redraw() {
+    const { samples, now } = state;
+    const at = place();
+    drawing.setAttribute("width", at.width);
+    drawing.setAttribute("viewBox", `0 0 ${at.width} ${HEIGHT}`);
+    const newest = samples.at(-1);
+    const told = newest ? series.map((it) => `${it.name} ${format(it.of(newest))}`).join(", ") : "no samples yet";
+    drawing.setAttribute("aria-label", `${title} over the last hour; now: ${told}`);
+    const shown = hovered !== null && samples[hovered];
+    show(drawing,
+      at.steps.map((value) => s("g", { class: "grid" },
+        s("line", { x1: LEFT, x2: at.width - RIGHT, y1: at.y(value), y2: at.y(value) }),
+        s("text", { x: LEFT - 6, y: at.y(value) + 4, "text-anchor": "end" }, format(value)))),
+      (at.width < 460 ? [60, 30, 0] : [60, 45, 30, 15, 0]).map((minutes) => s("text", {
+        class: "axis", x: at.x(now - minutes * 60_000), y: HEIGHT - 6,
+        "text-anchor": minutes === 60 ? "start" : minutes === 0 ? "end" : "middle",
+      }, minutes === 0 ? "now" : `-${minutes} min`)),
+      at.isEmpty
+        ? s("text", { class: "axis", x: (LEFT + at.width) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "Nothing was measured in the last hour.")
+        : series.map((line, nth) => s("path", { class: `line line-${nth}`, d: path(line, at) })),
+      shown && s("line", { class: "cross", x1: at.x(shown.at), x2: at.x(shown.at), y1: TOP, y2: HEIGHT - BOTTOM }));
+    tip.hidden = !shown;
+    if (shown) {
+      show(tip, h("b", {}, clock(shown.at)),
+        series.map((it, nth) => h("span", {}, h("i", { class: `swatch line-${nth}` }), `${it.name} ${format(it.of(shown))}`)));
+      const x = at.x(shown.at);
+      tip.style.left = `${Math.min(Math.max(0, x - tip.offsetWidth / 2), at.width - tip.offsetWidth)}px`;
+    }
+  }
+
+  drawing.onpointermove = (event) => {
+    const { samples, now } = state;
+    const width = frame.clientWidth;
+    const share = (event.clientX - drawing.getBoundingClientRect().left - LEFT) / (width - LEFT - RIGHT);
+    const at = now - HOUR_MS * (1 - share);
+    const distances = samples.map((it) => Math.abs(it.at - at));
+    const nearest = distances.indexOf(Math.min(...distances));
+    hovered = nearest >= 0 && distances[nearest] < HOUR_MS / 60 ? nearest : null;
+    redraw();
+  };
+  drawing.onpointerleave = () => {
+    hovered = null;
+    redraw();
+  };
+  new ResizeObserver(redraw).observe(frame);
+  return {
+    element,
+    draw(samples, now, sampleMs) {
+      state = { samples, now, sampleMs };
+      redraw();
+    },
+  };
+}

@@ -1,0 +1,59 @@
+// Numbers and times as people read them.
+
+const NONE = "–";
+
+export function count(value) {
+  return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
+}
+
+/** A rate. Small ones have one decimal. */
+export function rate(value) {
+  if (value === null || value === undefined) return NONE;
+  return value > 0 && value < 10 ? value.toFixed(1) : count(value);
+}
+
+/** A duration in milliseconds. */
+export function duration(ms) {
+  if (ms === null || ms === undefined) return NONE;
+  if (ms === 0) return "0 ms";
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
+  if (ms < 1000) return `${Math.round(ms)} ms`;
+  if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
+  const minutes = Math.floor(ms / 60_000);
+  const seconds = Math.floor((ms % 60_000) / 1000);
+  if (minutes < 60) return seconds ? `${minutes} min ${seconds} s` : `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours >= 48) return `${Math.floor(hours / 24)} days`;
+  return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+}
+
+/** How long ago something was, in whole seconds. */
+export function ago(ms) {
+  return ms < 1000 ? "now" : `${duration(Math.floor(ms / 1000) * 1000).replace(/\.\d+ s/, " s")} ago`;
+}
+
+/** A time of day, with the date if it is another day. */
+export function clock(at, now = Date.now()) {
+  const date = new Date(at);
+  if (!at || Number.isNaN(date.getTime())) return NONE; // a stranger may have written anything
+  const time = date.toLocaleTimeString("en-GB");
+  return date.toDateString() === new Date(now).toDateString() ? time : `${date.toISOString().slice(0, 10)} ${time}`;
+}
+
+export function bytes(value) {
+  for (const unit of ["B", "KiB", "MiB"]) {
+    if (value < 1024) return `${Math.round(value)} ${unit}`;
+    value /= 1024;
+  }
+  return `${value.toFixed(1)} GiB`;
+}
+
+/** The beginning and end of a long id, as ids of the same time begin alike. */
+export function shortId(id) {
+  return id.length > 22 ? `${id.slice(0, 8)}…${id.slice(-8)}` : id;
+}
+
+export function percent(share) {
+  if (share > 0 && share < 0.0005) return "<0.1%";
+  return `${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`;
+}

@@ -1,0 +1,53 @@
+// Elements that several pages use.
+
+import { h, sized } from "./dom.js";
+import { ago, shortId } from "./format.js";
+
+export function tile(label, value, note = null, href = null) {
+  return h(href ? "a" : "div", { class: "card tile", href },
+    h("span", { class: "label" }, label), h("strong", {}, value), note && h("small", {}, note));
+}
+
+/** A state as a coloured word. */
+export function badge(state) {
+  return h("span", { class: `badge ${state}` }, state);
+}
+
+export function requestLink(id) {
+  return h("a", { class: "id", href: `#/request/${encodeURIComponent(id)}`, title: id }, shortId(id));
+}
+
+export function workerLink(id) {
+  return h("a", { class: "id", href: `#/worker/${encodeURIComponent(id)}`, title: id }, id);
+}
+
+const LATE_MS = 3000;
+
+/** How long ago a worker's last heartbeat was. There should be one each second. */
+export function heartbeat(ms) {
+  return h("span", { class: ms > LATE_MS && "late" }, ago(ms));
+}
+
+/** A bar that is filled up to a share, with words beside it. */
+export function bar(share, words, kind = "") {
+  return h("span", { class: "bar" },
+    h("span", { class: `track ${kind}` }, sized(h("span", { class: "filled" }), share)),
+    h("span", { class: "words" }, words));
+}
+
+/** A table that becomes cards on a phone. `columns`: [{name, of: (row) => node or text, number}]. */
+export function table(columns, rows, keyOf) {
+  return h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, columns.map((it) => h("th", { scope: "col", class: it.number && "number" }, it.name)))),
+    h("tbody", {}, rows.map((row) => h("tr", { "data-key": keyOf(row) },
+      columns.map((it) => h("td", { class: it.number && "number", "data-name": it.name }, it.of(row))))))));
+}
+
+export function section(title, ...children) {
+  return h("section", { class: "card" }, h("h2", {}, ...[title].flat().filter(Boolean)), ...children);
+}
+
+export function facts(pairs) {
+  return h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}

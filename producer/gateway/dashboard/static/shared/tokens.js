@@ -1,0 +1,120 @@
+// A text as it comes, token by token, with probabilities if they are known.
+
+import { h, s, show } from "./dom.js";
+import { count, percent } from "./format.js";
+
+const WIDEST_TIP = 260;
+
+/** Makes spaces and line breaks visible. */
+function visible(text) {
+  return text === "" ? "(nothing)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+/** The step of colour: 0 for a certain token, 5 for the most surprising ones. */
+function surprise(logprob) {
+  return Math.min(5, Math.floor(-logprob / 0.7));
+}
+
+/** Returns {element, add(event), clear()}; `event` is one of a request's events. */
+export function tokenView() {
+  const text = h("div", { class: "text", tabindex: 0, role: "log", "aria-label": "Text" });
+  const tip = h("div", { class: "tip", role: "status", hidden: true });
+  const element = h("div", { class: "tokens" }, text, tip);
+  let told = new WeakMap();
+  let coming = [];
+  let shown = null;
+
+  /** Once a frame, for all tokens. If the end was visible, it stays visible. */
+  function append() {
+    const isAtEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+    text.append(...coming);
+    coming = [];
+    if (isAtEnd) text.scrollTop = text.scrollHeight;
+  }
+
+  function explain(span) {
+    const logprobs = told.get(span);
+    shown?.classList.remove("shown");
+    shown = logprobs ? span : null;
+    tip.hidden = !logprobs;
+    if (!logprobs) return;
+    span.classList.add("shown");
+    show(tip, ...logprobs.map((it) => h("table", {},
+      h("caption", {}, `${visible(it.token ?? span.textContent)} `, h("span", { class: "quiet" }, `id ${it.token_id}, rank ${count(it.rank)}`)),
+      h("tbody", {}, rowsOf(it)))));
+    const frame = element.getBoundingClientRect();
+    const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+    tip.style.left = `${Math.max(0, Math.min(at.left - frame.left, frame.width - WIDEST_TIP))}px`;
+    tip.style.top = `${at.bottom - frame.top + 4}px`;
+  }
+
+  text.onpointerover = (event) => explain(event.target);
+  text.onclick = (event) => explain(event.target);
+  text.onpointerleave = () => explain(null);
+  text.onblur = () => explain(null);
+  text.onkeydown = (event) => {
+    if (event.key === "Escape") explain(null);
+    const next = {
+      ArrowRight: shown ? shown.nextElementSibling : text.querySelector(".token"),
+      ArrowLeft: shown?.previousElementSibling,
+    }[event.key];
+    if (!told.has(next)) return;
+    event.preventDefault();
+    next.scrollIntoView({ block: "nearest" });
+    explain(next);
+  };
+  return {
+    element,
+    add(event) {
+      for (const piece of piecesOf(event)) {
+        const span = h("span", {}, piece.text);
+        if (piece.logprobs.length) {
+          told.set(span, piece.logprobs);
+          const worst = Math.min(...piece.logprobs.map((it) => it.logprob));
+          span.className = `token surprise-${surprise(worst)}`;
+        }
+        if (!coming.length) requestAnimationFrame(append);
+        coming.push(span);
+      }
+    },
+    clear() {
+      coming = [];
+      text.replaceChildren();
+      explain(null);
+      told = new WeakMap();
+    },
+  };
+}
+
+/**
+ * Splits an event's text into tokens, as an ended request comes as one event. Half characters, and tokens that
+ * were cut at the end, are not in the text. Such tokens share the text between their neighbours.
+ */
+function piecesOf({ text, logprobs }) {
+  const pieces = [];
+  let shared = [];
+  let at = 0;
+  for (const it of logprobs ?? []) {
+    const from = it.token && logprobs.length > 1 ? text.indexOf(it.token, at) : -1;
+    if (from === at || (from > at && shared.length)) {
+      if (shared.length) pieces.push({ text: text.slice(at, from), logprobs: shared });
+      pieces.push({ text: it.token, logprobs: [it] });
+      shared = [];
+      at = from + it.token.length;
+    } else {
+      shared.push(it);
+    }
+  }
+  if (shared.length || at < text.length) pieces.push({ text: text.slice(at), logprobs: shared });
+  return pieces;
+}
+
+function rowsOf(chosen) {
+  const others = chosen.top ?? [];
+  const rows = others.some((it) => it.token_id === chosen.token_id) ? others : [...others, chosen];
+  return rows.map((it) => h("tr", { class: it.token_id === chosen.token_id && "chosen" },
+    h("td", {}, it.token === null || it.token === undefined ? `token ${it.token_id}` : visible(it.token)),
+    h("td", { class: "number" }, percent(Math.exp(it.logprob))),
+    h("td", { class: "share" }, s("svg", { viewBox: "0 0 100 8", preserveAspectRatio: "none" },
+      s("rect", { width: 100 * Math.exp(it.logprob), height: 8 })))));
+}

@@ -1,0 +1,72 @@
+"""The work of the leader of all `promptq jobs`: hand out batches, call webhooks, run the cron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import redis
+
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.jobs import upkeep
+from promptq.producer.jobs.allowed_jobs import REAP, ROLL_UP, SWEEP
+from promptq.producer.jobs.deliveries import Deliveries
+from promptq.producer.jobs.dispatching import Dispatcher
+from promptq.producer.jobs.earlier_webhooks import take_over
+from promptq.producer.jobs.rq_queues import JsonCron, batch_queue, open_jobs_redis, upkeep_queue
+from promptq.producer.settings import JobsSettings
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.connection import open_redis
+
+_TICK_SECONDS = 0.25
+_BACKOFF_SECONDS = 1.0
+_END_SECONDS = 30.0
+
+
+def lead(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
+    """Wait for the lead, and lead until told to stop."""
+    with (
+        open_redis(server_url(settings.redis_url)) as own,
+        open_jobs_redis(settings) as jobs,
+    ):
+        dispatcher = Dispatcher(own, batch_queue(settings.queue, jobs), settings)
+        deliveries = Deliveries(own, settings)
+        cron = JsonCron(upkeep_queue(settings.queue, jobs))
+        cron.every(upkeep.REAP_SECONDS, REAP, settings.queue)
+        cron.every(upkeep.SWEEP_SECONDS, SWEEP, settings.queue)
+        cron.every(upkeep.ROLL_UP_SECONDS, ROLL_UP, settings.queue)
+        steps = (
+            lambda: take_over(jobs, own, Keys(settings.queue)),
+            deliveries.go_on,
+            dispatcher.hand_out_batches,
+            cron.enqueue_jobs,
+        )
+        while not is_over():
+            try:
+                leads, is_well = dispatcher.leads(), True
+            except redis.RedisError as error:
+                leads, is_well = _is_away(error), False
+            is_well &= _do_each(steps if leads else [deliveries.pause])
+            deliveries.wait(_TICK_SECONDS if is_well else _BACKOFF_SECONDS)
+        with suppress(redis.RedisError):
+            deliveries.close(_END_SECONDS)
+        with suppress(redis.RedisError):
+            dispatcher.step_down()
+
+
+def _do_each(steps: Iterable[Callable[[], object]]) -> bool:
+    """Take each step, even if another one fails. Gives whether all worked."""
+    is_well = True
+    for step in steps:
+        try:
+            step()
+        except redis.RedisError as error:
+            is_well = _is_away(error)
+    return is_well
+
+
+def _is_away(error: redis.RedisError) -> bool:
+    """Log it, and give False."""
+    get_logger().warning("the server is away", reason=str(error))
+    return False

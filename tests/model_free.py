@@ -1,0 +1,151 @@
+"""The model-free engine with checks: what attention would read of the cache must be right.
+
+In place of K and V it keeps, for each position, a fingerprint of all tokens up to it. So a wrong
+block table, and a block that is shared too early or freed twice, show up as errors.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from promptq.worker.engine.core import model_free
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeStep, token_at
+from promptq.worker.engine.core.runner import SampledToken
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+
+__all__ = [
+    "END_TOKEN_ID",
+    "ModelFreeRunner",
+    "ModelFreeStep",
+    "build_model_free_engine",
+    "token_at",
+    "tokens_of",
+]
+
+_Pending = dict[int, int]
+"""The token of each sequence id in the step before, if that is not collected yet."""
+
+
+def tokens_of(seed: int, num_tokens: int) -> list[int]:
+    """The first `num_tokens` tokens that a request with this seed gets."""
+    return [token_at(seed, position) for position in range(num_tokens)]
+
+
+class ModelFreeRunner(model_free.ModelFreeRunner):
+    """Reads the whole cache of each sampling sequence back.
+
+    Raises RuntimeError at the first position that is not what its block table promises. A step
+    takes `step_seconds`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        *,
+        max_model_len: int | None = None,
+        step_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_model_len or num_blocks * block_size)
+        self.step_seconds = step_seconds
+        self._cache: list[int | None] = [None] * (num_blocks * block_size)
+
+    def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
+        pending = _tokens_by_sequence(after) if after is not None else {}
+        _check_batch(batch, pending)
+        self._write(batch, pending)
+        for share in batch.sampling:
+            self._read_back(share, pending)
+        return super().launch(batch, after)
+
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
+        time.sleep(self.step_seconds)
+        return super().collect(launched)
+
+    def _write(self, batch: Batch, pending: _Pending) -> None:
+        # All reads come before all writes: what another sequence computes in the same step is not
+        # there yet.
+        before = [self._fingerprint_before(share) for share in batch.scheduled]
+        written: set[int] = set()
+        for share, fingerprint in zip(batch.scheduled, before, strict=True):
+            for position, token_id in enumerate(_token_ids(share, pending), start=share.start):
+                fingerprint = hash((fingerprint, token_id))
+                cell = self._cell(share.sequence, position)
+                if cell in written:
+                    raise RuntimeError(f"two sequences write cell {cell} in one step")
+                written.add(cell)
+                self._cache[cell] = fingerprint
+
+    def _fingerprint_before(self, share: ScheduledSequence) -> int:
+        if share.start == 0:
+            return hash(share.sequence.request.cache_salt)
+        fingerprint = self._cache[self._cell(share.sequence, share.start - 1)]
+        if fingerprint is None:
+            raise RuntimeError(
+                f"sequence {share.sequence.sequence_id} goes on at position {share.start}, "
+                "and nothing is cached before it"
+            )
+        return fingerprint
+
+    def _read_back(self, share: ScheduledSequence, pending: _Pending) -> None:
+        sequence = share.sequence
+        fingerprint = hash(sequence.request.cache_salt)
+        before = sequence.token_ids[: share.start]
+        for position, token_id in enumerate([*before, *_token_ids(share, pending)]):
+            fingerprint = hash((fingerprint, token_id))
+            if self._cache[self._cell(sequence, position)] != fingerprint:
+                raise RuntimeError(
+                    f"sequence {sequence.sequence_id} reads something else than its own "
+                    f"position {position} through its block table"
+                )
+
+    def _cell(self, sequence: Sequence, position: int) -> int:
+        size = self.kv_layout.block_size
+        return sequence.block_table[position // size] * size + position % size
+
+
+def _token_ids(share: ScheduledSequence, pending: _Pending) -> list[int]:
+    """Of its rows; of one planned ahead, the token that the step before gives it."""
+    return share.token_ids or [pending[share.sequence.sequence_id]]
+
+
+def _check_batch(batch: Batch, pending: _Pending) -> None:
+    slots = [share.sequence.slot for share in batch.scheduled]
+    if None in slots or len(set(slots)) != len(slots):
+        raise RuntimeError(f"slots {slots} are not one for each sequence")
+    for share in batch.scheduled:
+        sequence, end = share.sequence, share.start + share.num_tokens
+        num_pending = sequence.sequence_id in pending
+        if share.start != sequence.num_computed_tokens + num_pending or share.num_tokens < 1:
+            raise RuntimeError(f"sequence {sequence.sequence_id} has a share that does not follow")
+        num_tokens = sequence.num_tokens + num_pending
+        if end > num_tokens or share.samples != (end == num_tokens):
+            raise RuntimeError(f"sequence {sequence.sequence_id} samples at {end} tokens")
+        if share.draft and not share.samples:
+            raise RuntimeError(f"sequence {sequence.sequence_id} drafts before its last token")
+
+
+def _tokens_by_sequence(step: ModelFreeStep) -> _Pending:
+    """What a step without drafts gave each sequence."""
+    shares = zip(step.batch.sampling, step.sampled, strict=True)
+    return {share.sequence.sequence_id: tokens[0].token_id for share, tokens in shares}
+
+
+def build_model_free_engine(
+    *,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 512,
+    num_blocks: int = 256,
+    block_size: int = 16,
+    step_seconds: float = 0.0,
+    **options: Any,
+) -> LLMEngine:
+    """An engine around a `ModelFreeRunner`; `options` are further ones of the engine."""
+    return LLMEngine(
+        ModelFreeRunner(num_blocks, block_size, step_seconds=step_seconds),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        **options,
+    )
