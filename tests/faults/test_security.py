@@ -20,10 +20,9 @@ from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import RequestState
 from tests.certificates import make_certificates, tls_settings
 from tests.model_free_worker import text_of
-from tests.ports import free_port
 from tests.processes import started
 from tests.roles import ACL_FILE, as_role
-from tests.servers import OwnServer
+from tests.servers import OwnServer, free_port
 
 FAULTY = "tests.faults.worker.faulty_worker"
 

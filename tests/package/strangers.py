@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.ports import free_port
 from tests.processes import start
+from tests.servers import free_port
 
 STRANGER = 'raise SystemExit("a stranger\'s code was run")\n'
 PROGRAM = """

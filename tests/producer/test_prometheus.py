@@ -14,9 +14,9 @@ import httpx2
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tests.ports import free_port
 from tests.processes import running
 from tests.producer.playing import Start
+from tests.servers import free_port
 from tests.shared.runtime.board import expressions
 
 CONFIG = """

@@ -9,9 +9,8 @@ from pathlib import Path
 import redis
 
 from tests.chaos.processes.group import ProcessGroup
-from tests.ports import free_port
 from tests.roles import acl_file_for_tests
-from tests.servers import answers, server_program
+from tests.servers import answers, free_port, server_program
 
 _LOOK_SECONDS = 0.01
 

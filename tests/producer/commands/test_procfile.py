@@ -16,10 +16,10 @@ import redis
 
 from promptq import Client
 from tests.paths import ROOT
-from tests.ports import free_port
 from tests.processes import start as start_process
 from tests.producer.playing import PROMPTQ, Run
 from tests.roles import as_role, bring_in_roles
+from tests.servers import free_port
 
 PROCFILE = ROOT / "Procfile"
 

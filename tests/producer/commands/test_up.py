@@ -14,9 +14,9 @@ import redis
 
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.server.connection import without_password
-from tests.ports import free_port
 from tests.processes import family_of, is_running, read_until
 from tests.producer.playing import KEYS, HandWorker, Run, Start
+from tests.servers import free_port
 from tests.waiting import until
 
 

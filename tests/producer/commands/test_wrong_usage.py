@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.ports import free_port
 from tests.producer.playing import Run, old_server
 from tests.roles import as_role
+from tests.servers import free_port
 
 
 def test_stats(run: Run) -> None:

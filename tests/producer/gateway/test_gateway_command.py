@@ -13,7 +13,6 @@ import httpx2
 import pytest
 
 from promptq.shared.protocol.claims import Claim
-from tests.ports import free_port
 from tests.producer.gateway.streams.reading import (
     PROMPT,
     continued,
@@ -23,6 +22,7 @@ from tests.producer.gateway.streams.reading import (
     texts_of,
 )
 from tests.producer.playing import HandWorker, Run, Start
+from tests.servers import free_port
 
 
 def url_of(process: subprocess.Popen[str]) -> str:

@@ -10,10 +10,9 @@ from typing import Any, Self
 
 import redis
 
-from tests.ports import free_ports
 from tests.processes import start
 from tests.roles import acl_file_for_tests
-from tests.servers import answers
+from tests.servers import answers, free_ports
 
 NUM_SLOTS = 16384
 

@@ -16,9 +16,8 @@ from tests.certificates import make_certificates, tls_settings
 from tests.faults.network import Network, check_that_answers_are_ones_own
 from tests.faults.sentinels import ALONE, SERVICE, Guarded, guarded_by_three, is_found, sentinel
 from tests.integration.reading import KINDS
-from tests.ports import free_port
 from tests.roles import as_role
-from tests.servers import OwnServer
+from tests.servers import OwnServer, free_port
 from tests.waiting import until
 
 

@@ -25,10 +25,10 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.faults.network import Network
-from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway, live_worker
 from tests.producer.playing import KEYS, HandWorker
 from tests.roles import as_role, bring_in_roles
+from tests.servers import free_port
 from tests.waiting import until
 
 

@@ -15,7 +15,6 @@ import redis
 from promptq import Client
 from promptq.shared.protocol.claims import Room
 from promptq.shared.server.embedded import EmbeddedServer
-from tests.ports import free_port
 from tests.producer.gateway.living import LiveGateway, live_gateway
 from tests.producer.gateway.streams.reading import (
     CHAT,
@@ -27,6 +26,7 @@ from tests.producer.gateway.streams.reading import (
     texts_of,
 )
 from tests.producer.playing import KEYS, HandWorker
+from tests.servers import free_port
 from tests.waiting import until
 
 
