@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.children import child
 from benchmarks.memory import peak_bytes
-from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES, MAX_LINES
+from promptq.producer.batch_store.input_file import MAX_FILE_BYTES, MAX_LINES
 from promptq.shared.server.embedded import EmbeddedServer
 
 LOADS = ((MAX_LINES, MAX_FILE_BYTES // MAX_LINES - 250), (40, 5_000_000))

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.batch_store.batch_lines import is_batch_id, new_batch_id
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS
+from promptq.producer.batch_store.input_file import is_batch_id, new_batch_id
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
 from promptq.shared.queue.call import Call, ids_of, text_map

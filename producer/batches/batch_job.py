@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import redis
 
-from promptq.producer.batch_store.batch_lines import BatchFileError, count_lines, read_lines
 from promptq.producer.batch_store.batch_records import (
     Batches,
     BatchMissingError,
@@ -23,6 +22,7 @@ from promptq.producer.batch_store.batch_records import (
     Status,
 )
 from promptq.producer.batch_store.files import FileMissingError, FileStore
+from promptq.producer.batch_store.input_file import BatchFileError, count_lines, read_lines
 from promptq.producer.batches.batch_journal import BatchIsRunningError, Journal
 from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from promptq.producer.batch_store.batch_lines import RefusedLineError
+from promptq.producer.batch_store.input_file import RefusedLineError
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import Usage
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from promptq.producer.batch_store.batch_lines import BrokenLineError, LineReader, RefusedLineError
+from promptq.producer.batch_store.input_file import BrokenLineError, LineReader, RefusedLineError
 from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
 from promptq.shared.errors import QueueFullError, RedisSideError, RequestExistsError

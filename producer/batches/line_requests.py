@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from promptq.producer.batch_store.batch_lines import BatchLine, RefusedLineError, request_id_of
+from promptq.producer.batch_store.input_file import BatchLine, RefusedLineError, request_id_of
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.respond import granted

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from promptq.producer.batch_store.batch_lines import (
+from promptq.producer.batch_store.input_file import (
     BatchFileError,
     count_lines,
     new_batch_id,

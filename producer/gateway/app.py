@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
+from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.gateway.answering.preparing import Preparing
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
-from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.key_uses import KeyUses
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.context.refusals import Refusals

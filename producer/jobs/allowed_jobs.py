@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from promptq.producer.batch_store.batch_lines import is_batch_id
+from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.producer.jobs import upkeep
 from promptq.shared.errors import PromptqError

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
-from promptq.producer.webhooks.turns import Turns
+from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.producer.webhooks.webhooks import (
     BACKOFF_SECONDS,

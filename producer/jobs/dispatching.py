@@ -15,7 +15,7 @@ from itertools import compress
 import redis
 from rq import Queue
 
-from promptq.producer.batch_store.batch_lines import is_batch_id
+from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.batches.runner_lease import LEASE_MS
 from promptq.producer.jobs.rq_queues import batches_waiting, enqueue_batch, is_taken, num_workers
 from promptq.producer.jobs.untrusted_entries import entries_of, shown

@@ -26,7 +26,7 @@ from rq.timeouts import JobTimeoutException
 from rq.utils import now
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, register
 
-from promptq.producer.batch_store.batch_lines import is_batch_id
+from promptq.producer.batch_store.input_file import is_batch_id
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.jobs.allowed_jobs import (
     BATCH_JOB,

@@ -17,14 +17,14 @@ import redis.asyncio
 import standardwebhooks.webhooks as standard
 
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.batch_store.batch_lines import new_batch_id
 from promptq.producer.batch_store.batch_records import Batches, BatchRecord, new_batch
 from promptq.producer.batch_store.files import FileStore
+from promptq.producer.batch_store.input_file import new_batch_id
 from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
 from promptq.producer.jobs.dispatching import Dispatcher
 from promptq.producer.jobs.rq_queues import batch_queue
 from promptq.producer.settings import JobsSettings
-from promptq.producer.webhooks.turns import Turns
+from promptq.producer.webhooks.tenant_turns import Turns
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from tests.model_free_worker import running_worker
 from tests.processes import until_ready

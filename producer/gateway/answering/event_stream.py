@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from promptq.producer.clients.connecting import explained
-from promptq.producer.gateway.answering.presence import while_present
-from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.answering.disconnects import while_present
+from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
 from promptq.producer.gateway.http.protocol import PIECES, Unfinished
 from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk

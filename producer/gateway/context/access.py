@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 
 from promptq.producer.admin import api_keys
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.shared.protocol.request import MAX_PRIORITY, TokenAccount
 from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from promptq.producer.gateway.context.access import ThisCaller
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.bodies import read_body
 from promptq.producer.gateway.http.errors import ApiError
 

@@ -12,7 +12,7 @@ from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.file_quotas import Upload
 from promptq.producer.batch_store.files import StoredFile
 from promptq.producer.gateway.context.access import ThisCaller, admit_call
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 
 FORM_BYTES = 1 << 16
 """The bytes that a form may have beside the file. They do not count as the file."""

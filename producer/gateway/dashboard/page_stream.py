@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from redis.exceptions import RedisError
 
 from promptq.producer.gateway.context.access import admin_of, caller_of
-from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.shared.errors import PromptqError
 from promptq.shared.runtime.tasks import end

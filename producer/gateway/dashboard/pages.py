@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from promptq.producer.admin.timeline import Timeline
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import ThisAdmin
-from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.dashboard import request_search
 from promptq.producer.gateway.dashboard.page_stream import event_response, message
 from promptq.producer.gateway.dashboard.poller import Poller, Topic

@@ -1,7 +1,7 @@
 """How many bytes of requests' bodies a gateway holds at once: for each tenant, and in all.
 
 No tenant can fill it: a tenant gets more only while more bytes are free than it holds, as with the
-places of webhooks (webhooks/turns.py). The first bytes of each body do not count, so that a small
+places of webhooks (webhooks/tenant_turns.py). The first bytes of each body do not count, so that a small
 call is always let in. The number of connections limits those.
 """
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
 from promptq.producer.gateway.context.access import ThisCaller, admit_call, needs
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.json_body import described_body, json_body
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from promptq.producer.gateway.answering.preparing import Preparing, ThisPreparing
 from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.context.access import Caller, ThisCaller, admit_call, needs
-from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.calls import (

@@ -12,10 +12,10 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileStore
+from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.gateway.context.access import ThisCaller, needs
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.uploads import FORM_BYTES, ThisUpload, UploadCall
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.body_budget import Hold

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from promptq.producer.admin import api_keys
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import ApiError, described
 
 router = APIRouter(tags=["health"])

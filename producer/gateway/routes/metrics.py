@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
 from promptq.producer.admin.overview import Overview
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.shared.errors import RedisSideError
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Reading

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from promptq.producer.gateway.answering.respond import unknown_model
 from promptq.producer.gateway.context.access import ThisCaller, needs
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import described
 
 router = APIRouter(

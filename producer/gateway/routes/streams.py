@@ -8,10 +8,10 @@ from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
 from promptq.producer.gateway.answering.event_stream import EventStream
-from promptq.producer.gateway.answering.request_payloads import payloads_of
 from promptq.producer.gateway.answering.respond import check_positions
+from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
-from promptq.producer.gateway.context.context import Gateway, ThisGateway
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import (
     Completion,

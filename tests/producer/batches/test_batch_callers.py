@@ -14,7 +14,6 @@ import redis
 import redis.asyncio
 
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.batch_store.batch_lines import LineReader, request_id_of
 from promptq.producer.batch_store.batch_records import (
     WINDOW_SECONDS,
     Batches,
@@ -22,6 +21,7 @@ from promptq.producer.batch_store.batch_records import (
     new_batch,
 )
 from promptq.producer.batch_store.files import FileStore
+from promptq.producer.batch_store.input_file import LineReader, request_id_of
 from promptq.producer.batches.batch_job import run_batch_job
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.request_queue import AsyncRequestQueue

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from promptq import Client
-from promptq.producer.batch_store.batch_lines import MAX_LINE_BYTES, MAX_LINES, BatchFileError
+from promptq.producer.batch_store.input_file import MAX_LINE_BYTES, MAX_LINES, BatchFileError
 from promptq.producer.batches.batch_journal import BatchIsRunningError
 from promptq.producer.batches.local_batch import BatchOutcome, errors_beside, run_batch
 from promptq.producer.batches.run_options import BatchProgress

@@ -8,8 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from promptq.producer.batch_store.batch_lines import MAX_FILE_BYTES
 from promptq.producer.batch_store.files import FileStore
+from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from tests.producer.batches.batches import (
     line,
     upload,

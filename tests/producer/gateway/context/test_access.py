@@ -22,7 +22,7 @@ from promptq.producer.commands.screens.render import api_keys_list
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, rates_of, take
-from promptq.producer.gateway.context.context import ThisGateway
+from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError
 from promptq.shared.protocol.keys import Keys

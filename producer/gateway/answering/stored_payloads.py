@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from promptq.producer.gateway.context.access import Caller
-from promptq.producer.gateway.context.context import Gateway
+from promptq.producer.gateway.context.gateway import Gateway
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.queue.call import Call
 
