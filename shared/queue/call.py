@@ -78,24 +78,8 @@ Operation = Generator[Any, Any, T]
 is sent the list of what they give. What fails is raised where it was yielded."""
 
 
-def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
-    """What an operation comes to, where `answer` gives what each step of it gives."""
-    try:
-        step = next(operation)
-        while True:
-            try:
-                given = answer(step)
-            except BaseException as error:
-                step = operation.throw(error)
-            else:
-                step = operation.send(given)
-    except StopIteration as stop:
-        value: T = stop.value
-        return value
-
-
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """As `carry_out`, with answers that are awaited."""
+    """Run an operation to its end and return its value. `answer` gives what each step yields."""
     try:
         step = next(operation)
         while True:
@@ -108,6 +92,20 @@ async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Await
     except StopIteration as stop:
         value: T = stop.value
         return value
+
+
+def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
+    """As `carry_out_async`, with answers that need not be awaited."""
+
+    async def answer_at_once(step: Any) -> Any:
+        return answer(step)
+
+    try:
+        carry_out_async(operation, answer_at_once).send(None)  # it awaits nothing, so it ends here
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    raise RuntimeError("the operation did not end")
 
 
 def text_of(value: str | bytes | int) -> str:

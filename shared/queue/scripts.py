@@ -13,15 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from promptq.shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
-from promptq.shared.protocol.claims import (
-    NO_CONTEXT,
-    Claim,
-    ClaimContext,
-    Claims,
-    Held,
-    ModelIdentity,
-    Room,
-)
+from promptq.shared.protocol.claims import Claim, ClaimContext, Claims, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import CancelMode, CancelStatus, PriorityStatus, Reaped, Swept
@@ -80,7 +72,7 @@ def claim(
     nonce: str,
     seed_base: str,
     model: ModelIdentity,
-    context: ClaimContext = NO_CONTEXT,
+    context: ClaimContext,
 ) -> Call[Claims]:
     """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError.
 
@@ -214,11 +206,7 @@ def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
 
 def requeue(dead_id: str, new_id: str) -> Call[str]:
     """Run a dead letter again as `new_id`; replies ok, unknown or exists."""
-
-    def parse(reply: list[Any]) -> str:
-        return text_of(reply[0])
-
-    return Call("requeue", [dead_id, new_id], parse)
+    return Call("requeue", [dead_id, new_id], lambda reply: text_of(reply[0]))
 
 
 def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
