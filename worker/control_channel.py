@@ -1,7 +1,8 @@
-"""Listens on the queue's channels: new work and cancels on `control`, drains on `drain`.
+"""Listens on the channels of the queue: new work and cancels on `control`, drains on `drain`.
 
-Producers may publish on `control`, and are not to end workers. Where nobody has a role, so that all
-may do everything, a drain is heeded there too, as earlier releases send it.
+Producers may publish on `control`, but should not be able to end workers. If the server has no
+roles, so that every client may do everything, a drain on `control` is heeded too, as earlier
+releases send it there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Message(NamedTuple):
 async def messages(client: Any, keys: Keys) -> AsyncIterator[Message]:
     """Each message, until cancelled. A drain without a name is for all workers.
 
-    Messages that are missed while disconnected cost only time: workers poll for new work, and every
-    publish answers with what is cancelled. Only a drain is to be sent again.
+    Messages that are missed while disconnected only cost time: workers poll for new work, and every
+    publish reports what is cancelled. Only a drain has to be sent again.
     """
     heeded = {keys.drain.encode()}
     if not _has_role(client):
@@ -54,15 +55,15 @@ async def messages(client: Any, keys: Keys) -> AsyncIterator[Message]:
 
 
 def _has_role(client: Any) -> bool:
-    """Whether this connection is that of a user of its own, not the server's default one."""
+    """Whether this connection uses its own user, not the default one of the server."""
     user = client.connection_pool.connection_kwargs.get("username")
     return user not in (None, "", "default")
 
 
 async def _next(channel: Any) -> dict[str, Any]:
-    """What comes next, if only the answer to a ping that is sent into silence.
+    """The next message. If none comes, a ping is sent and its answer is the next message.
 
-    Raises RedisError if that does not come either: the link may stand and pass nothing.
+    Raises RedisError if that does not come either: the connection may be open and pass nothing.
     """
     seconds = channel.connection.socket_timeout
     message: dict[str, Any] | None = await channel.get_message(timeout=seconds)

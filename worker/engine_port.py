@@ -1,4 +1,4 @@
-"""What a worker asks of any engine: the asyncio face, whatever is behind it."""
+"""What a worker asks of any engine: an asyncio interface, whatever is behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from promptq.worker.engine.api.messages import (
 
 
 class EnginePort(Protocol):
-    """Runs sequences and tells what came of them. All methods belong to one event loop."""
+    """Runs sequences and returns their outputs. All methods belong to one event loop."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -25,45 +25,45 @@ class EnginePort(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """Totals and the state of the batch, as they were last told."""
+        """The totals and the state of the batch, as last reported."""
         ...
 
     def start(self) -> None:
-        """Begin to run; the running loop is the one that fetches."""
+        """Start running. The running event loop is the one that fetches."""
         ...
 
     async def stop(self, patience: float) -> None:
-        """End after the step that runs, unless that has taken more than `patience` seconds.
+        """Stop after the running step, unless that has taken more than `patience` seconds.
 
-        What was not fetched is dropped.
+        Steps that were not fetched are dropped.
         """
         ...
 
     def add(self, request: EngineRequest) -> None:
-        """Take a sequence in. One that can never run ends with an error that says why."""
+        """Add a sequence. One that can never run ends with an error that says why."""
         ...
 
     def abort(self, sequence_id: int) -> None:
-        """End a sequence; nothing is told of it any more once it was aborted in the engine.
+        """End a sequence. There is no output for it once the engine has aborted it.
 
-        Of one that has ended, or never came, it is without effect.
+        This has no effect on a sequence that has ended or was never added.
         """
         ...
 
     async def snapshot(self) -> EngineSnapshot:
-        """Where all sequences stand after the step that runs."""
+        """The state of all sequences after the running step."""
         ...
 
     async def fetch(self) -> list[StepOutput]:
-        """All steps since the last call, at least one; an engine that is not fetched from stops.
+        """All steps since the last call, at least one. An engine that is not fetched from stops.
 
-        Raises the engine's exception once it has failed and all before it was fetched.
+        Raises the exception of an engine that failed, once all steps before that were fetched.
         """
         ...
 
     @property
     def has_failed(self) -> bool:
-        """Whether it does nothing any more."""
+        """Whether the engine has failed and does nothing any more."""
         ...
 
     @property
@@ -72,5 +72,6 @@ class EnginePort(Protocol):
         ...
 
     def seconds_without_progress(self) -> float:
-        """How long it has been at one thing; about 0 while it waits for work, or to be fetched."""
+        """How long it has been busy with one thing. About 0 while it waits for work or to be
+        fetched."""
         ...

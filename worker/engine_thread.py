@@ -1,7 +1,7 @@
 """The thread that drives the engine, and the two queues between it and the rest of the worker.
 
-What crosses are plain messages. The inbox is applied between steps and is the only way in, so that
-a block has one owner; aborts never wait behind additions. The outbox is bounded: an engine whose
+Only plain messages cross. The inbox is applied between steps and is the only way in, so a block
+always has one owner. Aborts never wait behind additions. The outbox is bounded: an engine whose
 output is not fetched stops.
 """
 
@@ -117,7 +117,7 @@ class EngineThread:
                 self._last_progress = time.monotonic()
                 if self._engine.has_work:
                     self._put(self._step())
-        except BaseException as error:  # it crosses to the side that can tell of it
+        except BaseException as error:  # `fetch` raises it on the other side
             self._failure = error
             self._notify()
 
@@ -125,13 +125,13 @@ class EngineThread:
         try:
             return self._engine.step()
         except Exception as error:
-            self._log.exception("a step failed; it is computed again, in parts if need be")
-            clear_frames(error.__traceback__)  # what they hold is memory that the parts need
+            self._log.exception("a step failed; it is computed again, if necessary in parts")
+            clear_frames(error.__traceback__)  # they hold memory that the parts need
             self._last_progress = time.monotonic()
             return self._engine.recover(error)
 
     def _apply_inbox(self) -> bool:
-        """Wait for something to do, let additions and aborts take effect; False to stop."""
+        """Wait for work, and apply additions and aborts. Returns False to stop."""
         with self._inbox:
             while not (self._stopping or self._has_mail or self._engine.has_work):
                 self._last_progress = time.monotonic()
@@ -142,12 +142,12 @@ class EngineThread:
         for request in additions:
             try:
                 self._engine.add(request)
-            except Exception as error:  # whatever it is, it is this request's alone
+            except Exception as error:  # it must not stop the other requests
                 self._put_refusal(request, str(error))
         # After the additions, so that an abort finds what was added just before it.
         for sequence_id in aborts:
             self._engine.abort(sequence_id)
-            self.stats = self._engine.stats  # perhaps no step follows that would tell
+            self.stats = self._engine.stats  # perhaps no step follows to report them
         if snapshots:
             self._answer(snapshots, self._engine.snapshot())
         return not self._stopping
@@ -171,7 +171,7 @@ class EngineThread:
 
     def _put(self, output: StepOutput) -> None:
         while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
-            self._last_progress = time.monotonic()  # it waits for the other side: no standstill
+            self._last_progress = time.monotonic()  # waiting for the other side is no standstill
             if self._stopping:
                 return
         self.stats = output.stats

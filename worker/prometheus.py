@@ -20,11 +20,11 @@ _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
 
 def readings(worker: Worker) -> Iterator[Reading]:
     """All metrics of a worker as they are now; may be called in any thread."""
-    engine, meter, intake = worker.engine.stats, worker.meter, worker.intake
+    engine, meter, ready = worker.engine.stats, worker.meter, worker.leases.ready
     model = (worker.served.identity.name, metrics.ENGINE)
     gauges_and_counters = {
         metrics.RUNNING: engine.num_running,
-        metrics.WAITING: engine.num_waiting + len(worker.leases.ready),
+        metrics.WAITING: engine.num_waiting + len(ready),
         metrics.KV_USAGE: engine.num_used_blocks / max(1, engine.num_blocks),
         metrics.PREFIX_QUERIES: engine.prompt_tokens + engine.cached_tokens,
         metrics.PREFIX_HITS: engine.cached_tokens,
@@ -34,15 +34,15 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.DRAFTED: engine.drafted_tokens,
         metrics.ACCEPTED: engine.accepted_tokens,
         metrics.LEASES: len(worker.leases),
-        metrics.PREFETCHED: len(worker.leases.ready),
-        metrics.PREFETCH_WAIT: intake.metrics.waited_seconds,
-        metrics.PREFETCH_HAND_OUTS: intake.metrics.num_handed_out,
-        metrics.PREFETCH_FILL: intake.metrics.filled_seconds,
-        metrics.PREFETCH_EMPTY: intake.metrics.num_empty,
+        metrics.PREFETCHED: len(ready),
+        metrics.PREFETCH_WAIT: ready.waited_seconds,
+        metrics.PREFETCH_HAND_OUTS: ready.num_handed_out,
+        metrics.PREFETCH_FILL: ready.filled_seconds,
+        metrics.PREFETCH_EMPTY: ready.num_empty,
         metrics.ENGINE_SECONDS: engine.busy_seconds,
         metrics.RECOMPUTED: engine.recomputed_tokens,
-        metrics.CLAIMS: intake.metrics.num_claimed,
-        metrics.REFUSED: intake.metrics.num_failed,
+        metrics.CLAIMS: meter.num_claimed,
+        metrics.REFUSED: meter.num_refused,
         metrics.FENCES_LOST: meter.num_fences_lost,
         metrics.PUBLISHED: meter.num_published,
     }

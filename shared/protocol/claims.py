@@ -40,17 +40,13 @@ class ModelIdentity:
 class ClaimContext:
     """Which calls went before, so that the server notices a lost reply.
 
-    See `promptq.shared.queue.claim_history`.
+    See `promptq.shared.queue.claim_history`. Without a session no lost reply is noticed.
     """
 
     session: str = ""
     answered: str = ""
     skip: int = 0
     number: int = 0
-
-
-NO_CONTEXT = ClaimContext()
-"""Of a session that is told nowhere, so that a lost reply is not noticed."""
 
 
 @dataclass(slots=True)

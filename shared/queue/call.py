@@ -1,7 +1,7 @@
-"""What is asked of the queue's server, and how its replies are read; does no I/O itself.
+"""What is asked of the server of a queue, and how its replies are read. There is no I/O here.
 
 A `Call` is one command or script. An `Operation` is a conversation: calls, one round trip after the
-other, up to what they come to. The queues send calls; the clients carry out operations.
+other, until there is a result. The queues send calls, and the clients carry out operations.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ SCRIPT_NAMES = tuple(sorted(_PATHS))
 
 @cache
 def script_text(name: str) -> str:
-    """The source of one script, behind the parts that it uses: each a table in its own scope."""
+    """The source of one script, after the parts that it uses. Each part is a table in its own
+    scope."""
     parts: dict[str, str] = {}
     text = _text_behind(_PATHS[name], parts)
     return "".join(parts.values()) + text
 
 
 def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """A file's text. The parts that its first line names come into `parts`, each behind its own.
+    """The text of a file. The parts that its first line names are added to `parts`, each after its
+    own.
 
-    Raises ValueError where parts use each other in a circle.
+    Raises ValueError if parts use each other in a circle.
     """
     text = path.read_text()
     first_line = text.partition("\n")[0]
@@ -56,16 +58,16 @@ def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T_co]):
-    """A script by name, or with `script` empty a plain command."""
+    """A script by its name; if `script` is empty, a plain command."""
 
     script: str
     args: Sequence[str | bytes | int | memoryview]
     parse: Callable[[Any], T_co]
     of_wrong_type: Callable[[], T_co] | None = None
-    """What a key gives that a stranger made of another type; without it, that is an error."""
+    """The value for a key that a stranger made of another type. Without it, that is an error."""
 
     def read(self, reply: Any) -> T_co:
-        """What the call gives. Raises a reply that is an error."""
+        """The value of a reply. Raises it if it is an error."""
         if self.of_wrong_type is not None and is_wrong_type(reply):
             return self.of_wrong_type()
         if isinstance(reply, Exception):
@@ -74,28 +76,12 @@ class Call(Generic[T_co]):
 
 
 Operation = Generator[Any, Any, T]
-"""Yields a call, and is sent what it gives; or a list of calls, to be sent in one round trip, and
-is sent the list of what they give. What fails is raised where it was yielded."""
-
-
-def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
-    """What an operation comes to, where `answer` gives what each step of it gives."""
-    try:
-        step = next(operation)
-        while True:
-            try:
-                given = answer(step)
-            except BaseException as error:
-                step = operation.throw(error)
-            else:
-                step = operation.send(given)
-    except StopIteration as stop:
-        value: T = stop.value
-        return value
+"""Yields a call, and is sent its value. Or it yields a list of calls, to be sent in one round trip,
+and is sent the list of their values. Errors are raised at the `yield`."""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """As `carry_out`, with answers that are awaited."""
+    """Run an operation to its end and return its value. `answer` gives what each step yields."""
     try:
         step = next(operation)
         while True:
@@ -110,6 +96,20 @@ async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Await
         return value
 
 
+def carry_out(operation: Operation[T], answer: Callable[[Any], Any]) -> T:
+    """As `carry_out_async`, with answers that need not be awaited."""
+
+    async def answer_at_once(step: Any) -> Any:
+        return answer(step)
+
+    try:
+        carry_out_async(operation, answer_at_once).send(None)  # it awaits nothing, so it ends here
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    raise RuntimeError("the operation did not end")
+
+
 def text_of(value: str | bytes | int) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
@@ -119,17 +119,17 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 
 
 def ids_of(values: Iterable[bytes]) -> list[str]:
-    """Ids as a stranger may have put them in: bytes that are no text come as surrogates."""
+    """Ids, which a stranger may have written: bytes that are not text become surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
 def is_wrong_type(reply: object) -> bool:
-    """Whether a server says so that a key is of another type than the command is for."""
+    """Whether the server says that a key has another type than the command needs."""
     return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def text_map(reply: Any) -> dict[str, str]:
-    """A hash as text, whichever protocol it came by; a stranger's bytes may be none."""
+    """A hash as text, in either protocol. Bytes that are not text are replaced."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {_as_read(name): _as_read(value) for name, value in pairs}
 

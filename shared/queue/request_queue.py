@@ -1,7 +1,8 @@
-"""The queue: what producers and workers do with it, on the Lua scripts.
+"""The queue: what producers and workers do with it, on top of the Lua scripts.
 
-`RequestQueue` and `AsyncRequestQueue` have the same methods. Every state change is one script (see
-`promptq.shared.queue.scripts`), so any number of producers and workers may use a queue at once.
+`RequestQueue` and `AsyncRequestQueue` have the same methods. Every change of state is one script
+(see `promptq.shared.queue.scripts`), so any number of producers and workers may use a queue at
+once.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ from promptq.shared.queue.claim_history import ClaimHistory, ClaimTurn
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""A wake-up that was missed costs at most this long."""
+"""A missed wake-up costs at most this long."""
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""Replies to several at once after which a call is sent again, alone: redis-py heeds them then."""
+"""After such a reply to one of several calls, that call is sent again alone: then redis-py handles
+it."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
 
 
 def new_request_id() -> str:
-    """A UUIDv7: ids of later requests sort behind, so that equal scores stay first-in first-out.
+    """A UUIDv7. Ids of later requests sort behind earlier ones, so equal scores stay first-in
+    first-out.
 
-    Layout after RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the time's fraction,
-    variant, 62 random bits.
+    Layout of RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the fraction of a
+    millisecond, variant, 62 random bits.
     """
     nanoseconds = time.time_ns()
     milliseconds, rest = divmod(nanoseconds, 1_000_000)
@@ -66,7 +69,7 @@ def new_request_id() -> str:
 
 
 class _Queue:
-    """What both queues share: names, identity and the building of calls."""
+    """What both queues have in common: names, identity and how calls are built."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class _Queue:
         self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
-        """What `run` does; yields what redis-py is to be asked, and is sent what it replies."""
+        """What `run` does. Yields functions that ask the server, and is sent its replies."""
         self._check_open()
         if isinstance(calls, Call):
             return calls.read((yield from self._reply(calls)))
@@ -111,7 +114,7 @@ class _Queue:
         return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
 
     def _reply(self, call: Call[Any]) -> Operation[Any]:
-        """The server's reply to one call, or the error that stands in its place."""
+        """The reply of the server to one call, or the error in its place."""
         reply: Any = None
         for _ in range(_SCRIPT_TRIES):
             try:
@@ -167,7 +170,8 @@ class _Queue:
 
     @property
     def has_unanswered_claim(self) -> bool:
-        """Whether the last claim failed: the next one gives back what it may have been given."""
+        """Whether the last claim failed. The next one gives back what the server may have given
+        it."""
         return self._claim_history.is_unanswered
 
     def _check_open(self) -> None:
@@ -207,25 +211,26 @@ class RequestQueue(_Queue):
     def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
 
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
-        """Send a call, or several in one round trip; gives what each gives.
+        """Send a call, or several in one round trip. Returns what each gives.
 
-        Of several, those behind one that fails are carried out too; the first error is raised. A
-        script that the server does not know yet runs behind the others. `atomic` is for plain
-        commands alone: none of another client's comes in between.
+        If one of several fails, those behind it are carried out too, and the first error is raised.
+        A script that the server does not know yet runs after the others. `atomic` is for plain
+        commands only: no command of another client comes in between.
         """
         return carry_out(self._exchange(calls, atomic), operator.call)
 
     def enqueue(self, new: Sequence[NewRequest]) -> list[str]:
-        """Put requests in, all or none, and give their ids.
+        """Add requests, all or none, and return their ids.
 
         Raises InvalidRequestError, RequestExistsError, QueueFullError.
         """
         return self.run(self._enqueue(new))
 
     def take_batch(self, room: Room) -> Claims:
-        """Claim what there is room for, in queue order, without waiting.
+        """Claim requests for which there is room, in queue order, without waiting.
 
-        `room.num_held` counts all that the process holds; with a suspect among it, ask for none.
+        `room.num_held` counts all requests that the process holds. If a suspect is among them, ask
+        for none.
         """
         with self._claim_history.call() as turn:
             turn.claims = self.run(self._claim(room, turn))
@@ -234,11 +239,12 @@ class RequestQueue(_Queue):
     def take(
         self, timeout: float | None = None, abort: threading.Event | None = None
     ) -> Claim | None:
-        """Claim one request, waiting up to `timeout` seconds (None: without end).
+        """Claim one request, waiting up to `timeout` seconds (None: without a limit).
 
-        None when the time is over or `abort` is set. Raises QueueClosedError when closed meanwhile.
-        For a process that takes one after the other: it says that nothing else is held, and may get
-        a suspect (docs/protocol.md, Crashes). Who holds several uses `take_batch`.
+        Returns None if the time is over or `abort` is set. Raises QueueClosedError if the queue is
+        closed meanwhile. It is for a process that takes one request after the other: it reports
+        that nothing else is held, and may get a suspect (docs/protocol.md, Crashes). A process that
+        holds several uses `take_batch`.
         """
         with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)
@@ -255,25 +261,26 @@ class RequestQueue(_Queue):
     ) -> list[str]:
         """Give requests back, at their old place and with their progress.
 
-        `crashed` says that the engine failed with them, which counts as a crash of each.
-        With `delays_ms`, one for each, nobody gets them again before that.
+        `crashed` says that the engine failed with them, which counts as a crash of each. With
+        `delays_ms`, one for each request, nobody can claim them before that.
         """
         return self.run(self._release(held, crashed, delays_ms)) if held else []
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Mark as cancelled: a waiting request ends now, a running one at its next step."""
+        """Cancel a request: a waiting one ends now, a running one at its next step."""
         return self.run(scripts.cancel([request_id]))[0]
 
     def remove(self, request_id: str) -> bool:
-        """Take a waiting request out of the queue, ending it as cancelled.
+        """Remove a waiting request from the queue, ending it as cancelled.
 
-        False if it does not wait (any more).
+        Returns False if it does not wait (any more).
         """
         statuses = self.run(scripts.cancel([request_id], "waiting"))
         return statuses[0] is CancelStatus.CANCELLED
 
     def clear(self) -> int:
-        """Remove all that wait, delayed ones too; gives how many. Running requests stay."""
+        """Remove all waiting requests, with delayed ones. Returns how many. Running requests
+        stay."""
         return carry_out(_clear(self.keys), self.run)
 
     def contains(self, request_id: str) -> bool:
@@ -289,23 +296,24 @@ class RequestQueue(_Queue):
         return self.count() == 0
 
     def state(self, request_id: str) -> RequestState | None:
-        """Where a request is in its life; None if it is unknown."""
+        """The state of a request; None if it is unknown."""
         return self.run(lookups.state(self.keys, request_id))
 
     def reap(self) -> Reaped:
-        """Bring back what dead workers held, end what is past its deadline."""
+        """Bring back what dead workers held, and end requests that are past their deadline."""
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Let go of what nothing refers to, a page of keys at a time; go on at the cursor."""
+        """Let go of orphans, which nothing refers to, on one page of keys. Continue at the
+        cursor."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
-        """Run a dead letter again; gives the new id. Raises RequestNotFoundError."""
+        """Run a dead letter again. Returns the new id. Raises RequestNotFoundError."""
         return carry_out(requeue(dead_id), self.run)
 
     def purge(self, dead_ids: Sequence[str]) -> int:
-        """Delete dead letters; gives how many there were."""
+        """Delete dead letters. Returns how many there were."""
         return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
 
     def close(self) -> None:
@@ -314,11 +322,11 @@ class RequestQueue(_Queue):
 
 
 class AsyncRequestQueue(_Queue):
-    """The queue for asyncio: `RequestQueue`'s methods, awaited.
+    """The queue for asyncio: the methods of `RequestQueue`, awaited.
 
-    At most 32 calls are on their way at once, each with a connection of its own, and of those that
-    the client may have no more than half: the others are for subscriptions, of which each keeps
-    one. More calls wait for their turn.
+    At most 32 calls are under way at once, each on its own connection, and at most half as many as
+    the client may have connections: the others are for subscriptions, which keep one each. Further
+    calls wait for their turn.
     """
 
     def __init__(self, client: redis.asyncio.Redis, queue: str = "default", **options: Any) -> None:

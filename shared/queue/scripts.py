@@ -1,7 +1,7 @@
-"""Builds the calls of the Lua scripts and reads their replies; does no I/O itself.
+"""Builds the calls of the Lua scripts and reads their replies. There is no I/O here.
 
-The synchronous and the asynchronous queue differ only in how they send a call, so that every rule
-about arguments and replies stands here once.
+The synchronous and the asynchronous queue differ only in how they send a call, so every rule about
+arguments and replies is here once.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from promptq.shared.errors import ModelMismatchError, QueueFullError, RequestExistsError
-from promptq.shared.protocol.claims import (
-    NO_CONTEXT,
-    Claim,
-    ClaimContext,
-    Claims,
-    Held,
-    ModelIdentity,
-    Room,
-)
+from promptq.shared.protocol.claims import Claim, ClaimContext, Claims, Held, ModelIdentity, Room
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import CancelMode, CancelStatus, PriorityStatus, Reaped, Swept
@@ -38,10 +30,10 @@ def _row_status(reply: bytes) -> RowStatus:
 
 
 def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> Call[list[str]]:
-    """All requests or none. Gives the ids, an older one where the idempotency key is known.
+    """Add all requests or none. Returns the ids, and an older id if the idempotency key is known.
 
-    With a `nonce`, new for each call, the call may be sent again when its reply was lost.
-    Raises RequestExistsError, QueueFullError.
+    With a `nonce`, new for each call, the call may be sent again if its reply was lost. Raises
+    RequestExistsError, QueueFullError.
     """
     new = list(new)
     has_accounts = any(item.account is not None for item in new)
@@ -80,12 +72,12 @@ def claim(
     nonce: str,
     seed_base: str,
     model: ModelIdentity,
-    context: ClaimContext = NO_CONTEXT,
+    context: ClaimContext,
 ) -> Call[Claims]:
     """Take requests in queue order; none while the queue is paused. Raises ModelMismatchError.
 
-    A request without a seed gets one made of `seed_base` and its id; where that is empty, of the
-    nonce of the call that enqueued it and its id.
+    A request without a seed gets one made of `seed_base` and its id. If `seed_base` is empty, it is
+    made of the id and the nonce of the call that enqueued the request.
     """
     preemptible = " ".join(f"{priority}:{tokens}" for priority, tokens in room.preemptible)
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
@@ -135,7 +127,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
 
 
 def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
-    """Send a step's events and renew the leases of `held`."""
+    """Send the events of a step, and renew the leases of `held`."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
         args += row
@@ -156,8 +148,8 @@ def release(
 ) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
-    With `max_crashes` (see `reap`) because the engine failed: a crash of each. With `delays_ms`,
-    one for each, nobody gets them again before that.
+    With `max_crashes` (see `reap`), because the engine failed: it counts as a crash of each. With
+    `delays_ms`, one for each request, nobody can claim them before that.
     """
     args = _held_args(held)
     if max_crashes is not None:
@@ -168,9 +160,9 @@ def release(
 
 
 def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[CancelStatus]]:
-    """End what waits, and in the mode `any` flag what runs.
+    """End waiting requests, and in the mode `any` flag running ones.
 
-    `flagged` ends only what a plain client has flagged.
+    The mode `flagged` ends only requests that a plain client has flagged.
     """
 
     def parse(reply: list[Any]) -> list[CancelStatus]:
@@ -183,16 +175,16 @@ def cancel(request_ids: Sequence[str], mode: CancelMode = "any") -> Call[list[Ca
 def reprioritise(
     request_id: str, priority: int, payload: bytes, new_payload: str
 ) -> Call[PriorityStatus]:
-    """Move what waits to another priority, if `payload` is still what it was enqueued with."""
+    """Move a waiting request to another priority, if `payload` is still its payload."""
     args: list[str | bytes | int] = [request_id, priority, payload, new_payload]
     return Call("reprioritise", args, lambda reply: PriorityStatus(text_of(reply)))
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
-    """Tidy up behind workers and requests whose time is over.
+    """Tidy up after workers and requests whose time is over.
 
-    A request that was aboard at `max_crashes` lost leases, at the last of them alone, is buried; a
-    dead letter that was kept for its time is deleted.
+    A request becomes a dead letter after `max_crashes` lost leases, if it ran alone at the last of
+    them. Dead letters that were kept for their time are deleted.
     """
 
     def parse(reply: list[int]) -> Reaped:
@@ -204,7 +196,7 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Look at a page of the server's keys, and let go of what nothing has referred to for long."""
+    """Look at one page of keys, and let go of requests that nothing has referred to for long."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -214,20 +206,16 @@ def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
 
 def requeue(dead_id: str, new_id: str) -> Call[str]:
     """Run a dead letter again as `new_id`; replies ok, unknown or exists."""
-
-    def parse(reply: list[Any]) -> str:
-        return text_of(reply[0])
-
-    return Call("requeue", [dead_id, new_id], parse)
+    return Call("requeue", [dead_id, new_id], lambda reply: text_of(reply[0]))
 
 
 def purge(dead_ids: Sequence[str]) -> Call[list[str]]:
-    """Delete dead letters and all that is kept of them; replies purged or unknown for each."""
+    """Delete dead letters and all that is kept of them. Replies purged or unknown for each."""
     return Call("purge", list(dead_ids), texts_of)
 
 
 def set_paused(keys: Keys, paused: bool) -> Call[int]:
-    """Whether the queue hands out requests."""
+    """Set whether the queue is paused, so that it hands out no requests."""
     return Call("", ["HSET", keys.config, "paused", int(paused)], int)
 
 
@@ -246,7 +234,8 @@ def tell_to_drain(channel: str, worker_id: str | None) -> Call[int]:
 def heartbeat(
     stats: WorkerStats, ttl_ms: int, slots: Sequence[SlotStats] | None = None
 ) -> Call[int]:
-    """Tell how a worker fares, for `ttl_ms`; 0: that it leaves. Gives how many workers live."""
+    """Publish the statistics of a worker for `ttl_ms`; with 0 the worker leaves. Returns how many
+    workers live."""
     args: list[str | bytes | int] = [stats.worker_id, ttl_ms]
     for name, value in stats.model_dump(exclude={"heartbeat_at"}).items():
         args += [name, str(value)]
@@ -258,7 +247,7 @@ def heartbeat(
 def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
     """Take or keep the lease under a key of the queue for so long, or with 0 let go of it.
 
-    Whether it is this holder's; when letting go, whether it was.
+    Returns whether it belongs to this holder; when letting go, whether it did.
     """
     args: list[str | bytes | int] = [key.removeprefix(keys.prefix), holder, ttl_ms]
     return Call("hold", args, lambda reply: bool(int(reply)))

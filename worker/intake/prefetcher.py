@@ -25,7 +25,6 @@ from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.leases.lease import Lease, LeaseState
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.leases.ready_queue import IntakeMetrics
 from promptq.worker.publishing.give_back import GiveBack
 from promptq.worker.publishing.publisher import Publisher
 from promptq.worker.telemetry.departures import Departures
@@ -80,10 +79,6 @@ class Prefetcher:
         self._too_small: Room | None = None  # the room for which the last claim found nothing
         self._task: asyncio.Task[None] | None = None
         self._log = get_logger(worker_id=queue.worker_id)
-
-    @property
-    def metrics(self) -> IntakeMetrics:
-        return self._leases.ready.metrics
 
     def start(self) -> None:
         """Start claiming. Raises RuntimeError if it runs already."""
@@ -179,7 +174,7 @@ class Prefetcher:
             self._wake_up.work_came()  # more waits behind requests for newer workers
         if not claims:
             return 0
-        self.metrics.num_claimed += len(claims)
+        self._meter.num_claimed += len(claims)
         for claim in claims:
             if (earlier := self._leases.by_request(claim.request_id)) is not None:
                 outcome = self._leases.answered(earlier, RowStatus.FENCED)
@@ -205,7 +200,7 @@ class Prefetcher:
             else:
                 self._leases.prepared(lease, it)
         self._leases.feed()
-        self.metrics.num_failed += len(failed)
+        self._meter.num_refused += len(failed)
         complete = [lease for lease in leases if lease.state is LeaseState.ENDING]
         try:
             for lease, error in failed:

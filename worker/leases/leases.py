@@ -143,7 +143,7 @@ class Leases:
         while self.num_running < self.num_places or self._next_is_more_urgent():
             lease = self.ready.first()
             if lease is None:
-                self.ready.metrics.num_empty += 1
+                self.ready.num_empty += 1
                 break
             self._to(lease, _RUNNING)
         self.wake_up.room_freed()

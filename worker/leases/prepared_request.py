@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import (
@@ -85,17 +84,6 @@ class PreparedRequest:
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
 
-    @property
-    def emitted(self) -> tuple[int, int, int, int]:
-        """How much was emitted so far, for `take_back`."""
-        return (len(self.token_ids), len(self.texts), len(self.logprobs), len(self.rows))
-
-    def take_back(self, emitted: tuple[int, int, int, int]) -> None:
-        """Forget what was noted since then, for a row that could not be made."""
-        parts: tuple[list[Any], ...] = (self.token_ids, self.texts, self.logprobs, self.rows)
-        for part, length in zip(parts, emitted, strict=True):
-            del part[length:]
-
     def rows_until(self, row: Row) -> list[Row]:
         """All rows of the log up to this one, with those of earlier attempts."""
         claim = self.claim
@@ -110,54 +98,56 @@ class PreparedRequest:
         finish_reason: FinishReason | None = None,
         error: ErrorInfo | None = None,
     ) -> Row:
-        """The row that sends these tokens, and ends the request if there is a finish reason."""
-        index = len(self.token_ids)
-        self.token_ids += token_ids
-        if text:
-            self.texts.append(text)
-        if logprobs:
-            self.logprobs += logprobs
-        claim = self.claim
+        """The row that sends these tokens, and ends the request if there is a finish reason.
+
+        Nothing is noted of a row that cannot be made.
+        """
+        claim, index = self.claim, self.num_emitted
+        num_emitted = index + len(token_ids)
         if finish_reason is None:
             event_json = token_event_json(index, token_ids, text, logprobs, claim.attempt)
-            row = Row(claim.request_id, claim.fence, index, len(self.token_ids), event_json)
+            row = Row(claim.request_id, claim.fence, index, num_emitted, event_json)
             self.rows.append(row)
-            return row
-        usage = Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_emitted,
-            cached_tokens=self.timing.cached_tokens if self.timing else 0,
-        )
-        self.stats, self.error = self._stats(), error
-        event = TokenEvent(
-            index=index,
-            token_ids=token_ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            attempt=claim.attempt,
-            usage=usage,
-            stats=self.stats,
-            error=error,
-        )
-        result = Result(
-            text="".join(self.texts),
-            token_ids=self.token_ids,
-            logprobs=self.logprobs or None,
-            finish_reason=finish_reason,
-            usage=usage,
-            stats=self.stats,
-            error=error,
-        )
-        return Row.of(claim.request_id, claim.fence, event, result.to_json())
+        else:
+            usage = Usage(
+                prompt_tokens=self.num_prompt_tokens,
+                completion_tokens=num_emitted,
+                cached_tokens=self.timing.cached_tokens if self.timing else 0,
+            )
+            self.stats, self.error = self._stats(num_emitted), error
+            event = TokenEvent(
+                index=index,
+                token_ids=token_ids,
+                text=text,
+                logprobs=logprobs,
+                finish_reason=finish_reason,
+                attempt=claim.attempt,
+                usage=usage,
+                stats=self.stats,
+                error=error,
+            )
+            result = Result(
+                text="".join((*self.texts, text)),
+                token_ids=[*self.token_ids, *token_ids],
+                logprobs=[*self.logprobs, *(logprobs or ())] or None,
+                finish_reason=finish_reason,
+                usage=usage,
+                stats=self.stats,
+                error=error,
+            )
+            row = Row.of(claim.request_id, claim.fence, event, result.to_json())
+        self.token_ids += token_ids
+        self.texts.append(text)
+        self.logprobs += logprobs or ()
+        return row
 
-    def _stats(self) -> Stats:
+    def _stats(self, num_emitted: int) -> Stats:
         now = time.monotonic()
         timing = self.timing or SequenceTiming()
         scheduled_at = timing.scheduled_at or now
         first_token_at = timing.first_token_at or now
         waited_ms = self.claim.claimed_at_ms - self.claim.enqueued_at_ms
-        num_new = self.num_emitted - len(self.engine_request.output_token_ids)
+        num_new = num_emitted - len(self.engine_request.output_token_ids)
         seconds = now - first_token_at
         return Stats(
             queue_ms=max(0.0, waited_ms + (scheduled_at - self.claim.received_at) * 1000),

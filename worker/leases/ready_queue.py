@@ -6,7 +6,6 @@ import heapq
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from promptq.worker.leases.lease import Lease
 
@@ -15,43 +14,22 @@ _MAX_HAND_OUTS = 100_000
 """How many of the last hand-outs are remembered. Nobody looks at them if the depth is fixed."""
 
 
-@dataclass(slots=True)
-class IntakeMetrics:
-    """Totals since the start."""
-
-    num_claimed: int = 0
-    num_failed: int = 0
-    num_handed_out: int = 0
-    num_empty: int = 0
-    """How often the engine had a place and no request was ready."""
-    waited_seconds: float = 0.0
-    """How long prepared requests waited, in all, until they were handed out."""
-    filled_seconds: float = 0.0
-    """The number of ready requests, integrated over time. Divided by the time, it is their mean
-    number."""
-    started_at: float = 0.0
-
-    @property
-    def mean_wait_seconds(self) -> float:
-        return self.waited_seconds / self.num_handed_out if self.num_handed_out else 0.0
-
-    @property
-    def mean_available(self) -> float:
-        elapsed = time.monotonic() - self.started_at
-        return self.filled_seconds / elapsed if elapsed > 0 else 0.0
-
-
 class ReadyQueue:
-    """Only `Leases` adds and removes requests."""
+    """Only `Leases` adds and removes requests. Its numbers are totals since the start."""
 
     def __init__(self) -> None:
-        now = time.monotonic()
-        self.metrics = IntakeMetrics(started_at=now)
+        self.num_handed_out = 0
+        self.num_empty = 0
+        """How often the engine had a place and no request was ready."""
+        self.waited_seconds = 0.0
+        """How long prepared requests waited, in all, until they were handed out."""
+        self.filled_seconds = 0.0
+        """The number of ready requests, integrated over time."""
+        self._started_at = self._changed_at = time.monotonic()
         self._since: dict[Lease, float] = {}
         self._heap: list[tuple[tuple[float, str], int, Lease]] = []  # some have been removed since
         self._numbers = itertools.count()
         self._hand_outs: deque[float] = deque(maxlen=_MAX_HAND_OUTS)
-        self._changed_at = now
 
     def __len__(self) -> int:
         return len(self._since)
@@ -70,8 +48,8 @@ class ReadyQueue:
         now = self._note_change()
         since = self._since.pop(lease)
         if is_handed_out:
-            self.metrics.waited_seconds += now - since
-            self.metrics.num_handed_out += 1
+            self.waited_seconds += now - since
+            self.num_handed_out += 1
             self._hand_outs.append(now)
 
     @property
@@ -82,8 +60,18 @@ class ReadyQueue:
             self._hand_outs.popleft()
         return len(self._hand_outs) / _RATE_WINDOW_SECONDS
 
+    @property
+    def mean_wait_seconds(self) -> float:
+        """How long a request waited on average, until it was handed out."""
+        return self.waited_seconds / max(1, self.num_handed_out)
+
+    @property
+    def mean_length(self) -> float:
+        """How many requests were ready on average."""
+        return self.filled_seconds / max(time.monotonic() - self._started_at, 1e-9)
+
     def _note_change(self) -> float:
         now = time.monotonic()
-        self.metrics.filled_seconds += len(self._since) * (now - self._changed_at)
+        self.filled_seconds += len(self._since) * (now - self._changed_at)
         self._changed_at = now
         return now

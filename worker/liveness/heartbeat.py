@@ -65,12 +65,13 @@ class Heartbeat:
     def stats(self) -> WorkerStats:
         """The statistics of the worker, without its batch."""
         engine, limits, meter = self._engine.stats, self._engine.limits, self._meter
+        ready = self._leases.ready
         now = {
             **{name: getattr(engine, name) for name in _AS_THE_ENGINE_SAYS},
-            "num_prefetched": len(self._leases.ready),
-            "mean_prefetched": self._leases.ready.metrics.mean_available,
-            "mean_prefetch_wait_ms": self._leases.ready.metrics.mean_wait_seconds * 1000,
-            "num_prefetch_empty": self._leases.ready.metrics.num_empty,
+            "num_prefetched": len(ready),
+            "mean_prefetched": ready.mean_length,
+            "mean_prefetch_wait_ms": ready.mean_wait_seconds * 1000,
+            "num_prefetch_empty": ready.num_empty,
             "kv_used_tokens": engine.num_used_blocks * limits.block_size,
             "kv_blocks": engine.num_blocks,
             "kv_used_blocks": engine.num_used_blocks,

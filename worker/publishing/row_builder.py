@@ -31,16 +31,14 @@ class RowBuilder:
         None of the tokens that the failed row would have had are sent then.
         """
         prepared = lease.prepared
-        emitted, by_engine = prepared.emitted, output.finish_reason is not None
         try:
             row = self._row(prepared, output)
         except Exception as error:  # it must not stop the other requests
             self._log.exception("a request's output failed", request_id=lease.request_id)
-            prepared.take_back(emitted)
             reason = ErrorInfo(type="internal_error", message=f"its output failed: {error}")
             row = prepared.next_row([], "", finish_reason=FinishReason.ERROR, error=reason)
         if row.finish_reason:
-            self._leases.ending(lease, by_engine=by_engine)
+            self._leases.ending(lease, by_engine=output.finish_reason is not None)
         return row
 
     def refusal(self, lease: Lease, error: InvalidRequestError) -> Row:

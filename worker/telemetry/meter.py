@@ -24,6 +24,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.histograms = {spec: Histogram(spec) for spec in metrics.WORKER_HISTOGRAMS}
+        self.num_claimed = 0
+        self.num_refused = 0
         self.num_published = 0
         self.num_fences_lost = 0
         self.num_ended: Counter[FinishReason] = Counter()

@@ -186,7 +186,7 @@ def flag(request_id: str, kind: str) -> Move:
 @cache
 def claim(worker: str, max_count: int, budget: int, num_held: int = 0) -> Move:
     room = Room(max_count=max_count, token_budget=budget, num_held=num_held)
-    call = scripts.claim(worker, LEASE_MS, room, NONCE, "seeds", ModelIdentity())
+    call = scripts.claim(worker, LEASE_MS, room, NONCE, "seeds", ModelIdentity(), ClaimContext())
     text = f"{worker}, which holds {num_held}, claims up to {max_count} in {budget} tokens"
     return Move("claim", text, (call,), (), is_fair=budget == AMPLE and not num_held)
 

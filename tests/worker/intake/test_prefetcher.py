@@ -90,7 +90,7 @@ class House:
         self.leases = Leases(self.engine)
         self.leases.num_places = 0
         self.policy = Policy(self.leases, self.engine, depth)
-        meter = Meter()
+        self.meter = meter = Meter()
         departures = Departures(meter, RequestTracer(None, "default", "m", "w"))
         tokenizer = tokenizer or ByteTokenizer()
         self.publisher = TellingPublisher(
@@ -211,11 +211,11 @@ async def test_measures_how_long_how_full_and_how_often_empty(client: Any) -> No
     await asyncio.sleep(0.05)
     for _ in range(3):
         assert house.hand_out() is not None
-    metrics = house.intake.metrics
-    assert (metrics.num_claimed, metrics.num_handed_out, metrics.num_empty) == (3, 3, 1)
-    assert metrics.waited_seconds >= 3 * 0.05
-    assert metrics.mean_wait_seconds == metrics.waited_seconds / 3
-    assert 0 < metrics.mean_available <= 3
+    ready = house.leases.ready
+    assert (house.meter.num_claimed, ready.num_handed_out, ready.num_empty) == (3, 3, 1)
+    assert ready.waited_seconds >= 3 * 0.05
+    assert ready.mean_wait_seconds == ready.waited_seconds / 3
+    assert 0 < ready.mean_length <= 3
     await house.intake.stop()
 
 
@@ -248,7 +248,7 @@ async def test_what_fails_in_preparation_fails_alone_with_its_reason(client: Any
     assert str(reasons[bad]).startswith("prompt: ")
     assert reasons[boom].error_type == "internal_error"
     assert "fell over" in str(reasons[boom])
-    assert house.intake.metrics.num_failed == 2
+    assert house.meter.num_refused == 2
     held = house.hand_out()
     assert held is not None
     assert held.request_id == good

@@ -62,4 +62,4 @@ async def test_a_cancel_does_not_wait_for_the_end_of_a_preparation(
         other = await async_put(queue, prompt="a", seed=1, max_tokens=5)
         tokenizer.go_on.set()
         assert (await finished(queue, other))["text"] == text_of(1, 5)
-        assert worker.intake.metrics.num_handed_out == 1, "what was cancelled is not run"
+        assert worker.leases.ready.num_handed_out == 1, "what was cancelled is not run"

@@ -1,8 +1,8 @@
-"""What a worker asks of any engine, and the plain messages that cross between them.
+"""What a worker asks of any engine, and the plain messages between them.
 
-An engine lives in one thread and is driven by that thread alone: `add` and `abort` are called
-between steps, `step` does one step and returns what came of it. Nothing here knows of Redis,
-asyncio or torch, so that an engine can just as well live in a process of its own.
+An engine lives in one thread, and only that thread drives it: `add` and `abort` are called between
+steps, and `step` does one step and returns its result. Nothing here knows of Redis, asyncio or
+torch, so an engine could also live in its own process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class EngineRequest:
     """One attempt at a request, tokenised and checked against the engine's limits."""
 
     sequence_id: int
-    """Chosen by the worker, never used twice: a second attempt at a request has another one."""
+    """Chosen by the worker and never used twice: each attempt at a request has its own."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -29,7 +29,8 @@ class EngineRequest:
     """Randomness is a function of (seed, position) alone."""
 
     max_tokens: int
-    """Resolved: output tokens over all attempts, so that prompt + output fit the model length."""
+    """Resolved: the most output tokens over all attempts, so that prompt and output fit the model
+    length."""
 
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence: the model's (unless ignore_eos) and the request's."""
@@ -38,13 +39,13 @@ class EngineRequest:
     """Token sequences that must not appear in the output (the tokenised `bad_words`)."""
 
     output_token_ids: list[int] = field(default_factory=list)
-    """What earlier attempts emitted; generation goes on behind it."""
+    """What earlier attempts emitted. Generation continues after it."""
 
     priority: int = 0
-    """Decides alone who may preempt whom; lower is more urgent."""
+    """Only this decides which sequence may preempt which. Lower is more urgent."""
 
     order: tuple[float, str] = (0.0, "")
-    """Queue score and request id: who comes first among those that wait."""
+    """Queue score and request id: the order of waiting sequences."""
 
     cache_salt: str = ""
     """Only sequences with the same salt share cached prefixes ..."""
@@ -53,19 +54,20 @@ class EngineRequest:
     """... and of the same tenant, unless the engine was told to share them among all."""
 
     grammar: Grammar | None = None
-    """What the output must match, standing behind `output_token_ids`; the engine's alone from now
-    on, so that this field is the one thing here that is no plain message."""
+    """What the output must match; its state stands behind `output_token_ids`. From now on only the
+    engine uses it, so this is the only field that is no plain message."""
 
     @property
     def looks_back(self) -> bool:
-        """Whether what may come next depends on which tokens have come, besides the logits."""
+        """Whether the next token depends on earlier tokens in other ways than through the
+        logits."""
         return bool(
             self.params.has_penalties or self.bad_token_sequences or self.grammar is not None
         )
 
     @property
     def bounds_choice(self) -> bool:
-        """Whether the request itself says that some tokens may not be chosen."""
+        """Whether the request itself forbids some tokens."""
         return bool(self.grammar or self.bad_token_sequences or self.params.logit_bias)
 
 
@@ -73,8 +75,8 @@ class EngineRequest:
 class SequenceOutput:
     """What one step gave one sequence.
 
-    `finish_reason` is set on the last output of a sequence and `error` goes with
-    FinishReason.ERROR; slot and blocks are free by the time it is returned.
+    `finish_reason` is set on the last output of a sequence, and `error` goes with
+    FinishReason.ERROR. Slot and blocks are free by the time it is returned.
     """
 
     sequence_id: int
@@ -83,16 +85,18 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False
-    """With an error: what the request itself allows left no token to choose."""
+    """Set with an error if the request itself left no token to choose."""
     timing: SequenceTiming | None = None
-    """With its first token of this attempt and after a preemption, and with its last output."""
+    """Set with the first token of this attempt, after a preemption, and with the last output."""
     given_back: bool = False
-    """It left without an end: memory was short for it alone, and may suffice elsewhere."""
+    """The sequence left without an end: memory was short for it alone, but may suffice
+    elsewhere."""
 
 
 @dataclass(slots=True)
 class SequenceTiming:
-    """How a sequence fared; times are `time.monotonic()` in seconds, None if not reached."""
+    """Times and counts of a sequence. Times are `time.monotonic()` in seconds, None if not
+    reached."""
 
     scheduled_at: float | None = None
     first_token_at: float | None = None
@@ -105,7 +109,7 @@ class SequenceTiming:
     resumed_at: list[float] = field(default_factory=list)
 
     def copy(self) -> SequenceTiming:
-        """One that its sequence does not change any more."""
+        """A copy that its sequence does not change any more."""
         return replace(self, preempted_at=[*self.preempted_at], resumed_at=[*self.resumed_at])
 
 
@@ -119,7 +123,7 @@ class EngineStats:
     num_used_blocks: int = 0
     """Blocks owned by a sequence; cached blocks without an owner are free to take."""
     num_saved_blocks: int = 0
-    """So many more would be owned if sequences did not share their prefixes."""
+    """How many more would be owned if sequences did not share their prefixes."""
     num_cached_blocks: int = 0
     """Blocks without an owner that still hold a reusable prefix."""
     num_steps: int = 0
@@ -152,12 +156,12 @@ class StepOutput:
 
 @dataclass(slots=True)
 class SequenceSnapshot:
-    """Where one sequence stands between two steps; `slot` is None for one that waits."""
+    """The state of one sequence between two steps. `slot` is None if it waits."""
 
     sequence_id: int
     slot: int | None
     num_tokens: int
-    """Known: prompt and output."""
+    """All known tokens: prompt and output."""
     num_computed_tokens: int
     num_blocks: int
     num_shared_blocks: int
@@ -171,14 +175,14 @@ class EngineSnapshot:
 
     sequences: list[SequenceSnapshot] = field(default_factory=list)
     num_shared_blocks: int = 0
-    """Each counted once, however many share it."""
+    """Blocks with several owners, each counted once."""
     step_seconds: float = 0.0
     """Median of the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can hold; a worker claims and checks requests against it."""
+    """What an engine can hold. A worker claims and checks requests by it."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -197,18 +201,18 @@ class EngineAbilities:
     """What an engine can do with a request. A worker refuses by name what it cannot."""
 
     logprobs: bool = True
-    """With ranks, as the protocol has them."""
+    """Whether it reports log-probabilities, with ranks as in the protocol."""
     grammars: bool = True
-    """Whether its output can be held to a schema."""
+    """Whether the output can be held to a schema."""
     preemption: bool = True
     """Whether a more urgent sequence takes the place of one that runs."""
     unheeded: frozenset[str] = frozenset()
-    """Further fields of a request that it would pass over."""
+    """Further fields of a request that the engine would ignore."""
     exact_resume: bool = True
-    """Whether another attempt goes on with the very tokens that the first would have given; if not,
-    a stream still has no gap and no repeat."""
+    """Whether another attempt continues with exactly the tokens that the first would have given. If
+    not, a stream still has no gap and no repeat."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields of a request with which that is not so, though it is otherwise."""
+    """Fields of a request with which that is not so, although it is otherwise."""
 
 
 class Engine(Protocol):
@@ -247,18 +251,18 @@ class Engine(Protocol):
         ...
 
     def recover(self, error: Exception) -> StepOutput:
-        """After a step that raised `error`: compute what it was to compute, in parts.
+        """Compute what a step that raised `error` was to compute, in parts.
 
-        Ends, each with an error, those sequences that fail alone; what is out of memory even alone
-        waits without blocks and is tried some times more, then given back. Raises if the engine
-        itself is broken, or was before the step's work was known.
+        Ends, each with an error, the sequences that fail alone. A sequence that is out of memory
+        even alone waits without blocks, is tried some more times, and is then given back. Raises if
+        the engine itself is broken, or was broken before the work of the step was known.
         """
         ...
 
     def snapshot(self) -> EngineSnapshot:
-        """Where all sequences stand, for people to look at."""
+        """The state of all sequences, for people to look at."""
         ...
 
     def check_integrity(self) -> None:
-        """Audit blocks and slots; raises RuntimeError naming what does not add up."""
+        """Audit blocks and slots. Raises RuntimeError that names what is inconsistent."""
         ...

@@ -1,4 +1,4 @@
-"""Who owns which block of the KV cache, and which blocks hold a prefix that others can use."""
+"""Which sequence owns which block of the KV cache, and which blocks hold a shareable prefix."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from promptq.worker.engine.core.sequence import Sequence
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens of one sequence; the last may be partly filled."""
+    """How many blocks hold so many tokens of one sequence. The last may be partly filled."""
     return -(-num_tokens // block_size)
 
 
 class BlockManager:
-    """Hands out blocks, counts their owners, and finds blocks by the prefix they hold.
+    """Hands out blocks, counts their owners, and finds blocks by the prefix that they hold.
 
-    Every block is in one of three states: *free* (holds nothing), *owned* (in as many block tables
-    as it has references) or *cached* (no owner, but findable by its hash until somebody needs the
-    block). A block's hash covers its tokens, all tokens before them, the tenant and the cache salt,
-    and it enters the index only when the block has been computed: an owned block may be findable
-    too, and what is findable is never half written.
+    Every block is in one of three states: *free* (it holds nothing), *owned* (it is in as many
+    block tables as it has references) or *cached* (it has no owner, but can be found by its hash
+    until another sequence needs it). The hash of a block covers its tokens, all tokens before them,
+    the tenant and the cache salt. A block can be found as soon as it is computed, also while it is
+    owned; a block that can be found is never half written.
 
-    `shares_tenants` leaves the tenant out, so that tenants find each other's prefixes; which
-    tenants sent a block is noted then, so that each is told of its own only.
+    With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
+    prefixes. Then the manager notes which tenants sent a block, as each tenant is only told of its
+    own.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, shares_tenants: bool = False) -> None:
@@ -36,7 +37,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
-        self._senders: list[set[str]] | None = None  # tenants that sent what a findable block holds
+        self._senders: list[set[str]] | None = None  # which tenants sent the content of a block
         if shares_tenants:
             self._senders = [set() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -44,7 +45,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken: free ones, then cached ones."""
+        """How many blocks can be taken: free ones first, then cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -56,14 +57,14 @@ class BlockManager:
         return len(self._cached)
 
     def shared_blocks(self, sequence: Sequence) -> list[int]:
-        """The sequence's blocks that others own too."""
+        """The blocks of the sequence that others own too."""
         references = self._references
         return [block for block in sequence.block_table if references[block] > 1]
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The computed blocks that the sequence's tokens begin with.
+        """The computed blocks that the tokens of the sequence begin with.
 
-        At least one token is left to compute, for without it there would be no logits.
+        At least one token is left to compute, since there are no logits without one.
         """
         self._hash_blocks(sequence)
         prefix: list[int] = []
@@ -76,7 +77,8 @@ class BlockManager:
         return prefix
 
     def num_known_to(self, tenant: str, prefix: list[int]) -> int:
-        """How many blocks of a prefix this tenant had sent before. From now on it has sent all."""
+        """How many blocks of a prefix this tenant had sent before. From now on it has sent all of
+        them."""
         if self._senders is None:
             return len(prefix)
         num_known = 0
@@ -86,16 +88,18 @@ class BlockManager:
         return num_known
 
     def num_needed(self, sequence: Sequence, prefix: list[int]) -> int:
-        """How many of `num_free` it takes to hold the known tokens of a sequence without blocks."""
+        """How many of the free blocks are needed to hold the known tokens of a sequence without
+        blocks."""
         owned = sum(1 for block in prefix if self._references[block])
         return num_blocks_for(sequence.num_tokens, self.block_size) - owned
 
     def num_free_after(
         self, leaving: Iterable[Sequence], prefix: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Each sequence of `leaving` with what `num_free` would be if it and those before it left.
+        """Each sequence of `leaving`, with how many blocks would be free if it and those before it
+        left.
 
-        Blocks of `prefix` are kept out, since `num_needed` counts them as owned already.
+        Blocks of `prefix` are not counted, since `num_needed` counts them as owned already.
         """
         num_free = self.num_free
         references: dict[int, int] = dict.fromkeys(prefix, 0)
@@ -106,9 +110,9 @@ class BlockManager:
             yield sequence, num_free
 
     def allocate(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Give a sequence without blocks its cached prefix and blocks for all other known tokens.
+        """Give a sequence without blocks its cached prefix, and blocks for all other known tokens.
 
-        Raises RuntimeError, with nothing changed, if there are too few.
+        Raises RuntimeError, and changes nothing, if there are too few blocks.
         """
         if self.num_needed(sequence, prefix) > self.num_free:
             raise RuntimeError(
@@ -122,9 +126,9 @@ class BlockManager:
         self.extend(sequence)
 
     def extend(self, sequence: Sequence, num_further: int = 0) -> bool:
-        """Own blocks for all known tokens of the sequence and so many further ones.
+        """Give the sequence blocks for all known tokens and so many further ones.
 
-        False, with nothing changed, if there are too few.
+        Returns False, and changes nothing, if there are too few blocks.
         """
         num_tokens = sequence.num_tokens + num_further
         num_missing = num_blocks_for(num_tokens, self.block_size) - len(sequence.block_table)
@@ -136,7 +140,7 @@ class BlockManager:
         return True
 
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that became full when tokens `start` to `end` were computed."""
+        """Let the blocks be found that became full when tokens `start` to `end` were computed."""
         first, last = start // self.block_size, end // self.block_size
         if first == last:
             return
@@ -150,7 +154,8 @@ class BlockManager:
                 self._senders[self._findable[block_hash]].add(sequence.request.tenant)
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks back. Findable ones stay cached, the tail to be evicted first."""
+        """Take all blocks back. Those that can be found stay cached; the last ones are evicted
+        first."""
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -161,9 +166,9 @@ class BlockManager:
         sequence.block_table.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Audit all blocks against the block tables of `sequences`, all that have blocks.
+        """Compare all blocks with the block tables of `sequences`, which are all that have blocks.
 
-        Raises RuntimeError saying what does not add up.
+        Raises RuntimeError that says what is inconsistent.
         """
         entries = Counter(block for sequence in sequences for block in sequence.block_table)
         states = {"free": self._free, "cached without owner": self._cached, "owned": entries}
@@ -213,9 +218,10 @@ class BlockManager:
         return block
 
     def _hash_blocks(self, sequence: Sequence) -> None:
-        """Bring the sequence's chain of block hashes up to its last full block.
+        """Extend the chain of block hashes of the sequence up to its last full block.
 
-        A strong hash, because whoever finds a block reads what another request wrote there.
+        The hash is a strong one, because a sequence that finds a block reads what another request
+        wrote.
         """
         hashes, size = sequence.block_hashes, self.block_size
         for index in range(len(hashes), sequence.num_tokens // size):
@@ -224,10 +230,10 @@ class BlockManager:
             hashes.append(blake2b(parent + token_ids.tobytes(), digest_size=_HASH_BYTES).digest())
 
     def _salt_hash(self, sequence: Sequence) -> bytes:
-        """Where the chains of a tenant and salt begin.
+        """The hash with which the chains of a tenant and salt begin.
 
-        `person` keeps any of them from spelling a hash within a chain, and the tenant goes in by a
-        hash, whose length is fixed, so that no salt of one spells tenant and salt of another.
+        `person` keeps it from being equal to a hash within a chain. The tenant is hashed first, to
+        a fixed length, so that no salt of one tenant spells the tenant and salt of another.
         """
         tenant = "" if self._senders is not None else sequence.request.tenant
         salt = sequence.request.cache_salt.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""A continuous batch: schedule, launch, collect, and commit what came of it."""
+"""A continuous batch: each step schedules, launches, collects, and commits the result."""
 
 from __future__ import annotations
 
@@ -28,35 +28,37 @@ from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 _AUDIT_INTERVAL_SECONDS = 1.0
-"""An audit takes 0.1 µs a block; a lone request's end must not pay for it each time."""
+"""An audit takes 0.1 µs for each block, so the end of a lone request should not always pay for
+one."""
 _SMALL_STEPS = 256
-"""So many steps are kept smaller after one that was out of memory."""
+"""After a step that was out of memory, so many steps are kept smaller."""
 _MOST_SHORTAGES = 6
-"""A sequence for which memory is short so often, though it is alone, is given back."""
+"""A sequence that is alone and still lacks memory so often is given back."""
 _PAUSE_SECONDS = 0.05
-"""Before the next try if there was no memory for anybody; then twice as long, and so on."""
+"""The pause before the next try if there was no memory for any sequence. It doubles each time."""
 _STEPS_SHOWN = 32
-"""The step time that people see is the median of so many."""
+"""The step time that is shown is the median of so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     batch: Batch
     launched: Any
-    """What the runner gave for it."""
+    """What the runner returned for the batch."""
 
 
 class LLMEngine:
-    """The engine around a runner; see `interface.Engine` for what it promises.
+    """The engine around a runner; see `Engine` in api/messages.py for what it promises.
 
-    `max_model_len` is lowered to what the model and its KV cache can hold; `prefill_chunk` (tokens
-    of one prompt computed in one step, at most) is by default the whole token budget of a step.
-    `speculative_tokens` are drafted for a sequence and step at most, unless a request says its own.
-    With `async_scheduling` a step of decodes is launched before the tokens of the last one are
-    collected, for a runner that computes meanwhile; what a stop makes void of it is dropped.
-    With `share_prefix_cache` tenants share cached prefixes, of which each has its own by default.
+    `max_model_len` is lowered to what the model and its KV cache can hold. `prefill_chunk` is how
+    many tokens of one prompt a step computes at most, by default the whole token budget of a step.
+    `speculative_tokens` is how many tokens are drafted for a sequence in a step at most, unless a
+    request sets its own number. With `async_scheduling`, a step of decodes is launched before the
+    tokens of the step before it are collected, for a runner that computes meanwhile; results for
+    sequences that stopped in between are dropped. With `share_prefix_cache`, tenants share cached
+    prefixes; by default each tenant has its own.
 
-    Raises ConfigurationError naming the option that cannot work.
+    Raises ConfigurationError that names the option which cannot work.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class LLMEngine:
         self._speculative_tokens = speculative_tokens
         self._async_scheduling = async_scheduling
         self._under_way: _Step | None = None
-        self._uncommitted: Batch | None = None  # what a step that fails was to compute
-        self._full_steps_from = 0  # the number of the first that may be of full size again
+        self._uncommitted: Batch | None = None  # what a failed step was to compute
+        self._full_steps_from = 0  # the step from which on steps have full size again
         self._block_manager = BlockManager(
             layout.num_blocks, layout.block_size, shares_tenants=share_prefix_cache
         )
@@ -146,9 +148,9 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """Schedule, compute and commit one step.
 
-        What the runner raises goes through to the caller. Nothing is committed then: no sequence
-        has gained a token and the same work is scheduled again, unless it is aborted; `recover`
-        finds out whose fault it was.
+        Exceptions of the runner reach the caller, and then nothing is committed: no sequence has
+        gained a token, and the same work is scheduled again unless it is aborted. `recover` finds
+        out which sequence caused the failure.
         """
         self._uncommitted = None
         if not self.has_work:
@@ -215,7 +217,7 @@ class LLMEngine:
         return _Step(batch, self._runner.launch(batch))
 
     def _launch_after(self, step: _Step) -> _Step | None:
-        """Launch what follows a step that has not been collected, if that is known already."""
+        """Launch the step after one that is not collected yet, if it is known already."""
         batch = self._scheduler.follow(step.batch)
         if batch is None:
             return None
@@ -229,7 +231,7 @@ class LLMEngine:
         return True
 
     def _run_fewer(self, set_back: list[Sequence]) -> None:
-        """For some steps no more may run than memory was found for; those wait for one to leave."""
+        """For some steps, let no more sequences run than memory was found for."""
         num_running = len(self._scheduler.running)
         self._scheduler.max_running = max(1, num_running)
         self._full_steps_from = self._totals.num_steps + _SMALL_STEPS
@@ -247,7 +249,7 @@ class LLMEngine:
         return output
 
     def _drafter_for(self, sequence: Sequence) -> Drafter | None:
-        """None where nothing is to be drafted, or what may come next depends on what has come."""
+        """None if nothing is to be drafted, or if the next token depends on those before it."""
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
@@ -265,7 +267,7 @@ class LLMEngine:
                 continue
             rows = next(tokens)
             if share.sequence.status is SequenceStatus.FINISHED:
-                continue  # since this was launched
+                continue  # it has ended since this step was launched
             output = self._append(share, _accepted(share, rows))
             self._settle_draft(share, output, batch)
             if output.finish_reason is not None:
@@ -290,7 +292,7 @@ class LLMEngine:
             self._totals.prompt_tokens += max(0, num_new_of_prompt)
 
     def _append(self, share: ScheduledSequence, tokens: list[SampledToken]) -> SequenceOutput:
-        """Append tokens up to an end, and say what they mean to the sequence."""
+        """Append tokens up to an end, and make the output of the sequence."""
         sequence = share.sequence
         if tokens[0].error is not None:
             output = _failed(sequence, tokens[0].error)
@@ -306,7 +308,7 @@ class LLMEngine:
         if grammar is not None and finish_reason is not FinishReason.STOP:
             try:
                 grammar.accept(sequence.token_ids[-1])
-            except Exception as error:  # whatever it is, it is this sequence's alone
+            except Exception as error:  # it must not stop the other sequences
                 return _failed(sequence, str(error))
             if grammar.is_complete:
                 finish_reason = FinishReason.STOP
@@ -347,16 +349,17 @@ class LLMEngine:
         self._totals.peak_memory_bytes = self._runner.peak_memory_bytes()
 
     def _check_integrity_when_idle(self) -> None:
-        """Audit when nobody is here, unless that was just done: a last token waits for it."""
+        """Audit when no sequence is here, unless that was just done."""
         if not self.has_work and time.monotonic() >= self._next_audit_at:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS
 
 
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
-    """What would have been sampled without a draft: each behind one that was drafted right.
+    """The tokens that would have been sampled without a draft.
 
-    An error behind the first ends them too: should it hold, the next step begins with it.
+    A token counts if all drafted ones before it were right. An error behind the first token also
+    ends them; if it persists, the next step begins with it.
     """
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):

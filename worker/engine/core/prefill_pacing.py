@@ -1,4 +1,5 @@
-"""How much of the prompts goes into a step, so that those who decode beside them go on."""
+"""Decides how many prompt tokens go into a step, so that the decodes beside them keep their
+pace."""
 
 from __future__ import annotations
 
@@ -8,22 +9,23 @@ from statistics import median
 from promptq.worker.engine.core.sequence import Batch
 
 LONG_PROMPT = 512
-"""Tokens beyond which a prompt is computed in paced chunks while others decode."""
+"""A prompt of more tokens is computed in paced chunks while other sequences decode."""
 STRETCH = 1.6
-"""What a step with a chunk of a long prompt may take, in steps that only decode."""
+"""How long a step with a chunk of a long prompt may take, relative to a step of decodes alone."""
 MIN_CHUNK = 4
-"""Tokens of a chunk at least: less would not be worth a step's fixed cost."""
+"""The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0
-"""What a step with prompts of any length may take, likewise: of several that come at once, the
-first need not wait for the last."""
+"""The same for a step with prompts of any length: of several that come together, the first need not
+wait for the last."""
 MIN_PROMPT_TOKENS = 256
-"""Of all prompts in a step at least."""
+"""The least tokens of all prompts in a step."""
 _RECENT = 5
-"""Steps of each kind; their median is what one costs, as one that was delayed says nothing."""
+"""How many steps of each kind are remembered. Their median counts, as one delayed step says
+little."""
 
 
 class Pacing:
-    """Learns what decodes and prompt tokens cost here, and gives the chunk that keeps STRETCH."""
+    """Learns what decodes and prompt tokens cost here, and derives the sizes of chunks."""
 
     def __init__(self) -> None:
         self._decode_seconds = deque[float](maxlen=_RECENT)  # of a step of decodes alone

@@ -1,7 +1,7 @@
-"""After a step that failed: compute it again, whole, then in parts, until it is clear who did it.
+"""Computes a failed step again, first as a whole and then in parts, to find the guilty sequence.
 
-Nothing of a failed step was committed, and computing a share anew writes the same K and V, so it
-can be tried as often as it takes: about 2 log2(n) times to find one guilty sequence among n.
+Nothing of a failed step was committed, and computing a share again writes the same K and V. So it
+can be tried as often as needed: about 2 log2(n) times to find one guilty sequence among n.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed; torch says so in words, on a CPU by a plain RuntimeError."""
+    """Whether an allocation failed. On a CPU torch raises a plain RuntimeError that says so in
+    words."""
     return isinstance(error, MemoryError) or any(
         words in str(error).lower() for words in _OUT_OF_MEMORY
     )
 
 
 def collect(runner: Runner, batch: Batch, launched: Any) -> list[list[SampledToken]]:
-    """What a launched batch sampled. Raises RuntimeError if it is not one list for each share."""
+    """What a launched batch sampled. Raises RuntimeError unless there is one list for each
+    share."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
@@ -38,11 +40,11 @@ def collect(runner: Runner, batch: Batch, launched: Any) -> list[list[SampledTok
 
 
 class Recovery:
-    """Computes shares of a step that failed.
+    """Computes the shares of a step that failed.
 
-    `commit` takes what a batch sampled, `leave` lets one sequence go, with the reason if it failed
-    and None if it is given back; both give outputs. `set_back` has one for which memory was short,
-    though it was alone, wait to be tried again; it says whether that is to be.
+    `commit` takes what a batch sampled. `leave` removes one sequence, with a reason if it failed
+    and with None if it is given back. Both return outputs. `set_back` lets a sequence wait that
+    lacked memory even alone; it returns whether the sequence will be tried again.
     """
 
     def __init__(
@@ -60,15 +62,16 @@ class Recovery:
     def compute(self, shares: list[ScheduledSequence]) -> list[SequenceOutput]:
         """Compute and commit shares, in parts if that fails.
 
-        What fails alone is its sequence's own fault, if the runner can still do anything else;
-        otherwise its exception is raised. A shortage of memory is nobody's fault and may pass.
+        A share that fails alone is the fault of its sequence, if the runner can still compute
+        anything else. Otherwise the exception is raised. A lack of memory is nobody's fault and may
+        pass.
         """
         batch = Batch(shares)
         try:
             sampled = self._sample(batch)
         except Exception as error:
             failure = error
-            clear_frames(error.__traceback__)  # what they hold is memory that the parts need
+            clear_frames(error.__traceback__)  # they hold memory that the parts need
         else:
             return self._commit(batch, sampled)
         if parts := _in_parts(shares, failure):
@@ -85,7 +88,7 @@ class Recovery:
         return collect(self._runner, batch, self._runner.launch(batch))
 
     def _still_works(self, failed: Sequence) -> bool:
-        """Whether the runner computes something harmless, in the place of one that failed."""
+        """Whether the runner can compute something harmless in the place of a failed sequence."""
         try:
             sampled = self._sample(_probe(failed))
         except Exception:
@@ -94,10 +97,10 @@ class Recovery:
 
 
 def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[ScheduledSequence]]:
-    """What to try in place of shares of a step that failed with `error`; empty if nothing is left.
+    """The parts to try after shares failed with `error`; empty if nothing smaller is left.
 
-    Halves of the sequences. A lone one without its draft; then, if memory was short, a part of its
-    tokens, of which the rest follows in later steps.
+    Several sequences are halved. A single one is tried without its draft, and then, if memory was
+    short, with a part of its tokens, whose rest follows in later steps.
     """
     if len(shares) > 1:
         half = len(shares) // 2
@@ -111,9 +114,10 @@ def _in_parts(shares: list[ScheduledSequence], error: Exception) -> list[list[Sc
 
 
 def _probe(failed: Sequence) -> Batch:
-    """One token of a prompt, in the slot and the last block of a sequence that failed.
+    """A prompt of one token, in the slot and the last block of a sequence that failed.
 
-    That block holds its last known token, which is not computed yet, so nobody else shares it.
+    That block holds the last known token of the sequence, which is not computed yet, so no other
+    sequence shares it.
     """
     sequence = Sequence.of(EngineRequest(_PROBE_ID, [0], NEUTRAL, seed=0, max_tokens=1))
     sequence.slot = failed.slot

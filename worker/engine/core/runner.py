@@ -1,4 +1,5 @@
-"""What the engine asks of whatever turns a batch into tokens: a model, or a known function."""
+"""What the engine asks of a runner, which turns a batch into tokens: a model or a known
+function."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from promptq.worker.engine.core.sequence import Batch
 
 @dataclass(slots=True)
 class SampledToken:
-    """What was sampled in one row; with `error` set, that row alone failed."""
+    """The token sampled in one row. With `error` set, that row alone failed."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -21,7 +22,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Size of the KV cache that the runner holds."""
+    """The size of the KV cache that the runner holds."""
 
     num_blocks: int
     block_size: int
@@ -39,23 +40,23 @@ class Runner(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence the model can continue, prompt and output together."""
+        """The longest sequence that the model can continue, prompt and output together."""
         ...
 
     @property
     def abilities(self) -> EngineAbilities: ...
 
     def launch(self, batch: Batch, after: Any = None) -> Any:
-        """Start computing `batch`, writing K and V through the sequences' block tables.
+        """Start computing `batch`, writing K and V through the block tables of the sequences.
 
-        `after` is what `launch` gave for the step before, not collected yet, if this one begins
-        with the tokens of that one (see Scheduler.follow).
+        `after` is what `launch` returned for the step before, if that is not collected yet and this
+        step begins with its tokens (see Scheduler.follow).
         """
         ...
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """For each of `batch.sampling`, in that order, the token after its last known one, and
-        after each that was drafted."""
+        """For each of `batch.sampling`, in that order: the token after its last known one, and
+        after each drafted one."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Decides what a step computes: who goes on, who joins, who has to make room."""
+"""Decides what a step computes: which sequences go on, which join, and which make room."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 
 
 class Scheduler:
-    """Turns those that wait and those that run into one batch after another.
+    """Turns the waiting and the running sequences into one batch after another.
 
-    Somebody always gets on: the most urgent running sequence is never preempted for the others, an
-    empty engine admits whoever is first, and whoever fits the engine's limits fits alone.
+    Some sequence always makes progress. The most urgent running sequence is never preempted, an
+    empty engine admits whichever sequence is first, and a sequence that fits the limits of the
+    engine fits when it is alone.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_running = max_num_seqs  # as long as memory is short, fewer than there are slots
+        self.max_running = max_num_seqs  # fewer than the slots while memory is short
         self.prefill_chunk = prefill_chunk
         self.block_manager = block_manager
         self.waiting: list[Sequence] = []  # in the queue's order
@@ -41,8 +42,8 @@ class Scheduler:
         self.num_cached_tokens = 0  # of prompts, when first scheduled
         self._waiting_by_urgency: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest is reused first
-        # Blocks that an admission leaves free for the others' next tokens, so that it does not end
-        # in a preemption at once.
+        # Blocks that an admission leaves free for the next tokens of the other sequences, so that
+        # it does not lead to a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
 
     def add(self, sequence: Sequence) -> None:
@@ -51,14 +52,14 @@ class Scheduler:
         insort(self._waiting_by_urgency, sequence, key=_urgency)
 
     def remove(self, sequence: Sequence) -> None:
-        """Let a sequence go for good; slot and blocks are free on return."""
+        """Remove a sequence for good. Its slot and blocks are free on return."""
         self._withdraw(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def set_back(self, sequence: Sequence) -> None:
-        """Send a running sequence back to its place among the waiting.
+        """Send a running sequence back to its place among the waiting ones.
 
-        Its computed blocks stay cached while nobody needs them, so that coming back is cheap.
+        Its computed blocks stay cached until somebody needs them, so coming back is cheap.
         """
         self._withdraw(sequence)
         sequence.num_computed_tokens = 0
@@ -70,10 +71,10 @@ class Scheduler:
     def schedule(
         self, long_prompt_chunk: int | None = None, prompt_tokens: int | None = None
     ) -> Batch:
-        """Plan a step, decodes first. If it is then not computed, it can just be planned anew.
+        """Plan a step, decodes first. A plan that was not computed can simply be made again.
 
-        Beside decodes, a long prompt gets `long_prompt_chunk` tokens at most, and all prompts
-        together `prompt_tokens`.
+        Beside decodes, a long prompt gets at most `long_prompt_chunk` tokens, and all prompts
+        together get `prompt_tokens`.
         """
         plan = _Plan(
             self.max_num_batched_tokens,
@@ -88,10 +89,10 @@ class Scheduler:
         return Batch(list(plan.shares.values()))
 
     def follow(self, batch: Batch) -> Batch | None:
-        """The step after `batch`, before the tokens of that are known: one more decode of each
-        sequence that its length does not end.
+        """The step after `batch`, planned before the tokens of that step are known: one more decode
+        of each sequence that its length does not end.
 
-        None if there may be more to do, or if a choice hangs on which tokens come.
+        None if there may be other work, or if a choice depends on the tokens.
         """
         shares = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
         if len(shares) < len(self.running) or self._may_admit or not all(map(_is_free, shares)):
@@ -106,7 +107,7 @@ class Scheduler:
         return Batch(following) if following else None
 
     def check_integrity(self) -> None:
-        """Audit slots and queues; raises RuntimeError naming what does not add up."""
+        """Audit slots and queues. Raises RuntimeError that names what is inconsistent."""
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         if sorted(slots + self._free_slots) != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots: owned {slots} and free {self._free_slots} do not add up")
@@ -123,7 +124,7 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether somebody who waits could get a place, free or at another's expense."""
+        """Whether a waiting sequence could get a place, a free one or one of another sequence."""
         if not self.waiting or not self.running:
             return bool(self.waiting)
         most_urgent = self._waiting_by_urgency[0].request.priority
@@ -131,12 +132,12 @@ class Scheduler:
 
     @property
     def _num_places(self) -> int:
-        """How many more may run."""
+        """How many more sequences may run."""
         return min(len(self._free_slots), self.max_running - len(self.running))
 
     def _continue_running(self, plan: _Plan, prompt_tokens: int | None) -> None:
         prefilling = []
-        for sequence in self.running:  # preemption shortens it only at its end, not yet reached
+        for sequence in self.running:  # preemption only removes at the end of the list
             if sequence.num_uncomputed_tokens > 1:
                 prefilling.append(sequence)
                 continue
@@ -153,7 +154,7 @@ class Scheduler:
             plan.give(sequence)
 
     def _admit_urgent(self, plan: _Plan) -> None:
-        """Admit those of more urgent priority than somebody who runs, at the latter's expense."""
+        """Admit sequences that are more urgent than a running one, by preempting that one."""
         while self._waiting_by_urgency and self.running:
             sequence = self._waiting_by_urgency[0]
             if sequence.request.priority >= self.running[-1].request.priority:
@@ -169,7 +170,7 @@ class Scheduler:
             self._admit(sequence, prefix, plan)
 
     def _admit_in_order(self, plan: _Plan) -> None:
-        position = 0  # also how many places are kept for those who wait a step for a prefix
+        position = 0  # also the number of places kept for sequences that wait for a prefix
         while position < len(self.waiting) and position < self._num_places and plan.num_tokens_left:
             sequence = self.waiting[position]
             prefix = self.block_manager.find_prefix(sequence)
@@ -183,7 +184,7 @@ class Scheduler:
                 return
 
     def _draft(self, plan: _Plan) -> None:
-        """Let decodes guess ahead with the rows and blocks that nobody else wants."""
+        """Let decodes draft tokens, with rows and blocks that no other sequence needs."""
         num_rows = min(MAX_ROWS - plan.num_tokens, plan.num_tokens_left)
         for share in list(plan.shares.values()):
             if num_rows < 1:
@@ -199,7 +200,8 @@ class Scheduler:
                 num_rows -= len(draft)
 
     def _find_victims(self, sequence: Sequence, prefix: list[int]) -> list[Sequence] | None:
-        """Whom to preempt, least urgent first, so that `sequence` fits; None if it would not."""
+        """Which sequences to preempt, least urgent first, so that `sequence` fits; None if it
+        cannot."""
         num_free = self.block_manager.num_free
         num_running = len(self.running)
         if self._num_places > 0 and self._num_needed(sequence, prefix, num_running) <= num_free:
@@ -255,7 +257,7 @@ class Scheduler:
 
 
 class _Plan:
-    """The shares of the step that is being scheduled, and the tokens left to hand out."""
+    """The shares of the step that is being planned, and the tokens that are left to give."""
 
     def __init__(
         self, num_tokens: int, prefill_chunk: int, long_prompt_chunk: int, block_size: int
@@ -270,7 +272,7 @@ class _Plan:
         self._prefilling: set[Sequence] = set()
 
     def give(self, sequence: Sequence) -> None:
-        """Give a sequence its share of the tokens that are left, if any are."""
+        """Give a sequence a share of the tokens that are left, if any are."""
         uncomputed = sequence.num_uncomputed_tokens
         num_tokens = min(uncomputed, self._prefill_chunk, self.num_tokens_left)
         if self._num_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
@@ -296,10 +298,10 @@ class _Plan:
             self._num_decodes -= share.num_tokens == sequence.num_uncomputed_tokens == 1
 
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether a sequence with a share of this step is on its way to the next block too.
+        """Whether another sequence of this step is about to compute the next block of this prefix.
 
-        `sequence` had better wait a step then, and share the block. What counts is who gets on in
-        this step, so nobody waits for one who does not.
+        `sequence` should wait a step then, and share the block. Only sequences that make progress
+        in this step count, so that nobody waits for one that does not.
         """
         index = len(prefix)
         if (index + 1) * self._block_size >= sequence.num_tokens:
@@ -312,7 +314,7 @@ class _Plan:
 
 
 def _is_free(share: ScheduledSequence) -> bool:
-    """Whether it is a decode behind which another can be planned, whatever token it gives."""
+    """Whether it is a decode after which another can be planned, whatever its token is."""
     sequence = share.sequence
     return (
         share.samples
@@ -332,5 +334,5 @@ def _urgency(sequence: Sequence) -> tuple[Any, ...]:
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> None:
-    """Remove from a list that is sorted by `key`, which no two sequences share."""
+    """Remove from a list that is sorted by `key`. No two sequences have the same key."""
     del sequences[bisect_left(sequences, key(sequence), key=key)]

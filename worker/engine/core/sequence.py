@@ -1,4 +1,4 @@
-"""The engine's nouns: a sequence, and the batch of one step."""
+"""The nouns of the engine: a sequence, and the batch of one step."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class SequenceStatus(Enum):
 class Sequence:
     """One attempt at a request inside the engine.
 
-    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phase: as
-    long as computed tokens lag behind known ones it is given work, and when a step computes its
-    last known token, that step samples the next.
+    Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phases. It
+    is given work as long as it has known tokens that are not computed, and a step that computes its
+    last known token samples the next one.
     """
 
     request: EngineRequest
     token_ids: list[int]  # prompt, then output; engine appends
-    max_num_tokens: int  # of prompt and output: it ends there
+    max_num_tokens: int  # prompt and output; it ends there
     timing: SequenceTiming
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  # engine, after each step
-    num_reached_tokens: int = 0  # highest num_computed_tokens ever: what lies below is recomputed
+    num_reached_tokens: int = 0  # the most ever computed; tokens below that are recomputed
     slot: int | None = None  # scheduler, from admission to exit
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
     drafter: Drafter | None = None  # engine, if tokens may be drafted
-    num_shortages: int = 0  # engine; so often since its last token was memory short for it alone
-    num_told_preemptions: int = 0  # engine: those that an output has told of
+    num_shortages: int = 0  # engine; how often memory was short for it alone, since its last token
+    num_told_preemptions: int = 0  # engine; preemptions that an output has reported
 
     @classmethod
     def of(cls, request: EngineRequest, max_model_len: int | None = None) -> Sequence:
@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output over all attempts."""
+        """Output tokens of all attempts."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -71,18 +71,19 @@ class Sequence:
 
     @property
     def may_end(self) -> bool:
-        """Whether an end token would end it now."""
+        """Whether an end token would end the sequence now."""
         return self.num_output_tokens >= self.request.params.min_tokens
 
     @property
     def urgency(self) -> tuple[int, float, str]:
-        """Sorts the most urgent first; the last of those running is the first to be preempted."""
+        """A sort key: the most urgent comes first. The last running sequence is preempted first."""
         return (self.request.priority, *self.request.order)
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's share of one step: its tokens `start` to `start + num_tokens`, and a draft."""
+    """The share of a sequence in one step: its tokens `start` to `start + num_tokens`, and a
+    draft."""
 
     sequence: Sequence
     start: int
@@ -90,7 +91,7 @@ class ScheduledSequence:
     samples: bool
     """Whether these reach the last known token, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Guesses at what comes next. The step samples behind each of them as well."""
+    """Guesses at the next tokens. The step samples behind each of them too."""
 
     @property
     def num_rows(self) -> int:
@@ -98,30 +99,30 @@ class ScheduledSequence:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens between the last known one and the first that it samples."""
+        """How many tokens lie between the last known one and the first that is sampled."""
         return self.start + self.num_tokens - self.sequence.num_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of its rows that are known."""
+        """The known tokens of its rows."""
         known = self.sequence.token_ids[self.start : self.start + self.num_tokens]
         return [*known, *self.draft]
 
     @property
     def num_samples(self) -> int:
-        """Of how many rows, its last ones, a token is sampled."""
+        """In how many rows, its last ones, a token is sampled."""
         return 1 + len(self.draft) if self.samples else 0
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work."""
+    """The work of one step."""
 
     scheduled: list[ScheduledSequence]
 
     @property
     def num_tokens(self) -> int:
-        """Without drafted ones."""
+        """The number of tokens, without drafted ones."""
         return sum(item.num_tokens for item in self.scheduled)
 
     @property

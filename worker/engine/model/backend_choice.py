@@ -1,4 +1,4 @@
-"""What computes a model: its device, the attention backends there, and native code or not."""
+"""Decides what computes a model: the device, the attention backend, and whether native code."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from promptq.worker.engine.native.build import NativeCodeError, load_native
 from promptq.worker.engine.native.decoder import DTYPES
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
-"""The fastest first."""
+"""In order of speed, the fastest first."""
 
 logger = logging.getLogger(__name__)
 
 
 def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
-    """Those that run on the device, the fastest first, or the one of this name; `auto` is all.
+    """The backends that run on the device, the fastest first, or only the one of this name.
 
-    Raises ConfigurationError if there is none of this name, or it does not run there.
+    Raises ConfigurationError if there is none of this name, or if it does not run on the device.
     """
     if name != "auto" and name not in (names := [each.name for each in BACKENDS]):
         raise ConfigurationError(f"--attention: {name!r} is none of auto, {', '.join(names)}")
@@ -44,7 +44,10 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises ConfigurationError for what cannot be used."""
+    """The device of this name. `auto` means the first CUDA device if there is one, or else the CPU.
+
+    Raises ConfigurationError if the device cannot be used.
+    """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -61,7 +64,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def why_no_native_code(loaded: LoadedModel) -> str:
-    """Empty if there is native code for the model's device and type."""
+    """Why there is no native code for the device and dtype of the model; empty if there is."""
     device, dtype = loaded.model.device, loaded.model.dtype
     if device.type != "cpu":
         return f"it is for the CPU, and the device is {device.type}"

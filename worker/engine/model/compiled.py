@@ -1,8 +1,8 @@
-"""The decoder layers through torch.compile, which fuses their small operations.
+"""Runs the decoder layers through torch.compile, which fuses their small operations.
 
-Each layer is compiled by itself, as one graph with the attention as an operator in it. Layers of a
-kind share their code, so a model of any depth costs two graphs for each kind: one for any number of
-rows, and one for a single row, which the compiler always takes apart.
+Each layer is compiled by itself, as one graph with the attention as an operator in it. Layers of
+the same kind share their code. So a model of any depth needs two graphs for each kind: one for any
+number of rows, and one for a single row, which the compiler always treats separately.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from promptq.worker.engine.model.load_check import LOW_PRECISION_TOLERANCE, off_
 from promptq.worker.engine.model.packed_model import PackedModel
 
 TRIAL_ROWS = 61
-"""A prime, as sizes that are equal by chance, such as rows and a head's width, are taken for the
-same variable."""
+"""A prime number, because the compiler takes equal sizes for the same variable, even if rows and
+the width of a head are equal only by chance."""
 TOLERANCE = 1e-3
-"""In fp32, for half of the rows (see `off_by`); fused operations round less often."""
+"""The largest difference in fp32 for half of the rows (see `off_by`). Fused operations round less
+often."""
 GRAPHS = 32
-"""Of one family's layers, at most. The compiler's own limit of 8 is four kinds of layers."""
+"""The most graphs of the layers of a model. The limit of the compiler, 8, would be enough for four
+kinds of layers."""
 
 logger = logging.getLogger(__name__)
 
 
 class CompiledModel:
-    """A model whose decoder layers run compiled, or as they are where that does not work."""
+    """A model whose decoder layers run compiled, or uncompiled if compiling fails."""
 
     def __init__(
         self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"
@@ -59,7 +61,7 @@ class CompiledModel:
         return self._model.logits(step, rows)
 
     def undo(self) -> None:
-        """Let the layers run as they are."""
+        """Let the layers run uncompiled."""
         self.is_compiled = False
         for layer in self._layers:
             vars(layer).pop("forward", None)
@@ -104,7 +106,7 @@ class CompiledModel:
 
 
 def _is_capturing() -> bool:
-    """Whether a graph is being captured, which no error survives, whatever its cause."""
+    """Whether a graph is being captured. A capture cannot go on after any error."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

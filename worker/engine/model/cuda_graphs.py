@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch instead of some thousand.
+"""Runs decode steps as CUDA graphs: one launch instead of about a thousand.
 
-A graph works on fixed addresses and for a fixed number of rows. So a step's inputs are copied into
-buffers that stay, and padded up to the next size that a graph was captured for. Padding rows are
-written nowhere and see nothing (see AttentionBackend.takes_padding); what comes of them is dropped.
+A graph works on fixed addresses and for a fixed number of rows. So the inputs of a step are copied
+into buffers that stay, and padded to the next size for which a graph was captured. Padding rows are
+written nowhere and see nothing (see AttentionBackend.takes_padding); their results are dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Model(Protocol):
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of rows to capture graphs for: few for small batches, then every eighth."""
+    """The numbers of rows to capture graphs for: a few small ones, then every eighth."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     return [size for size in (1, 2, 4) if size < largest] + [
         *range(8, largest, 8),
@@ -42,7 +42,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """The inputs of decode steps, at addresses that stay."""
+    """The inputs of decode steps, at addresses that stay the same."""
 
     input_ids: torch.Tensor  # [max_num_seqs]
     positions: torch.Tensor  # [max_num_seqs]
@@ -70,7 +70,7 @@ class DecodeBuffers:
         )
 
     def fill(self, step: PackedStep, size: int) -> None:
-        """Copy a step's inputs, and pad it to `size` rows."""
+        """Copy the inputs of a step, and pad it to `size` rows."""
         layout = step.layout
         num_rows, width = layout.block_tables.shape
         self.input_ids[:num_rows] = step.input_ids[0]
@@ -145,7 +145,7 @@ class GraphedModel:
 
     @torch.inference_mode()
     def _prepare(self, sizes: list[int], device: torch.device) -> None:
-        """Largest first, so that the smaller find room in what the larger took."""
+        """Capture the largest first, so that the smaller graphs fit into its memory."""
         for size in sorted(sizes, reverse=True):
             step, rows = self._buffers.step(size), torch.arange(size, device=device)
             stream = torch.cuda.current_stream(device)

@@ -35,23 +35,23 @@ from promptq.worker.engine.sampling.masks import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 LENGTH_WITHOUT_LIMIT = 8192
-"""Tokens of a sequence of a model that has no limit of its own, if none was asked for."""
+"""The model length for a model without a limit of its own, if none was asked for."""
 
 WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A step under way; `sampled` is None if it samples nothing."""
+    """A step under way. `sampled` is None if it samples nothing."""
 
     sampled: SamplerOutput | None
     counts: list[int]
-    """Of the rows sampled for each sequence."""
+    """How many rows were sampled for each sequence."""
     sequences: list[Sequence]
-    """Of each row."""
+    """The sequence of each row."""
 
     def tokens_for(self, step: PackedStep) -> torch.Tensor:
-        """[1, T], on the device: what was sampled here for the sequence of each row of `step`."""
+        """[1, T], on the device: the token sampled here for the sequence of each row of `step`."""
         assert self.sampled is not None
         row_of = {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
         rows = [row_of[item.sequence.sequence_id] for item in step.items]
@@ -82,7 +82,7 @@ class ModelRunner:
         model = checked.on(loaded.model, cache, max_model_len)
         self._model: PackedModel | CompiledModel | GraphedModel | NativeDecoder = model
         self.compiled: CompiledModel | None = None
-        """If it was asked for, and the library's modules compute."""
+        """Set if compiling was asked for and the modules of the library compute."""
         if isinstance(model, PackedModel):
             modules: PackedModel | CompiledModel = model
             if options.compile:
@@ -103,17 +103,17 @@ class ModelRunner:
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
         self.is_row_invariant = False
-        """Whether a token's logits are the same to the last bit, whatever rows are beside it; known
-        once the model has run."""
+        """Whether the logits of a token are the same to the last bit, whatever rows are beside it.
+        It is known once the model has run."""
 
     @classmethod
     def load(
         cls, name_or_dir: str, options: LoadOptions, progress: Progress = unheard
     ) -> ModelRunner:
-        """Load a model, check that the seam serves it correctly, and allocate its cache.
+        """Load a model, check that it is served correctly, and allocate its cache.
 
-        `progress` hears of each stage. Raises ModelNotFoundError, UnsupportedModelError or
-        ConfigurationError, each with one sentence that says what is wrong.
+        `progress` is called with each stage. Raises ModelNotFoundError, UnsupportedModelError or
+        ConfigurationError, with one sentence that says what is wrong.
         """
         device = resolve_device(options.device)
         backends_on(device, options.attention)  # raises before anything is loaded
@@ -130,7 +130,7 @@ class ModelRunner:
     def of(
         cls, loaded: LoadedModel, options: LoadOptions, progress: Progress = unheard
     ) -> ModelRunner:
-        """The same for a model that is loaded already, whatever device and dtype are asked for."""
+        """As `load`, for a model that is loaded already, with its own device and dtype."""
         device = loaded.model.device
         backends = backends_on(device, options.attention)
         limit = model_length(loaded, None)
@@ -162,7 +162,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
-        """See Runner. On CUDA the work is queued, on a CPU it is done on return."""
+        """See Runner. On CUDA the work is queued; on a CPU it is done on return."""
         sampling = batch.sampling
         counts = [item.num_samples for item in sampling]
         sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
@@ -170,7 +170,7 @@ class ModelRunner:
         step = self._packer.pack(batch)
         if after is not None:
             step = replace(step, input_ids=after.tokens_for(step))
-        # A step without samples still needs a row: not every family's head takes none.
+        # A step without samples still needs a row, as some families cannot compute none.
         rows = step.sampling_rows(sampling) or [0]
         logits = self._model.logits(step, to_device(rows, self.device))
         if not sampling:
@@ -185,7 +185,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Prefill and decode once, so that nobody's first token waits for what is set up lazily."""
+        """Prefill and decode once, so that no first token waits for what libraries set up late."""
         layout = self.kv_layout
         kv_tokens = layout.num_blocks * layout.block_size
         num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)
@@ -203,7 +203,7 @@ class ModelRunner:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """Once the model has run."""
+        """These are known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         return EngineAbilities(exact_resume=is_exact)
 
@@ -214,7 +214,7 @@ class ModelRunner:
         return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 
     def peak_memory_bytes(self) -> int:
-        """Of the device on CUDA, of the whole process on a CPU."""
+        """The peak memory of the device on CUDA, or of the whole process on a CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Tokens that are banned or biased: (row, token) pairs, so that only they are touched."""
+"""Bans and biases tokens, as (row, token) pairs, so that no other logits are touched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ BANNED = float("-inf")
 
 
 class Constraints:
-    """Of one set of sequences: end tokens before `min_tokens`, bad words, `logit_bias`."""
+    """The constraints of one set of sequences: end tokens before `min_tokens`, bad words and
+    `logit_bias`."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -44,7 +45,7 @@ class Constraints:
         return bool(self._banned or self._bias or self._early_ends or self._bad_endings)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits` [R, vocab_size] in place; rows in the order of the sequences."""
+        """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences."""
         if self._banned is not None:
             logits[self._banned] = BANNED
         for banned in (self._early_ends.pairs(), self._bad_endings.pairs()):
@@ -56,7 +57,7 @@ class Constraints:
 
 
 class _EarlyEnds:
-    """End tokens of sequences that have not `min_tokens` yet."""
+    """Bans end tokens of sequences that have fewer than `min_tokens` tokens."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int) -> None:
         self._pending = [
@@ -80,10 +81,10 @@ class _EarlyEnds:
 
 
 class _BadEndings:
-    """Last tokens of bad words whose other tokens the output ends with."""
+    """Bans the last token of a bad word when the output ends with its other tokens."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int) -> None:
-        # By the last token but one, so that a step looks at few words, if at any.
+        # Keyed by the last token but one, so that a step examines few words.
         self._words: list[tuple[int, Sequence, dict[int, list[tuple[int, ...]]]]] = []
         for row, sequence in enumerate(sequences):
             words = defaultdict(list)

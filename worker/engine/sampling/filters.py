@@ -1,7 +1,7 @@
-"""min_p, top_k and top_p as one threshold on each row's scaled logits.
+"""Applies min_p, top_k and top_p as one threshold on the scaled logits of each row.
 
-A token stays if and only if its logit reaches the threshold. So tokens of equal logits share their
-fate, whatever order a sort would have put them in, and nothing depends on the rest of the batch.
+A token stays if and only if its logit reaches the threshold. So tokens with equal logits are
+treated alike, and the result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.sampling.draw import totals
 
 FILTERS = ("min_p", "top_k", "top_p")
-"""Fields of SamplingParams, in the order in which native/src/sampling.cpp has them in `Asked`."""
+"""Fields of SamplingParams, in the order of `Asked` in native/src/sampling.cpp."""
 
 FIRST_CANDIDATES = 256
-"""How many of the likeliest tokens are looked at first for top_p; eight times as many next."""
+"""How many of the likeliest tokens are examined first for top_p. If they are not enough, eight
+times as many are examined next."""
 
 _LOWEST = -60.0
-"""A token this far below the likeliest is never drawn; keeps sums of exponentials finite."""
+"""A token this far below the likeliest is never drawn. This keeps sums of exponentials finite."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
 class Filters:
-    """What each row asks for: columns [R, 1] of the fields that any row uses, or else None."""
+    """The filters of each row: a column [R, 1] for each field that any row uses, otherwise None."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         rows = [
@@ -31,7 +32,7 @@ class Filters:
             for each in params
         ]
         self.table = torch.tensor(rows, dtype=torch.float64, device=device)
-        """[R, len(FILTERS)], all of it."""
+        """[R, len(FILTERS)]: the values of all filters."""
 
         values = [{*each} for each in zip(*rows, strict=True)]
 
@@ -71,7 +72,8 @@ def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> t
 
 
 def weights_above(scaled: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Unnormalised probabilities [R, vocab_size] in `out`, 0 for what is below the threshold."""
+    """Write unnormalised probabilities [R, vocab_size] to `out`; those below the threshold are
+    0."""
     torch.sub(scaled, threshold.clamp_min(_LOWEST), out=out).exp_()
     return torch.threshold_(out, _JUST_BELOW_ONE, 0.0)
 
@@ -94,14 +96,14 @@ def _top_p(
         likeliest = scaled[pending].topk(candidates, dim=1).values
         result[pending], found = _last_needed(likeliest, threshold[pending], wanted[pending])
         pending = pending[~found.squeeze(1)]
-    # Where rounding keeps the sum from ever getting there, all that pass are needed.
+    # Where rounding keeps the sum below that, all tokens that pass are needed.
     return torch.where(top_p < 1.0, result, threshold)
 
 
 def _last_needed(
     likeliest: torch.Tensor, threshold: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logit with which the sum of weights reaches what is wanted, and whether it does."""
+    """The logit at which the sum of weights reaches `wanted`, and whether it does."""
     weights = (likeliest - threshold.clamp_min(_LOWEST)).exp().double()
     needed = (weights.cumsum(dim=1) < wanted).sum(dim=1, keepdim=True)
     found = needed < likeliest.shape[1]

@@ -1,8 +1,8 @@
-"""The work over the whole vocabulary: in torch for any device, or natively on a CPU.
+"""The computations over the whole vocabulary: in torch for any device, or in native code on a CPU.
 
-Both compute the same, and differ by the rounding of fp32 alone: exponentials and sums of them can
-differ in the last bit. So the token that a seed gives is the same unless its number falls within
-about 1e-6 of the border between two tokens, and just the same again on the same kind of machine.
+Both compute the same, except for the rounding of fp32: exponentials and their sums can differ in
+the last bit. So a seed gives the same token in both, unless its number falls within about 1e-6 of
+the border between two tokens. On the same kind of machine the token is always the same.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from promptq.worker.engine.sampling.logprobs import ChosenLogprobs, report
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """How each row's token is drawn."""
+    """How the token of each row is drawn."""
 
     any_is_sampled: bool
     is_sampled: torch.Tensor
-    """[R], bool: False where the likeliest token is taken."""
+    """[R], bool: False if the likeliest token is taken."""
     temperature: torch.Tensor
     """[R, 1]"""
     filters: Filters
 
 
 class Kernels(Protocol):
-    """Neither changes the logits [R, vocab_size] that it is given."""
+    """The logits [R, vocab_size] are not changed by any method."""
 
     def choose(
         self, logits: torch.Tensor, asked: Distributions, uniforms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [R] by numbers [R] (float64, in [0, 1)), and whether each can be chosen."""
+        """Token ids [R] for random numbers [R] (float64, in [0, 1)), and whether each is sound."""
         ...
 
     def report(
         self, logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int
     ) -> ChosenLogprobs:
-        """Of these rows, for the token ids [R] that were chosen for all."""
+        """Report these rows, for the token ids [R] that were chosen in all rows."""
         ...
 
 
 class TorchKernels:
-    """On any device."""
+    """Computes in torch, on any device."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = Scratch(device)
@@ -76,7 +76,7 @@ class TorchKernels:
 
 
 class NativeKernels:
-    """On a CPU whose native code is loaded (native/build.py)."""
+    """Computes in native code, on a CPU for which it is loaded (native/build.py)."""
 
     def choose(
         self, logits: torch.Tensor, asked: Distributions, uniforms: torch.Tensor
@@ -96,7 +96,7 @@ class NativeKernels:
 
 
 def _known(logits: torch.Tensor) -> torch.Tensor:
-    """In a type and an order that the native code reads."""
+    """The logits in a dtype and layout that the native code reads."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     return logits.contiguous()

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was chosen, before any sampling parameter."""
+"""Log-probabilities of the chosen tokens, before any sampling parameter is applied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from promptq.worker.engine.sampling.draw import totals
 
 
 class ChosenLogprobs(NamedTuple):
-    """Of L rows, for the token that was chosen in each, and for the N likeliest."""
+    """For L rows: the chosen token of each, and its N likeliest tokens."""
 
     logprob: torch.Tensor  # [L]
     rank: torch.Tensor  # [L], from 1
@@ -24,13 +24,13 @@ class ChosenLogprobs(NamedTuple):
 
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not know (the same as in vLLM)."""
+"""Used instead of minus infinity, which JSON does not have (the same value as in vLLM)."""
 
 
 def report(
     logits: torch.Tensor, rows: list[int], chosen: torch.Tensor, num_top: int, scratch: Scratch
 ) -> ChosenLogprobs:
-    """Of `rows` of the model's `logits` [R, vocab_size], for the token ids [R] chosen for all."""
+    """Report `rows` of the logits [R, vocab_size], for the token ids [R] chosen in all rows."""
     index = to_device(rows, logits.device)
     chosen = chosen.index_select(0, index).unsqueeze(1)
     if len(rows) < len(logits):
@@ -52,13 +52,13 @@ def report(
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """Which of a step's rows report, and how many of the likeliest tokens."""
+    """Which rows of a step report, and how many of the likeliest tokens each reports."""
 
     rows: list[int]
     num_top: list[int]
 
     def by_row(self, token_ids: list[int], columns: Sequence[list[Any]]) -> dict[int, TokenLogprob]:
-        """What each row reports for its chosen token, from the columns of ChosenLogprobs."""
+        """The report of each row for its chosen token, from the columns of ChosenLogprobs."""
         result = {}
         for row, num_top, logprob, rank, ids, logprobs in zip(
             self.rows, self.num_top, *columns, strict=True

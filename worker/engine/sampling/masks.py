@@ -1,4 +1,4 @@
-"""Which tokens grammars allow: computed in a thread of its own, while the model runs."""
+"""Computes which tokens grammars allow, in its own thread while the model runs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE = np.where(_BITS == 1, np.float32(0.0), np.float32(BANNED))
-"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens."""
+"""[256, 8]: what each byte of a mask adds to the logits of its eight tokens."""
 
 _Words = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
-    """The masks of one step's rows that have a grammar."""
+    """The masks of those rows of a step that have a grammar."""
 
     rows: list[int]
     num_rows: int
-    """Of the whole step."""
+    """How many rows the whole step has."""
     words: Future[tuple[torch.Tensor, dict[int, str]]]
 
     def apply(self, logits: torch.Tensor) -> dict[int, str]:
-        """Wait for the masks and ban what they do not allow.
+        """Wait for the masks, and ban the tokens that they do not allow.
 
-        `logits` [R, vocab_size] are changed in place. Gives the rows whose grammar failed, with
+        `logits` [R, vocab_size] are changed in place. Returns the rows whose grammar failed, with
         the reason.
         """
         masks, errors = self.words.result()
@@ -47,10 +47,10 @@ class PendingMasks:
 
 
 class Masks:
-    """Starts the computation of a step's masks; one at a time, so that buffers are reused.
+    """Starts to compute the masks of a step. One step at a time, so that buffers can be reused.
 
-    On a CPU the thread also turns bits into what is added to the logits; a CUDA device gets the
-    bits, a 32nd of the traffic.
+    On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
+    gets the bits, which are a 32nd of the traffic.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,8 @@ class Masks:
         self._bias = np.empty((0, 0, 8), dtype=np.float32)
 
     def start(self, sequences: list[Sequence]) -> PendingMasks | None:
-        """Begin with the masks for the next token of each; None if no sequence has a grammar."""
+        """Start computing the masks for the next token of each; None if no sequence has a
+        grammar."""
         found = [
             (row, sequence.request.grammar)
             for row, sequence in enumerate(sequences)

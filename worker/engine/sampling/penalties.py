@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties over the tokens that occurred, and no others."""
+"""Repetition, presence and frequency penalties. Only logits of tokens that occurred are touched."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.core.sequence import Sequence
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
-"""Of each: its sequence's index among those that ask, and the token id."""
+"""For each occurrence: the index of its sequence among those with penalties, and the token id."""
 
 
 class Penalties:
-    """Of those sequences in a set that ask for any; repetition counts the prompt too.
+    """The penalties of those sequences of a set that have any. Repetition also counts the prompt.
 
-    Occurrences are kept as (row, token) pairs. A token that occurs twice is there twice: what is
-    idempotent is written twice, and what counts occurrences is subtracted once for each.
+    Occurrences are kept as (row, token) pairs. A token that occurs twice has two pairs. Writing an
+    idempotent value twice does no harm, and what counts occurrences is subtracted once for each.
     """
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Penalties:
         return bool(self._rows)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits` [R, vocab_size] in place; rows in the order of the sequences."""
+        """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences."""
         if not self:
             return
         self._catch_up()
@@ -61,7 +61,7 @@ class Penalties:
         logits.index_put_((rows, tokens), -self._frequency[index], accumulate=True)
 
     def _catch_up(self) -> None:
-        """Count what was emitted since the last step: mostly one token for each sequence."""
+        """Add the tokens since the last step, mostly one for each sequence."""
         lengths = [sequence.num_tokens for sequence in self._sequences]
         if lengths == self._lengths:
             return
@@ -77,7 +77,7 @@ class Penalties:
         self._lengths = lengths  # last, in case there was no memory for what they count
 
     def _count_output(self) -> tuple[list[int], _Occurrences]:
-        """The sequences' lengths now, and the tokens of their outputs."""
+        """The lengths of the sequences now, and the tokens of their outputs."""
         outputs = [
             np.array(sequence.token_ids[sequence.num_prompt_tokens :], dtype=np.int64)
             for sequence in self._sequences

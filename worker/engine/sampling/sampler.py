@@ -1,7 +1,7 @@
-"""From logits to tokens, for a whole batch at once and by each request's own parameters.
+"""Chooses tokens from logits, for a whole batch at once and by the parameters of each request.
 
-The order is: raw log-probabilities (reported, not used), what grammars allow, banned tokens, logit
-bias, penalties, temperature, filters, one draw. What no request asks for costs nothing.
+The order is: raw log-probabilities (reported, not used), tokens that grammars allow, banned tokens,
+logit bias, penalties, temperature, filters, one draw. What no request asks for costs nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 
 _COLDEST = 1e-30
-"""Lower temperatures, of which fp32 has no inverse, are taken as this one."""
+"""Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
 _NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """A step's choices, still on the device."""
+    """The choices of a step, still on the device."""
 
     token_ids: torch.Tensor  # [R]
     copies: HostCopies
-    """Of `token_ids`, whether each is sound, and of what `logprobs` report."""
+    """Copies of `token_ids`, of whether each is sound, and of the columns that `logprobs`
+    reports."""
     logprobs: RawLogprobs | None
     errors: dict[int, str] = field(default_factory=dict)
-    """Rows for which no token can be chosen, and why."""
+    """The rows for which no token can be chosen, and why."""
 
     def tokens(self) -> list[SampledToken]:
-        """Wait for the device and hand the tokens over, one for each row."""
+        """Wait for the device, and return one token for each row."""
         token_ids, is_sound, *reported = self.copies.lists()
         reports = self.logprobs.by_row(token_ids, reported) if self.logprobs is not None else {}
         return [
@@ -60,11 +61,11 @@ class SamplerOutput:
 class Sampler:
     """Chooses a token for each row.
 
-    What a set of sequences asks for is worked out when the set changes, not in every step.
+    The parameters of a set of sequences are worked out when the set changes, not in every step.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
-        """`native` is for a CPU whose native code is loaded; without it, torch computes."""
+        """`native` is for a CPU with loaded native code; otherwise torch computes."""
         self._vocab_size = vocab_size
         self._device = device
         self._kernels: Kernels = NativeKernels() if native else TorchKernels(device)
@@ -78,10 +79,10 @@ class Sampler:
         masks: PendingMasks | None = None,
         num_ahead: list[int] | None = None,
     ) -> SamplerOutput:
-        """Choose from `logits` [R, vocab_size], which stay as they are.
+        """Choose from `logits` [R, vocab_size], which are not changed.
 
-        Row i is of `sequences[i]`, at the position behind its last token, or `num_ahead[i]` behind
-        that; `masks` are of the same rows, and None if none has a grammar.
+        Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
+        further. `masks` are for the same rows; None if no sequence has a grammar.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -113,7 +114,7 @@ class Sampler:
 
 
 class _Rows:
-    """What one set of sequences asks for; None, empty or False where no row asks."""
+    """The parameters of one set of sequences; None, empty or False where no row uses one."""
 
     def __init__(self, sequences: list[Sequence], vocab_size: int, device: torch.device) -> None:
         self.sequence_ids = [sequence.sequence_id for sequence in sequences]
@@ -124,8 +125,8 @@ class _Rows:
         self.penalties = Penalties(sequences, device)
         self.adjusts = bool(self.constraints or self.penalties)
 
-        # A greedy row goes through the motions with the others, which costs less than leaving it
-        # out, but asks for nothing that would cost more.
+        # Greedy rows are computed together with the others, which costs less than leaving them out,
+        # but with parameters that need no further work.
         is_sampled = [each.temperature > 0.0 for each in params]
         params = [each if each.temperature > 0.0 else NEUTRAL for each in params]
         self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)

@@ -13,7 +13,7 @@
 
 namespace promptq {
 
-// Which earlier positions a query sees (Pattern in attention/__init__.py).
+// Which earlier positions a query sees (Pattern in attention/backend.py).
 enum class Visible : int64_t { kFull = 0, kSliding = 1, kChunked = 2 };
 
 struct Pattern {
@@ -33,7 +33,7 @@ struct LayerCache {
   Pattern pattern;
 };
 
-// Where a step's rows lie (StepLayout in attention/__init__.py); int64 tensors, contiguous.
+// Where a step's rows lie (StepLayout in attention/backend.py); int64 tensors, contiguous.
 struct Layout {
   at::Tensor query_starts, context_lens;   // [num_sequences + 1], [num_sequences]
   at::Tensor block_tables;                 // [num_sequences, max_blocks]
