@@ -30,8 +30,8 @@ _ROLE_OF_SCRIPT = {
     "cancel": "producer",
     "requeue": "producer",
     "purge": "producer",
-    "waiting": "producer",
-    "limit": "gateway",
+    "list_waiting": "producer",
+    "charge_rates": "gateway",
     "priorities": "producer",
     "reprioritise": "producer",
     "claim": "worker",
@@ -41,7 +41,7 @@ _ROLE_OF_SCRIPT = {
     "statistics": "worker",
     "sweep": "worker",
     "heartbeat": "worker",
-    "hold": "jobs",
+    "hold_lease": "jobs",
 }
 """Who calls it; the worker calls `cancel` too."""
 

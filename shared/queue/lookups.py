@@ -53,17 +53,17 @@ def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
 
 def contains(keys: Keys, request_id: str) -> Call[bool]:
     """Whether the request waits in the queue."""
-    return Call("waiting", [0, request_id], lambda reply: bool(reply[1]))
+    return Call("list_waiting", [0, request_id], lambda reply: bool(reply[1]))
 
 
 def count(keys: Keys) -> Call[int]:
     """How many requests of all tenants wait, not counting delayed ones."""
-    return Call("waiting", [0, ""], lambda reply: int(reply[0]))
+    return Call("list_waiting", [0, ""], lambda reply: int(reply[0]))
 
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
     """Ids at the front of the queue, those of all tenants by their score."""
-    return Call("waiting", [limit, ""], lambda reply: ids_of(reply[2:]))
+    return Call("list_waiting", [limit, ""], lambda reply: ids_of(reply[2:]))
 
 
 def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:

@@ -43,4 +43,4 @@ def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:
             reset_ms=dict(zip(names, rest[1::2], strict=True)),
         )
 
-    return Call("limit", args, parse)
+    return Call("charge_rates", args, parse)

@@ -250,7 +250,7 @@ def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
     Returns whether it belongs to this holder; when letting go, whether it did.
     """
     args: list[str | bytes | int] = [key.removeprefix(keys.prefix), holder, ttl_ms]
-    return Call("hold", args, lambda reply: bool(int(reply)))
+    return Call("hold_lease", args, lambda reply: bool(int(reply)))
 
 
 def _held_args(held: Iterable[Held]) -> list[str | bytes | int]:

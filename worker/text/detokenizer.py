@@ -1,8 +1,10 @@
-"""Turns tokens into text as they come: never half a character, never the start of a stop string."""
+"""Turns tokens into text as they come: never half a character, nor what stop strings cut off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+
+from promptq.worker.text.stop_strings import StopStrings
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
@@ -75,8 +77,7 @@ class IncrementalDecoder:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    A stop string is looked for from output token `min_tokens` on. What could still become one is
-    held back until it is certain.
+    A stop string is looked for from output token `min_tokens` on.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(decode, context)
-        self._stop = [_StopString(text) for text in stop]
+        self._stop = StopStrings(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._held = ""
-        self.stopped = False
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string was found; what follows it is not text of this request."""
+        return self._stop.found
 
     @property
     def may_stop(self) -> bool:
@@ -102,14 +105,11 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take the next output token and give the text that is certain."""
         self._num_tokens += 1
-        text = self._decoder.push(token_id)
-        return self._release(text) if self._stop else text
+        return self._release(self._decoder.push(token_id))
 
     def flush(self) -> str:
         """The end: give all that was held back, unless a stop string is in it."""
-        text = self._release(self._decoder.flush())
-        held, self._held = self._held, ""
-        return text + ("" if self.stopped else held)
+        return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int], emitted: str) -> str:
         """Rebuild the state of an earlier attempt that emitted these tokens and this text.
@@ -120,55 +120,4 @@ class TextStream:
         return text[len(emitted) :]
 
     def _release(self, text: str) -> str:
-        if not self._stop:
-            return text
-        num_held = len(self._held)
-        self._held += text
-        if self.stopped:
-            self._held = ""
-            return ""
-        hold = 0
-        if self._num_tokens >= self._min_tokens:
-            found = [num_held + at for stop in self._stop if (at := stop.find(text)) is not None]
-            if found:
-                self.stopped = True
-                self._held, text = "", self._held[: min(found)]
-                return text
-            hold = max(stop.num_matched for stop in self._stop)
-        cut = len(self._held) - hold
-        released, self._held = self._held[:cut], self._held[cut:]
-        return released
-
-
-class _StopString:
-    """How much of a stop string a text ends with, character by character.
-
-    After Knuth, Morris and Pratt (1977): a character costs the same, however long the string is.
-    """
-
-    def __init__(self, string: str) -> None:
-        self._string = string
-        self.num_matched = 0
-        """So many of its characters are the text's last ones."""
-        self._borders = [0]  # by length: of a beginning, how much of its end it begins with itself
-        matched = 0
-        for length in range(1, len(string)):
-            while matched and string[length] != string[matched]:
-                matched = self._borders[matched - 1]
-            matched += string[length] == string[matched]
-            self._borders.append(matched)
-
-    def find(self, text: str) -> int | None:
-        """Where it begins, if it ends in this next part of the text; before the part is below 0."""
-        string, matched = self._string, self.num_matched
-        begin = 0 if matched else text.find(string[0])
-        if begin < 0:
-            return None
-        for at in range(begin, len(text)):
-            while matched and text[at] != string[matched]:
-                matched = self._borders[matched - 1]
-            matched += text[at] == string[matched]
-            if matched == len(string):
-                return at + 1 - matched
-        self.num_matched = matched
-        return None
+        return self._stop.release(text, look=self._num_tokens >= self._min_tokens)

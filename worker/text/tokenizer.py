@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
-from promptq.worker.text.time_limit import CpuTimeLimitError, cpu_time_limit
+from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 RENDER_SECONDS = 1.0
 """CPU time that the model's chat template may take for one request. It is the model's author's, but

@@ -1,8 +1,8 @@
 """How many bytes of requests' bodies a gateway holds at once: for each tenant, and in all.
 
 No tenant can fill it: a tenant gets more only while more bytes are free than it holds, as with the
-places of webhooks (webhooks/tenant_turns.py). The first bytes of each body do not count, so that a small
-call is always let in. The number of connections limits those.
+places of webhooks (webhooks/tenant_turns.py). The first bytes of each body do not count, so that a
+small call is always let in. The number of connections limits those.
 """
 
 from __future__ import annotations

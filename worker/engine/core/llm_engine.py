@@ -19,8 +19,8 @@ from promptq.worker.engine.api.messages import (
     StepOutput,
 )
 from promptq.worker.engine.core.block_manager import BlockManager
-from promptq.worker.engine.core.checks import check_request, check_settings
 from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.limit_checks import check_request, check_settings
 from promptq.worker.engine.core.prefill_pacing import Pacing
 from promptq.worker.engine.core.recovery import Recovery, collect, is_out_of_memory
 from promptq.worker.engine.core.runner import Runner, SampledToken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from promptq.worker.text.time_limit import CpuTimeLimitError, cpu_time_limit
+from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 
 def step() -> None:

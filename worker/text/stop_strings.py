@@ -1,0 +1,76 @@
+"""Cuts a text at its stop strings, and holds back what could still become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Looks for all stop strings of one request in its text, which comes in parts."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = [_StopString(string) for string in strings]
+        self._held = ""
+        self.found = False
+
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def release(self, text: str, *, look: bool) -> str:
+        """Take the next part of the text and give what is certain. `look`: look for stop strings."""
+        if not self._strings:
+            return text
+        if self.found:
+            return ""
+        num_held = len(self._held)
+        self._held += text
+        hold = 0
+        if look:
+            begins = [num_held + at for it in self._strings if (at := it.find(text)) is not None]
+            if begins:
+                self.found = True
+                self._held, text = "", self._held[: min(begins)]
+                return text
+            hold = max(it.num_matched for it in self._strings)
+        cut = len(self._held) - hold
+        released, self._held = self._held[:cut], self._held[cut:]
+        return released
+
+    def flush(self) -> str:
+        """The end of the text: give what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _StopString:
+    """How much of a stop string a text ends with, character by character.
+
+    After Knuth, Morris and Pratt (1977): a character costs the same, however long the string is.
+    """
+
+    def __init__(self, string: str) -> None:
+        self._string = string
+        self.num_matched = 0
+        """So many of its characters are the text's last ones."""
+        self._borders = [0]  # by length: of a beginning, how much of its end it begins with itself
+        matched = 0
+        for length in range(1, len(string)):
+            while matched and string[length] != string[matched]:
+                matched = self._borders[matched - 1]
+            matched += string[length] == string[matched]
+            self._borders.append(matched)
+
+    def find(self, text: str) -> int | None:
+        """Where it begins, if it ends in this next part of the text; before the part is below 0."""
+        string, matched = self._string, self.num_matched
+        begin = 0 if matched else text.find(string[0])
+        if begin < 0:
+            return None
+        for at in range(begin, len(text)):
+            while matched and text[at] != string[matched]:
+                matched = self._borders[matched - 1]
+            matched += text[at] == string[matched]
+            if matched == len(string):
+                return at + 1 - matched
+        self.num_matched = matched
+        return None
