@@ -17,7 +17,7 @@ class StopStrings:
         return bool(self._strings)
 
     def release(self, text: str, *, look: bool) -> str:
-        """Take the next part of the text and give what is certain. `look`: look for stop strings."""
+        """Take the next part of a text and give what is certain. `look`: look for stop strings."""
         if not self._strings:
             return text
         if self.found:
