@@ -210,7 +210,8 @@ class Run:
             with (self._folder / f"{name}.log").open("ab") as log:
                 process = await self._group.spawn(
                     str(release.python) if release else sys.executable,
-                    *["-m", "tests.chaos.processes.clients", name, str(self.outcome.seed), *urls],
+                    *["-m", release.clients if release else "tests.chaos.processes.clients"],
+                    *[name, str(self.outcome.seed), *urls],
                     *[str(self._folder / f"{name}.jsonl"), *rates],
                     stdout=log,
                     stderr=log,

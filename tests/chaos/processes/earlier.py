@@ -35,6 +35,8 @@ class Release:
     name: str
     folder: Path
     python: Path
+    clients = "tests.chaos.clients"
+    """The module of its clients, as the last release names it."""
 
     @property
     def environment(self) -> dict[str, str]:
