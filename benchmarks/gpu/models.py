@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,6 +26,18 @@ from promptq.worker.engine.model.packed_model import PackedModel
 
 BLOCK_SIZE = 16
 SEED = 5
+
+
+class PaddedModel(GraphedModel):
+    """Runs the same padded steps on the same buffers; only on a GPU as graphs."""
+
+    def _prepare(self, sizes: list[int], device: torch.device) -> None:
+        if device.type == "cuda":
+            super()._prepare(sizes, device)
+            return
+        for size in sizes:
+            step, rows = self._buffers.step(size), torch.arange(size, device=device)
+            self._runs[size] = partial(self._model.logits, step, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +131,9 @@ class Bench:
         finally:
             model.undo()
 
-    def graphed(self, model: PackedModel | CompiledModel) -> GraphedModel:
+    def graphed(self, model: PackedModel | CompiledModel) -> PaddedModel:
         """For the batch that is measured."""
-        return GraphedModel(
+        return PaddedModel(
             model,
             sizes=[self.size.batch],
             max_model_len=4096,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ if find_spec("triton") is None:
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 from benchmarks.gpu.cases import Case, Shape, off_by
+from benchmarks.gpu.models import PaddedModel
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
@@ -27,7 +27,7 @@ from promptq.worker.engine.attention.triton_kernels.decode import splits_for
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.triton_kernels.prefill import tiles_of
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, GraphedModel, graph_sizes
+from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, graph_sizes
 from promptq.worker.engine.model.load_check import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
@@ -187,18 +187,6 @@ class Recording:
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         self.num_rows.append(step.input_ids.shape[1])
         return self.model.logits(step, rows)
-
-
-class PaddedModel(GraphedModel):
-    """Runs the same padded steps on the same buffers; only on a GPU as graphs."""
-
-    def _prepare(self, sizes: list[int], device: torch.device) -> None:
-        if device.type == "cuda":
-            super()._prepare(sizes, device)
-            return
-        for size in sizes:
-            step, rows = self._buffers.step(size), torch.arange(size, device=device)
-            self._runs[size] = partial(self._model.logits, step, rows)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])

@@ -132,7 +132,8 @@ def test_graphs_are_few(family: str, kinds: int) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed here")
 @torch.inference_mode()
 def test_padded_decodes_on_the_triton_backend() -> None:
-    from tests.worker.engine.attention.test_triton import DEVICE, PaddedModel, TinyModel
+    from benchmarks.gpu.models import PaddedModel
+    from tests.worker.engine.attention.test_triton import DEVICE, TinyModel
 
     tiny = TinyModel("qwen3", 7)
     for layer in tiny.cache.layers:
