@@ -187,7 +187,7 @@ async def test_what_was_preempted_and_what_lies_prepared_is_told(
         after = await scrape(worker)
         told = worker.stats()
     handed_out = value(after, metrics.PREFETCH_HAND_OUTS)
-    assert handed_out == value(after, metrics.CLAIMS) >= 6
+    assert handed_out == value(after, metrics.CLAIMS) >= 5
     assert value(during, metrics.PREFETCH_WAIT) < value(after, metrics.PREFETCH_WAIT)
     assert value(during, metrics.PREFETCH_FILL) < value(after, metrics.PREFETCH_FILL)
     # Who lies prepared makes it fuller for as long as it does.
