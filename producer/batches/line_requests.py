@@ -17,8 +17,8 @@ from promptq.producer.gateway.context.access import Caller, account_of, beyond_r
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import CompletionCall, read_call
 from promptq.producer.gateway.openai.completion import completion_of
+from promptq.producer.gateway.openai.request_bodies import CompletionCall, read_call
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest

@@ -13,7 +13,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.gateway.answering.preparing import Preparing
+from promptq.producer.gateway.answering.call_reader import CallReader
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.key_uses import KeyUses
@@ -65,7 +65,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         connection = make_async_redis(url)
         client = AsyncClient(connection, settings.queue, tracing=tracing)
         cancels = BackgroundCancels(client)
-        app.state.preparing = Preparing()
+        app.state.call_reader = CallReader()
         app.state.gateway = Gateway(
             settings,
             client,
@@ -88,7 +88,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         try:
             yield
         finally:
-            await app.state.preparing.aclose()
+            await app.state.call_reader.aclose()
             await cancels.aclose()
             await client.close()
             await connection.aclose()

@@ -24,7 +24,7 @@ from promptq.producer.gateway.http.protocol import PIECES, Unfinished
 from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import failure
-from promptq.producer.gateway.openai.positions import Position, event_id
+from promptq.producer.gateway.openai.read_positions import Position, event_id
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent, Usage
 from promptq.shared.protocol.tool_call_style import ToolCallStyle

@@ -19,14 +19,14 @@ from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
-from promptq.producer.gateway.openai.calls import CompletionCall, request_ids
 from promptq.producer.gateway.openai.completion import (
     Completion,
     check_completion_id,
     completion_of,
 )
 from promptq.producer.gateway.openai.endings import failure
-from promptq.producer.gateway.openai.positions import Position, read_event_id
+from promptq.producer.gateway.openai.read_positions import Position, read_event_id
+from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest

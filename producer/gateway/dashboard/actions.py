@@ -13,7 +13,7 @@ from promptq.producer.gateway.context.access import ThisAdmin, check_scope, is_o
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.json_body import json_body
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.calls import CompletionCall
+from promptq.producer.gateway.openai.request_bodies import CompletionCall
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
 from promptq.shared.protocol.request import MAX_PRIORITY

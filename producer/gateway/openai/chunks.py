@@ -10,7 +10,7 @@ from typing import Any
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import finish_reason
 from promptq.producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs, text_length
-from promptq.producer.gateway.openai.positions import Position
+from promptq.producer.gateway.openai.read_positions import Position
 from promptq.producer.gateway.openai.tool_calls import ToolDelta, ToolText, call_id
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob, Usage
 from promptq.shared.protocol.tool_call_style import ToolCallStyle

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 from uuid import UUID
 
-from promptq.producer.gateway.openai.calls import MAX_CHOICES, CompletionCall, request_ids
+from promptq.producer.gateway.openai.request_bodies import MAX_CHOICES, CompletionCall, request_ids
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.events import Usage
 from promptq.shared.protocol.request import Request

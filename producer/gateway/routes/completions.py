@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.preparing import Preparing, ThisPreparing
+from promptq.producer.gateway.answering.call_reader import CallReader, ThisCallReader
 from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.context.access import Caller, ThisCaller, admit_call, needs
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import described
-from promptq.producer.gateway.openai.calls import (
+from promptq.producer.gateway.openai.request_bodies import (
     DEFAULT_MAX_TOKENS,
     HEADERS,
     CallOptions,
@@ -65,24 +65,29 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions", openapi_extra=_operation(ChatOptions), response_class=Response)
 async def create_chat_completion(
-    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, preparing: ThisPreparing
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Answer a chat, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, preparing, is_chat=True)
+    return await _create(request, gateway, caller, call_reader, is_chat=True)
 
 
 @router.post(
     "/v1/completions", openapi_extra=_operation(CompletionOptions), response_class=Response
 )
 async def create_completion(
-    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, preparing: ThisPreparing
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, preparing, is_chat=False)
+    return await _create(request, gateway, caller, call_reader, is_chat=False)
 
 
 async def _create(
-    request: HttpRequest, gateway: Gateway, caller: Caller, preparing: Preparing, *, is_chat: bool
+    request: HttpRequest,
+    gateway: Gateway,
+    caller: Caller,
+    call_reader: CallReader,
+    *,
+    is_chat: bool,
 ) -> Response:
     headers = request.headers
     if last_event_id := headers.get("last-event-id"):
@@ -94,7 +99,7 @@ async def _create(
     with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
         body = [piece async for piece in body_pieces(request, most, hold)]
-        prepared = await preparing.prepare(is_chat, body, headers, caller)
+        prepared = await call_reader.prepare(is_chat, body, headers, caller)
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
         return await respond(request, gateway, caller, prepared, hold)

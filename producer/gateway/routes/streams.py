@@ -18,7 +18,7 @@ from promptq.producer.gateway.openai.completion import (
     needed_request_ids,
     stream_completion,
 )
-from promptq.producer.gateway.openai.positions import read_event_id
+from promptq.producer.gateway.openai.read_positions import read_event_id
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.runtime.logs import bind
 

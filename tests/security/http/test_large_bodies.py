@@ -19,7 +19,7 @@ import httpx2
 import pytest
 import redis
 
-from promptq.producer.gateway.answering import preparing
+from promptq.producer.gateway.answering import call_reader
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue import lookups
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
@@ -93,7 +93,7 @@ def test_a_body_that_takes_too_long_fails_alone(
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(preparing, "_MOST_CPU_SECONDS", 0.001)
+            patch.setattr(call_reader, "_MOST_CPU_SECONDS", 0.001)
             refused = http.post("/v1/chat/completions", content=LARGE)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "body_too_complex")
         wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
@@ -107,7 +107,7 @@ def helpers() -> dict[int, str]:
         with suppress(OSError):
             parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
             is_ours = parent is not None and int(parent[1]) == os.getpid()
-            if is_ours and b"prepare_process" in (folder / "cmdline").read_bytes():
+            if is_ours and b"call_reader_process" in (folder / "cmdline").read_bytes():
                 found[int(folder.name)] = (folder / "environ").read_text()
     return found
 
@@ -139,7 +139,7 @@ def test_where_no_process_starts_or_gets_time_the_call_is_to_come_again(
     ):
         for name, value in (("sys.executable", "/nowhere"), ("_MOST_SECONDS", 0.0)):
             with monkeypatch.context() as patch:
-                patch.setattr(f"{preparing.__name__}.{name}", value)
+                patch.setattr(f"{call_reader.__name__}.{name}", value)
                 later = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
             assert (later.status_code, later.json()["error"]["code"]) == (503, "body_not_read")
             assert later.headers["retry-after"] == "5"
@@ -241,8 +241,8 @@ def test_what_is_enqueued_does_not_depend_on_where_it_was_read(
     headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
     kept: list[list[dict[bytes, bytes]]] = []
     with live_gateway(redis_url, http_header_seconds=0) as gateway:
-        for most in (preparing._SMALL_BYTES, 0):
-            monkeypatch.setattr(preparing, "_SMALL_BYTES", most)
+        for most in (call_reader._SMALL_BYTES, 0):
+            monkeypatch.setattr(call_reader, "_SMALL_BYTES", most)
             with (
                 httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
                 http.stream("POST", f"/v1/{path}", json={**fields, "stream": True}) as answer,

@@ -24,8 +24,8 @@ from fastapi import Depends, Request
 from promptq.producer.gateway.answering.respond import Prepared, prepare
 from promptq.producer.gateway.context.access import Caller, account_of
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.calls import HEADERS, CompletionCall, read_call
 from promptq.producer.gateway.openai.completion import new_completion_id
+from promptq.producer.gateway.openai.request_bodies import HEADERS, CompletionCall, read_call
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
 from promptq.shared.protocol.request import Request as PayloadRequest
@@ -51,7 +51,7 @@ Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
 
 
-class Preparing:
+class CallReader:
     """Reads the calls of one gateway. Its processes start when they are first needed.
 
     Tenants take turns with large bodies: each tenant has at most one of them read at a time.
@@ -131,13 +131,13 @@ class Preparing:
         return answered
 
 
-def preparing_of(request: Request) -> Preparing:
-    """The `Preparing` of the gateway that serves an HTTP request."""
-    found: Preparing = request.app.state.preparing
+def call_reader_of(request: Request) -> CallReader:
+    """The `CallReader` of the gateway that serves an HTTP request."""
+    found: CallReader = request.app.state.call_reader
     return found
 
 
-ThisPreparing = Annotated[Preparing, Depends(preparing_of)]
+ThisCallReader = Annotated[CallReader, Depends(call_reader_of)]
 
 
 def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[bytes]]:
@@ -218,7 +218,7 @@ async def _start() -> Process:
         sys.executable,
         "-P",
         "-m",
-        "promptq.producer.gateway.answering.prepare_process",
+        "promptq.producer.gateway.answering.call_reader_process",
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,
