@@ -81,10 +81,11 @@ class Place:
 
     def send(self, signal_number: signal.Signals) -> bool:
         """Signal the process, if there is one that is ready."""
-        if self.pid is None or not self.is_ready:
+        pid = self.pid  # which may be over at the next look
+        if pid is None or not self.is_ready:
             return False
         try:
-            os.kill(self.pid, signal_number)
+            os.kill(pid, signal_number)
         except ProcessLookupError:  # it has just died, and nobody has heard of it yet
             return False
         self._sent.add(signal_number)

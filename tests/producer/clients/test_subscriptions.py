@@ -227,11 +227,12 @@ async def test_more_streams_than_connections(
 ) -> None:
     """They all begin at once, and leave connections for the other calls of the client."""
     claims = await enqueue(client, own_worker, 150)
+    before = len(own_worker.redis.client_list(_type="normal"))  # other tests may have left some
     for claim in claims:
         readers.read(claim.request_id)
     for claim in claims:
         await async_until(lambda claim=claim: num_following(own_worker, claim.request_id) == 1)
-    assert len(own_worker.redis.client_list(_type="normal")) < 50
+    assert len(own_worker.redis.client_list(_type="normal")) < before + 50
     for claim in claims:
         own_worker.finish(claim, "a")
     await asyncio.gather(*readers.tasks)
