@@ -85,6 +85,7 @@ async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
         server = stack.enter_context(EmbeddedServer())
         bring_in_roles(server.url)
         control = await stack.enter_async_context(redis.asyncio.Redis.from_url(server.url))
+        await control.config_set("slowlog-max-len", 0)  # it would fill up on a busy machine
         pids, clients = {}, {}
         for load in LOADS:
             await control.hset(Keys(load.queue).config, mapping=_CONFIG)
