@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the nouns, and what every backend says of itself."""
+"""The types for attention over the paged KV cache, and the interface of every backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which earlier positions a query sees, itself included.
+    """Which positions a query sees, up to and including its own.
 
     `full`: all; `sliding`: the last `size`; `chunked`: those since the last multiple of `size`.
     """
@@ -29,7 +29,7 @@ class Pattern:
         return 0
 
     def shortened(self, max_length: int) -> Pattern:
-        """The same for sequences of up to `max_length` tokens; often simply full."""
+        """The same for sequences of up to `max_length` tokens. It is full if `size` covers them."""
         return FULL if self.size >= max_length else self
 
 
@@ -38,7 +38,7 @@ FULL = Pattern("full")
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's attention, as it was seen in a forward of the model."""
+    """One layer's attention, as recorded in a forward of the model."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,13 +48,13 @@ class LayerSpec:
     value_dtype: torch.dtype
     pattern: Pattern = FULL
     shares_kv_of: int | None = None
-    """An earlier layer that hands over the very same K and V."""
+    """The index of an earlier layer whose K and V this layer uses."""
     scoring: frozenset[str] = frozenset()
-    """What else it asks of its scores: `softcap`, `sinks`."""
+    """Further features of its scores: `softcap`, `sinks`."""
 
     @property
     def features(self) -> frozenset[str]:
-        """What it asks for beyond plain causal attention; backends refuse by these names."""
+        """The features beyond plain causal attention. Backends refuse features by these names."""
         return self.scoring if self.pattern.kind == "full" else self.scoring | {self.pattern.kind}
 
     @property
@@ -99,39 +99,39 @@ class StepLayout:
     query_starts: list[int]
     context_lens: list[int]
     block_tables: torch.Tensor
-    """[num_sequences, max_blocks], int64; what lies behind a sequence's blocks means nothing."""
+    """[num_sequences, max_blocks], int64. Entries after a sequence's last block mean nothing."""
     write_blocks: torch.Tensor
-    """[T], int64: the block that each row's K and V go to ..."""
+    """[T], int64: the block that each row's K and V are written to."""
     write_offsets: torch.Tensor
-    """... and the place in it."""
+    """[T], int64: the place in that block."""
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict)
-    """What a backend works out once per step and uses in every layer."""
+    """What a backend computes once per step and uses in every layer."""
 
 
 DECODE_CONTEXTS = "decode contexts"
-"""In a layout's plans: [num_decodes], int32, on the device. Whoever replays a step for other
-lengths puts a tensor of its own there."""
+"""The key in a layout's plans for the context lengths of decodes: [num_decodes], int32, on the
+device. Code that replays a step with other lengths puts its own tensor there."""
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention. Making one imports what it needs; naming its class does not."""
+    """One way to compute attention. Creating an instance imports the packages that it needs."""
 
     name: ClassVar[str]
-    """What `--attention` calls it."""
+    """Its name in `--attention`."""
     devices: ClassVar[Set[str]]
-    """Types of devices, as torch names them."""
+    """The types of devices it runs on, as torch names them."""
     dtypes: ClassVar[Set[torch.dtype]] = {torch.float32, torch.bfloat16, torch.float16}
     needs: ClassVar[str] = ""
-    """A package that not every installation has."""
+    """A package that it needs and that may not be installed."""
     takes_padding: ClassVar[bool] = False
-    """Whether decodes may be padded to the size of a CUDA graph: rows whose write block is -1 and
-    whose context, by DECODE_CONTEXTS, is 0, which read and write nothing."""
+    """Whether decodes may be padded to the size of a CUDA graph. A padding row has the write block
+    -1 and the context 0 (in DECODE_CONTEXTS). It reads and writes nothing."""
     refuses: ClassVar[Set[str]] = frozenset()
-    """Of LayerSpec.features, what it does not know."""
+    """The names in LayerSpec.features that it does not know."""
 
     def why_not(self, specs: Sequence[LayerSpec]) -> str:
-        """Why it does not serve a model of these layers; empty if it does."""
+        """Why it cannot serve a model with these layers; empty if it can."""
         for spec in specs:
             for dtype in (spec.key_dtype, spec.value_dtype):
                 if dtype not in self.dtypes:
@@ -153,6 +153,6 @@ class AttentionBackend(ABC):
         """Write the step's K and V into the cache, then attend through the block tables.
 
         `query` [T, num_heads, key_size], `key` [T, num_kv_heads, key_size] and `value`
-        [T, num_kv_heads, value_size] give [T, num_heads, value_size]. What the cache holds
-        outside of the sequences, NaN included, changes nothing.
+        [T, num_kv_heads, value_size] give [T, num_heads, value_size]. Cache content outside of the
+        sequences, even NaN, does not change the result.
         """

@@ -20,7 +20,7 @@ CUDA_SHARE = 0.9
 class KVCache:
     """K and V of all layers, in blocks of `block_size` tokens.
 
-    A layer that hands over an earlier layer's K and V has that layer's tensors.
+    A layer that uses an earlier layer's K and V shares that layer's tensors.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KVCache:
 
 
 def bytes_per_token(specs: Sequence[LayerSpec]) -> int:
-    """One token's K and V in all layers."""
+    """The bytes of one token's K and V in all layers."""
     return sum(spec.bytes_per_token for spec in specs)
 
 
@@ -58,10 +58,10 @@ def fitting_blocks(
     wanted_tokens: int,
     device: torch.device,
 ) -> int:
-    """How many blocks to hold.
+    """How many blocks to allocate: as many as fit into `memory_bytes`.
 
-    As many as `memory_bytes` has room for; without it as many as `wanted_tokens` need, within a
-    share of the memory that is free now. Raises ConfigurationError if not even two fit.
+    If that is None, as many as `wanted_tokens` need, up to a share of the memory that is free now.
+    Raises ConfigurationError if fewer than two fit.
     """
     block_bytes = bytes_per_token(specs) * block_size
     if memory_bytes is not None:

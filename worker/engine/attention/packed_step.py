@@ -1,4 +1,4 @@
-"""One step's tokens as one packed row of input, and where its K and V go."""
+"""One step's tokens as one packed row of input, and where their K and V go."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 from promptq.worker.engine.device.async_copies import to_device
 
 UNKNOWN = 0
-"""In place of a token that the step before is still computing."""
+"""The input in place of a token that the previous step is still computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A batch, packed. Its order is the packing's own: decodes, longest context first, then
-    chunks, shortest first; a decode with a draft is a chunk."""
+    """A packed batch, in its own order: decodes, longest context first, then chunks, shortest
+    first. A decode with a draft counts as a chunk."""
 
     items: list[ScheduledSequence]
     input_ids: torch.Tensor  # [1, T]
@@ -28,7 +28,7 @@ class PackedStep:
     layout: StepLayout
 
     def sampling_rows(self, items: Items[ScheduledSequence]) -> list[int]:
-        """The rows at which each item's tokens are sampled: its last ones."""
+        """The rows from which each item's tokens are sampled. These are its last rows."""
         ends = self.layout.query_starts
         end_of = {id(item): ends[index + 1] for index, item in enumerate(self.items)}
         return [
@@ -39,7 +39,7 @@ class PackedStep:
 
 
 class Packer:
-    """Packs batches; remembers the block tables of the slots, which seldom change."""
+    """Packs batches. It remembers the block tables of the slots, because they seldom change."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
@@ -93,7 +93,7 @@ class Packer:
             if self._known[slot] != sequence.block_table:
                 table = sequence.block_table.copy()
                 self._tables[slot, : len(table)] = np.array(table, dtype=np.int64)
-                self._known[slot] = table  # once it is written
+                self._known[slot] = table  # only after it was written
         return self._tables[slots, :width]
 
     @staticmethod

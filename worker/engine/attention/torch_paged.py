@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the backend that runs everywhere.
 
 Decodes are gathered into padded groups and attend together; a chunk attends alone. Padding points
-at a sequence's own first visible token, so that no foreign or stale memory is ever read.
+to the sequence's own first visible token, so no memory of other sequences is read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from promptq.worker.engine.attention.backend import (
 )
 
 MAX_GATHERED_TOKENS = 1 << 16
-"""Padded context tokens of one group of decodes; bounds the memory that a gather takes."""
+"""The most context tokens in one group of decodes, with padding. It limits a gather's memory."""
 MAX_SCORES = 1 << 24
-"""Scores that the explicit softmax holds at once."""
+"""The most scores that the explicit softmax holds at once."""
 
 
 class TorchPaged(AttentionBackend):
@@ -68,8 +68,8 @@ class _DecodeGroup:
 
     first: int
     last: int
-    cache_rows: torch.Tensor  # [size, num_kv_heads, length] into the cache seen as rows of one head
-    bias: torch.Tensor | None  # [size, 1, 1, length], -inf where nothing is
+    cache_rows: torch.Tensor  # [size, num_kv_heads, length], see _cache_rows
+    bias: torch.Tensor | None  # [size, 1, 1, length], -inf for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class _Chunk:
 
     first: int
     last: int
-    cache_rows: torch.Tensor | None  # [1, num_kv_heads, length]; None: all it sees is in the step
-    bias: torch.Tensor | None  # [rows, length], -inf where not visible; None: plainly causal
+    cache_rows: torch.Tensor | None  # [1, num_kv_heads, length]; None: it sees only its own rows
+    bias: torch.Tensor | None  # [rows, length], -inf where not visible; None: plain causal
 
 
 def _plans(
     layout: StepLayout, pattern: Pattern, num_kv_heads: int, like: torch.Tensor
 ) -> tuple[list[_DecodeGroup], list[_Chunk]]:
-    """The gathers of a step; worked out by the first layer of each pattern and head count."""
+    """The gathers of a step. The first layer of each pattern, head count and dtype plans them."""
     plans: tuple[list[_DecodeGroup], list[_Chunk]] | None
     plans = layout.plans.get((pattern, num_kv_heads, like.dtype))
     if plans is None:
@@ -122,7 +122,7 @@ def _plan_decodes(
 
 
 def _similar(lengths: list[int]) -> list[tuple[int, int]]:
-    """Cut into runs that, padded, stay within bounds and are not mostly padding."""
+    """Split into groups that stay within the limit when padded and are not mostly padding."""
     groups = []
     first, longest = 0, 0
     for index, length in enumerate(lengths):
@@ -161,7 +161,7 @@ def _plan_chunks(
 
 
 def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Whether queries at these positions see keys at those."""
+    """Whether the queries at some positions see the keys at others."""
     visible = key <= query
     if pattern.kind == "sliding":
         visible &= key > query - pattern.size
@@ -171,7 +171,7 @@ def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the kernels add to scores; they would make it of booleans again in every layer."""
+    """What kernels add to scores. From booleans they would compute it again in every layer."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 
@@ -179,7 +179,7 @@ def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _cache_rows(
     tables: torch.Tensor, positions: torch.Tensor, heads: torch.Tensor, layout: StepLayout
 ) -> torch.Tensor:
-    """[size, num_kv_heads, length]: rows of the cache, seen as [everything, head size]."""
+    """[size, num_kv_heads, length]: row numbers in the cache viewed as [rows, head size]."""
     size = layout.block_size
     blocks = tables.gather(1, positions // size)
     per_head = blocks.unsqueeze(1) * len(heads) + heads.unsqueeze(1)
@@ -201,7 +201,8 @@ def _attend(
 ) -> torch.Tensor:
     """[size, num_heads, rows, value_size] for queries [size, num_heads, rows, key_size].
 
-    Without a bias, rows are as many as keys and causal, or one row that sees all keys.
+    Without a bias there are either as many rows as keys, and attention is causal, or there is one
+    row, which sees all keys.
     """
     if scoring.softcap is not None or scoring.sinks is not None:
         return _attend_explicitly(query, keys, values, bias, scoring)
@@ -209,7 +210,7 @@ def _attend(
     num_kv_heads = keys.shape[1]
     grouped = num_heads != num_kv_heads
     if rows == 1 and grouped:
-        # The heads of a group share their keys, so they can be rows and nothing is repeated.
+        # The heads of a group share their keys. As rows they need no repeated keys.
         query = query.reshape(size, num_kv_heads, -1, key_size)
     if bias is not None:
         bias = bias.expand(*bias.shape[:-2], query.shape[2], -1)
@@ -232,7 +233,7 @@ def _attend_explicitly(
     bias: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """The same with softcap and sinks, which the library's kernels do not know."""
+    """The same with softcap and sinks, which torch's own kernels do not support."""
     size, num_heads, rows, key_size = query.shape
     num_kv_heads, length = keys.shape[1:3]
     if bias is None and rows > 1:

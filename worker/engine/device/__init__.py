@@ -1,1 +1,1 @@
-"""Memory, number formats and copies of the device."""
+"""Memory and number formats of the device, and copies to and from it."""

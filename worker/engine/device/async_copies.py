@@ -1,7 +1,7 @@
-"""Small tensors on their way to a device and back, without anybody waiting for the device.
+"""Copies small tensors to a device and back without waiting for the device's other work.
 
-A copy from or to memory that is not pinned waits for all that is queued before it, and would turn
-a step that is launched ahead into one that is not.
+A copy from or to memory that is not pinned waits for all work queued before it. A step could then
+not be launched ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 
 
 def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Of an array's type, of int64 for a sequence. The array must stay as it is on a CPU."""
+    """The values on the device, in an array's own type, or as int64 for a sequence.
+
+    On a CPU the tensor shares an array's memory, so the array must not be changed.
+    """
     tensor = torch.from_numpy(np.asarray(values, dtype=getattr(values, "dtype", np.int64)))
     if device.type != "cuda":
         return tensor
@@ -23,7 +26,7 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 
 
 class HostCopies:
-    """Tensors being copied to the host, begun behind what is queued now."""
+    """Copies of tensors to the host, which start after the work that is queued now."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -37,7 +40,7 @@ class HostCopies:
             self._copied.record()
 
     def lists(self) -> list[list[Any]]:
-        """Wait for the copies, and for nothing behind them, and give them as lists."""
+        """Wait for the copies, but not for later work, and return them as lists."""
         if self._copied is not None:
             self._copied.synchronize()
         return [each.tolist() for each in self._tensors]

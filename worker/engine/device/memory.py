@@ -1,4 +1,4 @@
-"""How much memory there is to take."""
+"""How much memory is free on a device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def give_back(device: torch.device) -> None:
-    """Return to the device what the allocator keeps for later, and count peaks from now on."""
+    """Return the allocator's unused memory to the device, and start to count peaks anew."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Of the device, or for the CPU of the machine, or of this process's container if less.
+    """The free memory of the device. For the CPU: of the machine, or of the container if less.
 
-    A container's page cache counts as used there, such as weights that were just read; of it,
-    `inactive_file` is what the kernel takes back first.
+    A container counts its page cache as used, for example weights that were just read. Its part
+    `inactive_file`, which the kernel reclaims first, counts as free here.
     """
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]

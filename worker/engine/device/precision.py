@@ -1,4 +1,4 @@
-"""What types processors compute in, and a model in fp32 for a while."""
+"""Whether the processor is fast in bf16, and how to run a model in fp32 for a while."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from promptq.worker.engine.device.memory import free_bytes
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SHARE = 0.5
-"""Of free memory, that fp32 copies of the weights may take."""
+"""The share of free memory that fp32 copies of the weights may take."""
 
 
 def has_fast_bf16_products() -> bool:
-    """Whether torch has vector code for them on this processor: without, one number at a time."""
+    """Whether torch has vector code for bf16 products here. If not, it takes number by number."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[bool]:
-    """Give 16-bit weights their values in fp32, and their own back on exit.
+    """Convert 16-bit weights to fp32, and restore the originals on exit.
 
-    Yields whether the model then computes in fp32 throughout; if memory does not suffice, or the
-    weights are of yet other types, it is left as it is.
+    Yields whether the whole model now computes in fp32. The model is left unchanged if there is
+    too little memory, or if some weights have another type.
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]

@@ -8,8 +8,8 @@ import torch
 class Scratch:
     """Buffers that are reused from step to step.
 
-    On a CPU a fresh tensor of a batch of logits costs more than most operations on it, as the
-    operating system hands out its pages one by one. CUDA tensors come from a pool anyway.
+    On a CPU, allocating a tensor for a batch of logits costs more than most operations on it,
+    because the operating system maps its pages one by one. CUDA tensors come from a pool anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -17,7 +17,7 @@ class Scratch:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns], float32, with any content, valid until the same name is taken again."""
+        """[rows, columns], float32, not initialised, valid until the same name is taken again."""
         if self._device.type != "cpu":
             return torch.empty(rows, columns, dtype=torch.float32, device=self._device)
         buffer = self._buffers.get(name)

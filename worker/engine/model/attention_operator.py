@@ -1,7 +1,7 @@
-"""The seam's attention as one operator, which torch.compile puts into its graphs as it is.
+"""The seam's attention as one operator, which torch.compile puts into its graphs unchanged.
 
-A compiled graph serves all layers of a kind, so nothing of a layer may be a constant in it. What
-tells layers apart is a number in a tensor, which is an input of the graph like a weight.
+A compiled graph serves all layers of a kind, so nothing of one layer may be a constant in it.
+Layers are told apart by a number in a tensor, which is an input of the graph like a weight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Attending(Protocol):
-    """One layer's attention, see AttentionBackend for the shapes; with a batch of 1 in front."""
+    """One layer's attention. The shapes are those of `paged_attention`."""
 
     def attend(
         self,
@@ -34,7 +34,7 @@ _numbers = count()
 
 
 def number_of(layer: Attending) -> torch.Tensor:
-    """A number, as a tensor on the CPU, by which the operator finds the layer while it lives."""
+    """The number by which the operator finds the layer while it lives, as a tensor on the CPU."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
@@ -50,8 +50,8 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Of the layer with this number. That the cache is written to need not be declared: no graph
-    reads it otherwise, and as the output is used, the call is neither dropped nor moved."""
+    """The attention of the layer with this number. Its writes to the cache need not be declared:
+    no graph reads the cache otherwise, and the call is kept in place because its output is used."""
     return _layers[int(layer)].attend(query, key, value, scale, softcap, sinks)
 
 

@@ -37,19 +37,19 @@ class CompiledModel:
     def __init__(
         self, model: PackedModel, cache: KVCache, max_model_len: int, *, backend: str = "inductor"
     ) -> None:
-        """Compile, and hold the result against the uncompiled layers. `backend` is the compiler's;
-        "eager" only finds the graphs."""
+        """Compile, and compare the result with the uncompiled layers. `backend` is an option of
+        torch.compile; "eager" only finds the graphs."""
         self._model = model
         self._layers = model.decoder_layers()
         self._backend = backend
-        self._compiled: list[Any] = []  # kept: captured graphs replay their kernels
+        self._compiled: list[Any] = []  # kept because captured graphs replay their kernels
         self.is_compiled = False
         self._set_up(cache, min(TRIAL_ROWS, max_model_len, cache.num_blocks * cache.block_size))
 
     @torch.inference_mode()
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel. A step that fails compiled is run again as it is, as are all after it:
-        what it had written of K and V is written again."""
+        """See PackedModel. If a compiled step fails, it is run again uncompiled, which writes its K
+        and V again. All later steps run uncompiled too."""
         try:
             return self._model.logits(step, rows)
         except torch.OutOfMemoryError:
@@ -75,7 +75,7 @@ class CompiledModel:
             self._compile()
             for step, plain in zip(steps, expected, strict=True):
                 off = float(off_by(self._all_logits(step).float(), plain.float()).median())
-                # Not the other way round: what is not a number is not tolerable.
+                # Not `off > tolerance`, which would accept NaN.
                 if not off <= tolerance:
                     raise ValueError(f"logits are off by {off:.2g} of their spread")
         except Exception as error:
@@ -100,7 +100,7 @@ class CompiledModel:
 
     def _give_up(self, error: Exception) -> None:
         self.undo()
-        cause = getattr(error, "inner_exception", error)  # of the backend
+        cause = getattr(error, "inner_exception", error)  # the error of the compiler's backend
         reason = str(cause).strip().split("\n")[0]
         logger.warning("the model runs without torch.compile: %s: %s", type(cause).__name__, reason)
 

@@ -32,7 +32,7 @@ class Model(Protocol):
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of rows to capture graphs for: a few small ones, then every eighth."""
+    """The numbers of rows to capture graphs for: a few small ones, then multiples of eight."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     return [size for size in (1, 2, 4) if size < largest] + [
         *range(8, largest, 8),
@@ -124,7 +124,7 @@ class GraphedModel:
         self._buffers = DecodeBuffers.of(max(sizes), max_model_len, block_size, device)
         self._runs: dict[int, Callable[[], torch.Tensor]] = {}
         self._pool: Any = None  # the graphs' shared memory
-        self._logits: torch.Tensor | None = None  # and the one place that all write logits to
+        self._logits: torch.Tensor | None = None  # all graphs write their logits here
         self._prepare(sizes, device)
 
     @torch.inference_mode()
@@ -134,7 +134,7 @@ class GraphedModel:
         if size is None:
             return self._model.logits(step, rows)
         self._buffers.fill(step, size)
-        # A copy, as the next step writes its logits to the same place.
+        # This is a copy, because the next step writes its logits to the same place.
         return self._runs[size]().index_select(0, rows)
 
     def _size_for(self, step: PackedStep) -> int | None:
@@ -152,13 +152,13 @@ class GraphedModel:
             try:
                 self._runs[size] = self._capture(step, rows)
             except RuntimeError as error:
-                torch.cuda.set_stream(stream)  # a capture that breaks leaves its own behind
+                torch.cuda.set_stream(stream)  # a failed capture leaves its own stream set
                 logger.warning("decode steps run without CUDA graphs: %s", error)
                 self._runs.clear()
                 return
 
     def _capture(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # Kernels are compiled, and libraries set up, outside of the capture.
+        # Run once before the capture, so that kernels are compiled and libraries are set up.
         warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         warming.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warming):

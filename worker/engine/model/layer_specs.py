@@ -1,4 +1,4 @@
-"""What each layer of a model asks of its attention, seen in a forward with the library's masks."""
+"""Records what each layer asks of its attention, in a forward with the library's masks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from promptq.worker.engine.model.packed_model import set_attention
 RECORD = "promptq_record"
 
 WINDOWS = {"sliding_window": Pattern("sliding", 5), "attention_chunk_size": Pattern("chunked", 6)}
-"""The library's names for windows, and what they are shrunk to while a model is looked at;
-different, so that a mask tells which of them made it."""
+"""The library's names for windows, and the sizes they are shrunk to while a model is recorded.
+The sizes differ, so that a mask shows which window made it."""
 
 THRESHOLDS = {"floor_scale": 4}
-"""Positions from which on modules treat queries differently (Llama 4), shrunk likewise."""
+"""Positions from which modules treat queries differently (Llama 4). They are shrunk too."""
 
 SCORING = {"softcap": "softcap", "sinks": "s_aux"}
-"""What backends may refuse, and the library's names for it."""
+"""Features that backends may refuse, and the library's names for them."""
 
 HONOURED = {"scaling", "sliding_window", *SCORING.values()}
 WITHOUT_EFFECT = {"is_causal", "position_ids", "position_embeddings", "cache_position"}
-"""Arguments that the mask, or the tensors themselves, already speak for."""
+"""Arguments whose effect is already in the mask or in the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ AttentionMaskInterface.register(RECORD, eager_mask)
 
 @contextmanager
 def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
-    """Make the model's windows a few tokens long; yields shrunk -> true pattern."""
+    """Make the model's windows a few tokens long. Yields the true pattern of each shrunk one."""
     config = model.config.get_text_config(decoder=True)
     true_patterns = {FULL: FULL}
     originals: list[tuple[Any, str, int]] = []
@@ -91,9 +91,10 @@ def shrunk_windows(model: PreTrainedModel) -> Iterator[dict[Pattern, Pattern]]:
 def record_layers(
     loaded: LoadedModel, token_ids: list[int], true_patterns: dict[Pattern, Pattern]
 ) -> tuple[list[nn.Module], list[LayerSpec]]:
-    """The attention modules in order of call, and what each asks, with windows as they are now.
+    """The attention modules in order of call, and what each asks for, with the current windows.
 
-    Raises UnsupportedModelError if not every layer asks exactly once, or for what is not known.
+    Raises UnsupportedModelError if a layer does not make exactly one call, or if it asks for
+    something unknown.
     """
     family, model = loaded.family, loaded.model
     set_attention(model, RECORD)
@@ -110,8 +111,8 @@ def record_layers(
     if len(set(modules)) != num_layers or len(calls) != num_layers:
         raise UnsupportedModelError(
             f"{family}: {len(set(modules))} modules of a model of {num_layers} layers make "
-            f"{len(calls)} attention calls, and only if each layer makes exactly one are requests "
-            "in a packed step kept apart"
+            f"{len(calls)} attention calls; each layer must make exactly one, or requests in a "
+            "packed step would mix"
         )
     specs: list[LayerSpec] = []
     for index, call in enumerate(calls):

@@ -1,10 +1,10 @@
-"""The check at load: whether a model served through the seam gives what it gives alone.
+"""The check at load: whether requests in a packed step get the same logits as each alone.
 
-With no mask, a layer that does not go through the seam would silently mix the requests of a
-packed step. So each model, whatever its family, is run once before it serves anybody: packed steps
-of two requests must give the logits that each gives alone with the library's eager attention and
-masks. Meanwhile windows are shrunk, so that a few tokens reach past them, and weights are fp32,
-where memory allows, so that rounding hides nothing.
+There is no mask, so a layer that does not go through the seam would silently mix the requests of
+a packed step. So each model, whatever its family, is checked before it serves. Packed steps of two
+requests must give the logits that each request gives alone with the library's eager attention and
+masks. Windows are shrunk for the check, so that a few tokens reach past them. Weights are in fp32
+where memory allows, so that rounding does not hide a fault.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from promptq.worker.engine.native.decoder import NativeDecoder, NotOfThisKindErr
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
 LENGTHS = (34, 14)
-"""Tokens of the two requests of the check: chunks of both are computed that are long, and that are
-so short that their rows may attend one by one."""
+"""Tokens of the two requests of the check. Some of their chunks are long, and some are so short
+that their rows may attend one by one."""
 BLOCK_SIZE = 4
 
 TOLERANCE = 1e-4
-"""Of a row of logits, relative to its spread, for half of the rows; for every row ten times as
-much, as a router's near tie may fall the other way in one. In fp32 rounding makes up 1e-6."""
+"""The largest difference in a row of logits, relative to the row's spread, for half of the rows.
+Any row may differ ten times as much, because a near tie in a router may be decided differently in
+it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
 """The same for a model too large to be checked in fp32."""
 
@@ -79,9 +80,9 @@ class CheckedModel:
 def model_length(loaded: LoadedModel, asked: int | None) -> int | None:
     """The longest sequence that is computed correctly: `asked`, or what the model allows.
 
-    None if nothing limits it. Raises ConfigurationError if `asked` is more than the model has
-    positions for, UnsupportedModelError if its rotary embedding would, at that length, make one
-    sequence's positions depend on the others in the batch.
+    None if nothing limits it. Raises ConfigurationError if the model has fewer positions than
+    `asked`. Raises UnsupportedModelError if, at that length, its rotary embedding would make the
+    positions of one sequence depend on the others in the batch.
     """
     limit: int | None = getattr(loaded.text_config, "max_position_embeddings", None)
     if asked is not None and limit is not None and asked > limit:
@@ -119,12 +120,12 @@ def check_model(
     *,
     why_not_native: str = "it was not asked for",
 ) -> CheckedModel:
-    """Find out each layer's attention and hold packed steps against the library's own.
+    """Find out what each layer asks for, and compare packed steps with the library's attention.
 
-    Of the backends the first is taken that knows all that the layers ask for.
-    Positions up to `max_length` are tried; where there is no `why_not_native`, the native decoder
-    too, which serves the model if it passes. Raises UnsupportedModelError, naming the family and
-    the reason, if the model would not be served correctly.
+    The first of the backends that knows all that the layers ask for is used. Positions up to
+    `max_length` are tried. If `why_not_native` is empty, the native decoder is tried too, and it
+    serves the model if it passes. Raises UnsupportedModelError, naming the family and the reason,
+    if the model would not be served correctly.
     """
     family, model = loaded.family, loaded.model
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -139,7 +140,7 @@ def check_model(
             takes_float32 = torch.float32 in backend.dtypes
             with in_float32(model) if takes_float32 else nullcontext(False) as is_exact:
                 modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)
-                # Where rounding might hide that a family counts rows, it is told them if it can be.
+                # Without fp32, rounding might hide that a family counts rows: RowStarts come first.
                 differences = {}
                 for counts_rows in (not is_exact, is_exact):
                     checked = CheckedModel(
@@ -158,9 +159,9 @@ def check_model(
     if not difference.is_tolerable:
         plain = differences[False]
         raise UnsupportedModelError(
-            f"{family}: requests in a packed step do not get what they get alone (logits are off "
-            f"by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} in "
-            "one)"
+            f"{family}: requests in a packed step do not get the same logits as alone (they are "
+            f"off by {plain.median:.2g} of their spread in half of the rows, by {plain.worst:.2g} "
+            "in one)"
         )
     true_specs = [replace(spec, pattern=true_patterns[spec.pattern]) for spec in specs]
     return replace(checked, specs=true_specs)
@@ -183,7 +184,7 @@ def _native_if_it_passes(
     max_length: int | None,
     is_exact: bool,
 ) -> CheckedModel:
-    """The same, to be served by the native decoder, or with the reason why it is not."""
+    """`checked` with the native decoder, if that passes, or with the reason why it does not."""
     probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
     native = replace(checked, why_not_native="")
     try:
@@ -197,9 +198,10 @@ def _native_if_it_passes(
 
 
 _UNTRIED = "it was not tried"
-"""Of the library's modules, which are checked first."""
+"""The reason while the library's modules are checked, which comes first."""
 _NATIVE_POSITIONS = 1024
-"""Tried at most: the decoder's table of positions comes from the model's own module."""
+"""The most positions that are tried. This is enough, because the decoder's table of positions
+comes from the model's own module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +211,8 @@ class _Probe:
 
 
 def _probes(loaded: LoadedModel, max_length: int | None) -> list[_Probe]:
-    """Two requests; the second lies at the end of the model's positions, to show that it is the
-    positions handed over that count."""
+    """Two requests. The second lies at the end of the model's positions, to show that the model
+    uses the positions it is given."""
     vocab_size = loaded.text_config.vocab_size
     last = max_length or 1024
     probes = []
@@ -222,7 +224,7 @@ def _probes(loaded: LoadedModel, max_length: int | None) -> list[_Probe]:
 
 
 def _alone(loaded: LoadedModel, probe: _Probe, counts_rows: bool) -> torch.Tensor:
-    """[length, vocab_size] from the library's own attention and masks."""
+    """[length, vocab_size]: the logits with the library's own attention and masks."""
     device = loaded.model.device
     positions = torch.arange(len(probe.token_ids), device=device).unsqueeze(0)
     positions += probe.first_position
@@ -239,7 +241,7 @@ def _alone(loaded: LoadedModel, probe: _Probe, counts_rows: bool) -> torch.Tenso
 
 
 def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) -> list[torch.Tensor]:
-    """The same from packed steps: a chunk of each, another of each, then a decode of each."""
+    """The same from three packed steps: a chunk of each request, another chunk, then a decode."""
     device = loaded.model.device
     blocks_each = num_blocks_for(max(len(probe.token_ids) for probe in probes), BLOCK_SIZE)
     num_blocks = len(probes) * blocks_each
@@ -282,14 +284,14 @@ def _compare(
     probes: list[_Probe],
     is_exact: bool,
 ) -> _Difference:
-    """How far packed steps are off what each request gives alone."""
+    """How far the logits of packed steps are from those of each request alone."""
     set_attention(loaded.model, "eager")
     tolerance = TOLERANCE if is_exact else LOW_PRECISION_TOLERANCE
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
         packed = torch.cat(_packed(loaded, checked, probes)).float()
     except (*_FAILURES, UnsupportedModelError):
-        if checked.counts_rows:  # not every family can be told of rows
+        if checked.counts_rows:  # not every family accepts RowStarts
             return _Difference(math.nan, math.nan, tolerance)
         raise
     off = off_by(packed, alone)
@@ -305,7 +307,7 @@ def off_by(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """Of logits, relative to a row's spread."""
+    """How far logits are off, relative to a row's spread."""
 
     median: float
     worst: float
@@ -313,5 +315,5 @@ class _Difference:
 
     @property
     def is_tolerable(self) -> bool:
-        # Not the other way round: what is not a number is not tolerable.
+        # NaN compares as false, so it is not tolerable.
         return self.median <= self.tolerance and self.worst <= 10 * self.tolerance

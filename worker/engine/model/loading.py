@@ -1,4 +1,4 @@
-"""From a directory or a hub name to a causal language model, ready to run."""
+"""Loads a causal language model from a directory or by its hub name."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class LoadOptions:
     attention: str = "auto"
     """The name of the attention backend; `auto` is native code or else the fastest backend."""
     native: bool = True
-    """Without it, or where the native decoder does not fit, the library's own modules compute; and
-    without it torch samples."""
+    """Whether to use native code. Without it, torch samples and the library's modules compute. They
+    also compute if the native decoder does not fit the model."""
     compile: bool = False
-    """For those modules (see CompiledModel)."""
+    """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True
-    """For those modules (see GraphedModel)."""
+    """Whether to run the library's modules as CUDA graphs (see GraphedModel)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal LM from its safetensors weights; a directory needs no network.
 
-    Raises ModelNotFoundError if there is none at that place, UnsupportedModelError if there is
-    one that does not load as it should.
+    Raises ModelNotFoundError if there is no model at that place, and UnsupportedModelError if the
+    model does not load correctly.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -93,8 +93,8 @@ def load_model(
     _check_memory(source, config, dtype, device)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's advice is for whom it knows to listen
-            # The library's type does not know that with the loading info there are two results.
+            warnings.simplefilter("ignore")  # the library's advice is for programmers
+            # With output_loading_info there are two results, which the library's type omits.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -114,9 +114,9 @@ def load_model(
         if keys := sorted(str(key) for key in info[f"{problem}_keys"]):
             raise UnsupportedModelError(
                 f"{source}: {len(keys)} weights that {type(model).__name__} needs are "
-                f"{problem}, {keys[0]} for one"
+                f"{problem}, for example {keys[0]}"
             )
-    module: torch.nn.Module = model  # whose methods the library's class wraps in untyped ones
+    module: torch.nn.Module = model  # the library's class has untyped methods instead
     module.requires_grad_(False).eval().to(device)
     return LoadedModel(name_or_dir, model, _end_token_ids(model))
 
@@ -145,17 +145,17 @@ def _source(name_or_dir: str) -> str:
 
 
 def _check_weights(source: str) -> None:
-    """What a directory lacks is told at once; of a hub name the library tells it."""
+    """Refuse a directory without weights. For a hub name, the library reports that itself."""
     if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
         raise ModelNotFoundError(
-            f"{source}: has no *.safetensors weights, and no other kind is loaded"
+            f"{source}: has no *.safetensors weights, and no other format is supported"
         )
 
 
 def _check_memory(
     source: str, config: PreTrainedConfig, dtype: DType, device: torch.device
 ) -> None:
-    """Say beforehand that a directory's weights do not fit; the system would end the process."""
+    """Refuse a directory's weights if they do not fit, or the system would end the process."""
     if not Path(source).is_dir():
         return
     needed = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
@@ -166,7 +166,7 @@ def _check_memory(
     if needed > free:
         raise ConfigurationError(
             f"--model: the weights of {source} take {needed / 2**30:,.1f} GiB, and"
-            f" {free / 2**30:,.1f} GiB are free on {device}; take a smaller model or dtype, or"
+            f" {free / 2**30:,.1f} GiB are free on {device}; use a smaller model or dtype, or"
             " another device"
         )
 
@@ -202,6 +202,6 @@ def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What the library says, cut to where it starts to give advice."""
+    """The first sentence of the library's message. The others give advice."""
     text = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

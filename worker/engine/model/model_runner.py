@@ -170,7 +170,7 @@ class ModelRunner:
         step = self._packer.pack(batch)
         if after is not None:
             step = replace(step, input_ids=after.tokens_for(step))
-        # A step without samples still needs a row, as some families cannot compute none.
+        # A step without samples still needs a row, because some families cannot compute zero rows.
         rows = step.sampling_rows(sampling) or [0]
         logits = self._model.logits(step, to_device(rows, self.device))
         if not sampling:
@@ -185,7 +185,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Prefill and decode once, so that no first token waits for what libraries set up late."""
+        """Prefill and decode once, because libraries set up some parts only in a first step."""
         layout = self.kv_layout
         kv_tokens = layout.num_blocks * layout.block_size
         num_tokens = min(kv_tokens, self.max_model_len, WARM_UP_TOKENS)

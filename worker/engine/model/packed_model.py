@@ -30,12 +30,12 @@ from promptq.worker.engine.model.attention_operator import attend, number_of
 SEAM = "promptq"
 _ATTRIBUTE = "promptq_layer"
 _NUMBER = "promptq_number"
-"""Of the layer, for compiled graphs."""
+"""The attribute with the layer's number, for compiled graphs."""
 
 
 @dataclass(slots=True)
 class SeamContext:
-    """What all layers of a model share; the layout is set for the time of a forward."""
+    """What all layers of a model share. The layout is set during a forward only."""
 
     backend: AttentionBackend
     layout: StepLayout | None = None
@@ -59,8 +59,7 @@ class SeamLayer:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Within each sequence of the step: [1, T, num_heads, value_size] for tensors like those of
-        `paged_attention`."""
+        """Attend within each sequence of the step. The shapes are those of `paged_attention`."""
         context = self.context
         if context.layout is None:
             raise UnsupportedModelError("a layer of this model was not seen by the check at load")
@@ -77,11 +76,11 @@ class SeamLayer:
 
 
 class RowStarts:
-    """Stands where the library's cache would, for families that count positions from it.
+    """A stand-in for the library's cache, for families that count positions from it.
 
-    They add the row's index to the length of what came before, so that this "length" is a tensor
-    [T] which makes each row's sum its true position. K and V pass through as they are, and masks,
-    where there are any, are those of no cache.
+    They add a row's index to the length of the cache. So the "length" here is a tensor [T], and
+    each row's sum is its true position. K and V pass through unchanged, and masks, if there are
+    any, are those without a cache.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -106,7 +105,7 @@ class RowStarts:
 class PackedModel:
     """A model whose attention modules, in order of call, work on `caches` through the seam.
 
-    With `counts_rows` the family is told positions through RowStarts too.
+    With `counts_rows` the family also gets the positions through RowStarts.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class PackedModel:
             further["logits_to_keep"] = rows
         if self._counts_rows:
             further["past_key_values"] = RowStarts(step.positions)
-        # As a view whose strides follow from its shape, which compiled graphs ask for.
+        # Compiled graphs need a view whose strides follow from its shape.
         positions = step.positions[0].unsqueeze(0)
         try:
             output = self._model(
@@ -156,7 +155,7 @@ class PackedModel:
         return logits if self._keeps_rows else logits[rows]
 
     def decoder_layers(self) -> list[nn.Module]:
-        """What stands in the model's lists of modules and attends, without what is inside of it."""
+        """The outermost entries in the model's lists of modules that contain attention."""
         attending = set(self._modules)
 
         def within(module: nn.Module) -> Iterator[nn.Module]:
@@ -172,7 +171,7 @@ class PackedModel:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Choose the model's attention function. Raises UnsupportedModelError if it does not obey."""
+    """Choose the model's attention function. Raises UnsupportedModelError if it has no effect."""
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
@@ -181,8 +180,8 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         ) from error
     if model.config.get_text_config(decoder=True)._attn_implementation != name:
         raise UnsupportedModelError(
-            f"{model.config.model_type}: its attention cannot be replaced, as the family has code "
-            "of its own for it"
+            f"{model.config.model_type}: its attention cannot be replaced, because the family has "
+            "its own code for it"
         )
 
 
@@ -201,7 +200,7 @@ def paged_attention(
     """Attend within each sequence of the packed step.
 
     `query` [1, num_heads, T, key_size], `key` and `value` [1, num_kv_heads, T, ...] give
-    [1, T, num_heads, value_size]. The check at load has judged which `others` the family passes.
+    [1, T, num_heads, value_size]. The check at load has already refused unknown `others`.
     """
     layer: SeamLayer | None = getattr(module, _ATTRIBUTE, None)
     if layer is None:

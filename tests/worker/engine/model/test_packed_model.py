@@ -99,7 +99,7 @@ def test_what_mixes_rows_outside_of_attention_is_refused(monkeypatch: pytest.Mon
         return forward(self, x + 0.3 * torch.roll(x, 1, dims=1))
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", leaking)
-    with pytest.raises(UnsupportedModelError, match="do not get what they get alone"):
+    with pytest.raises(UnsupportedModelError, match="do not get the same logits as alone"):
         check(loaded_model("llama"))
 
 
@@ -243,7 +243,7 @@ def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(*args, position_ids=position_ids, **kwargs)
 
     monkeypatch.setattr(loaded.model, "forward", shifted)
-    with pytest.raises(UnsupportedModelError, match="do not get what they get alone"):
+    with pytest.raises(UnsupportedModelError, match="do not get the same logits as alone"):
         check(loaded)
 
 
@@ -258,7 +258,7 @@ def test_what_looks_at_the_whole_batch_is_seen(monkeypatch: pytest.MonkeyPatch) 
         return forward(*args, position_ids=position_ids, **kwargs)
 
     monkeypatch.setattr(loaded.model, "forward", stretched)
-    with pytest.raises(UnsupportedModelError, match="do not get what they get alone"):
+    with pytest.raises(UnsupportedModelError, match="do not get the same logits as alone"):
         check(loaded)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: how a score is made, who sees whom, and sizes of tiles.
+"""Code that the Triton kernels share: scores, visible positions, and sizes of tiles.
 
 Without a GPU they run in Triton's interpreter, if TRITON_INTERPRET=1 is set before they are
 imported.
@@ -26,7 +26,7 @@ PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
 _A_CARD = {"max_shared_mem": 96 * 1024, "multiprocessor_count": 128}
-"""What launches in the interpreter are made for."""
+"""The card that launches in the interpreter are planned for."""
 
 
 @triton.jit
@@ -42,8 +42,8 @@ def first_visible(position: tl.tensor, pattern_size: tl.tensor, PATTERN: tl.cons
 
 @triton.jit
 def dot(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """`total + left @ right` in fp32; fp32 operands are not cut to tf32."""
-    if INTERPRETED:  # which multiplies bf16 as if the bits were integers
+    """`total + left @ right` in fp32; fp32 operands are not rounded to tf32."""
+    if INTERPRETED:  # the interpreter multiplies bf16 as if the bits were integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
 
@@ -56,7 +56,7 @@ def scores_of(
     softcap: tl.tensor,
     HAS_SOFTCAP: tl.constexpr,
 ) -> tl.tensor:
-    """[queries, keys] logits in base 2, of rows of queries and rows of keys."""
+    """[queries, keys]: logits in base 2 for rows of queries and rows of keys."""
     none = tl.zeros((query.shape[0], key.shape[0]), dtype=tl.float32)
     scores = dot(query, tl.trans(key), none) * scale
     if HAS_SOFTCAP:  # tanh(x) is 2 sigmoid(2 x) - 1
@@ -68,11 +68,12 @@ def scores_of(
 def attend_tile(
     scores: tl.tensor, value: tl.tensor, highest: tl.tensor, weight: tl.tensor, total: tl.tensor
 ) -> tl.tuple:
-    """One step of the softmax that never holds more than a tile.
+    """One step of a softmax that holds one tile at a time.
 
-    Of scores [queries, keys], -inf where not visible, and value [keys, value size]; carried along
-    are each query's highest score so far, the sum of its weights, and its weighted values. See
-    Milakov and Gimelshein, "Online normalizer calculation for softmax".
+    `scores` [queries, keys] are -inf where not visible, and `value` is [keys, value size]. The
+    other arguments, updated in the result, are each query's highest score so far, the sum of its
+    weights, and its weighted values. See Milakov and Gimelshein, "Online normalizer calculation
+    for softmax".
     """
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # A query may have seen nothing yet, and -inf - -inf is not a number.
@@ -85,12 +86,12 @@ def attend_tile(
 
 
 def padded(size: int) -> int:
-    """The size of a tile that holds `size`: tiles are powers of two, and products take 16."""
+    """The size of a tile that holds `size`: a power of two, and at least 16 as products require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def pattern_arguments(pattern: Pattern) -> dict[str, int]:
-    """What `first_visible` and masks are told of a pattern."""
+    """The arguments of kernels that describe a pattern."""
     return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
 
 
@@ -98,7 +99,7 @@ def keys_per_tile(cache: LayerCache, num_stages: int, shared_memory: int) -> int
     """How many keys, with their values, a tile may hold so that `num_stages` tiles fit."""
     itemsize = cache.key.element_size()
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
-    # Products of fp32 are not made by the matrix units, and larger tiles would spill registers.
+    # fp32 products do not use the matrix units, and larger tiles would spill registers.
     tile = MAX_KEYS_PER_TILE if itemsize < 4 else MAX_KEYS_PER_TILE // 2
     while tile > 16 and tile * bytes_per_key * num_stages > shared_memory:
         tile //= 2
@@ -107,7 +108,7 @@ def keys_per_tile(cache: LayerCache, num_stages: int, shared_memory: int) -> int
 
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """What one program may take of a processor's own memory."""
+    """How much of a processor's shared memory one program may use."""
     return _properties(device)["max_shared_mem"]
 
 

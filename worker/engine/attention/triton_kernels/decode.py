@@ -33,7 +33,7 @@ MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 128
 """A shorter part is not worth a program of its own."""
 PROGRAMS_PER_PROCESSOR = 4
-"""What keeps enough reads under way to fill the memory's bandwidth."""
+"""So many programs keep enough reads under way to use the whole memory bandwidth."""
 
 
 def decode(
@@ -47,9 +47,9 @@ def decode(
 ) -> None:
     """Attend from `query` [num_sequences, num_heads, key_size] into `output`.
 
-    `context_lens` [num_sequences], int32, count the query's own token; where one is 0 the row
-    pads the step and its output is zero. `longest_context` only bounds how finely contexts are
-    split, so that it may be a limit where a step is replayed for other lengths.
+    `context_lens` [num_sequences], int32, include the query's own token. A row whose length is 0
+    is padding, and its output is zero. `longest_context` only limits how finely contexts are
+    split, so it may be an upper bound where a step is replayed for other lengths.
     """
     num_sequences, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
@@ -90,7 +90,7 @@ def decode(
         TOKEN_TILE=keys_per_tile(
             cache,
             NUM_STAGES,
-            # A part, so that a processor holds more than one program.
+            # Not all of it, so that a processor can hold more than one program.
             shared_memory_bytes(query.device) * 2 // 3,
         ),
         num_warps=4,
@@ -110,13 +110,13 @@ def decode(
 
 
 def splits_for(num_programs: int, longest_context: int, device: torch.device) -> int:
-    """In how many parts, a power of two, to cut contexts so that the device is busy."""
+    """How many parts to split contexts into so that the device is busy: a power of two."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_programs
     most = min(wanted, longest_context // MIN_SPLIT_TOKENS, MAX_SPLITS)
     return 1 << max(0, most.bit_length() - 1)
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # which differs from step to step
+@triton.jit(do_not_specialize=["table_stride"])  # it differs from step to step
 def _decode_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -196,7 +196,7 @@ def _decode_kernel(
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         highest, weight, total = attend_tile(scores, value, highest, weight, total)
 
-    # Nothing has been added up in a part behind the context's end, nor in a padding row.
+    # The sums are empty in parts after the context's end and in padding rows.
     is_empty = weight == 0.0
     total = total / tl.where(is_empty, 1.0, weight)[:, None]
     num_heads = num_kv_heads * GROUP

@@ -57,7 +57,7 @@ class TritonPaged(AttentionBackend):
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
-    """The kernels take any strides but for a head's own elements."""
+    """Make a head's elements contiguous. All other strides may be any for the kernels."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""Attention of chunks of prompts, packed one behind the other, over the block table.
+"""Attention of chunks of prompts, packed one after the other, over the block table.
 
-A tile holds some successive queries of one chunk with all heads of a group. What all of its queries
-see is gone through without masks, the rest with them.
+A tile holds some successive queries of one chunk with all heads of a group. Positions that all of
+its queries see are computed without masks, and the others with masks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NUM_STAGES = 2
 MAX_QUERY_TILE = 128
-"""Heads of more than 128 get half of it, and fp32 a quarter: the sums are held in registers."""
+"""Heads larger than 128 get half of it, and fp32 a quarter, because sums are in registers."""
 
 
 def prefill(
@@ -100,7 +100,7 @@ def longest_chunk(layout: StepLayout) -> int:
 def tiles_of(layout: StepLayout, queries_per_tile: int) -> torch.Tensor:
     """[num_tiles, 4], int32: sequence, first row, number of rows, position of the first.
 
-    The tiles with most to see come first, so that none of them is left for the end.
+    The tiles that see the most come first, so that no long tile starts at the end.
     """
     tiles: torch.Tensor | None = layout.plans.get((tiles_of, queries_per_tile))
     if tiles is None:
@@ -117,7 +117,7 @@ def tiles_of(layout: StepLayout, queries_per_tile: int) -> torch.Tensor:
     return tiles
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # which differs from step to step
+@triton.jit(do_not_specialize=["table_stride"])  # it differs from step to step
 def _prefill_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
