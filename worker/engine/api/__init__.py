@@ -1,1 +1,1 @@
-"""What a worker and an engine say to each other; no torch here."""
+"""The messages between a worker and an engine; no torch here."""

@@ -1,7 +1,7 @@
-"""What the engine asks of a grammar: which tokens a sequence may have next, whatever library knows.
+"""What the engine asks of a grammar of any library: which tokens a sequence may have next.
 
-A grammar is the state of one sequence. The engine tells it each token and stops the sequence once
-nothing can follow; the sampler asks for the masks of all rows at once, while the model computes.
+A grammar is the state of one sequence. The engine gives it each token, and stops the sequence once
+nothing can follow. The sampler asks for the masks of all rows at once, while the model computes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class GrammarError(Exception):
-    """A grammar cannot go on: the token does not fit, or it became too complex to follow."""
+    """A grammar cannot continue: a token does not fit, or the grammar became too complex."""
 
 
 class Grammar(Protocol):
-    """Where one sequence's output is in what it must match. Used by one thread at a time."""
+    """How far one sequence's output has matched. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
@@ -28,11 +28,11 @@ class Grammar(Protocol):
 
     @property
     def masker(self) -> Masker:
-        """What computes masks; the same for all grammars of a model."""
+        """Computes the masks. All grammars of a model have the same masker."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Take the next output token; end tokens are not told. Raises GrammarError."""
+        """Take the next output token, unless it is an end token. Raises GrammarError."""
         ...
 
 
@@ -41,14 +41,14 @@ class Masker(Protocol):
 
     @property
     def num_words(self) -> int:
-        """Words of a mask: a 32nd of the vocabulary, rounded up."""
+        """The number of words in a mask: a 32nd of the vocabulary, rounded up."""
         ...
 
     def fill(self, grammars: Sequence[Grammar], masks: npt.NDArray[np.int32]) -> dict[int, str]:
         """Write a row of `masks` [len(grammars), num_words] for each grammar.
 
         Bit i % 32 of word i / 32 is set if token i may come next: a token of text if the grammar
-        allows it, an end token of the request if the output may end here. Gives what is wrong with
-        the rows that failed, by row. Releases the interpreter lock while it computes.
+        allows it, an end token of the request if the output may end here. Returns the reason for
+        each row that failed. Releases the interpreter lock while it computes.
         """
         ...

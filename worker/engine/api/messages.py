@@ -48,14 +48,14 @@ class EngineRequest:
     """Queue score and request id: the order of waiting sequences."""
 
     cache_salt: str = ""
-    """Only sequences with the same salt share cached prefixes ..."""
+    """Only sequences with the same salt share cached prefixes."""
 
     tenant: str = ""
-    """... and of the same tenant, unless the engine was told to share them among all."""
+    """Only sequences of the same tenant share cached prefixes, unless all tenants share them."""
 
     grammar: Grammar | None = None
-    """What the output must match; its state stands behind `output_token_ids`. From now on only the
-    engine uses it, so this is the only field that is no plain message."""
+    """What the output must match, in the state after `output_token_ids`. From now on only the
+    engine uses it. This is the only field that is not plain data."""
 
     @property
     def looks_back(self) -> bool:
@@ -101,8 +101,8 @@ class SequenceTiming:
     scheduled_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache when first scheduled; only such as its
-    tenant had sent before."""
+    """Prompt tokens that were found in the prefix cache when first scheduled. Only tokens that its
+    tenant had sent before count."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     preempted_at: list[float] = field(default_factory=list)
@@ -128,16 +128,16 @@ class EngineStats:
     """Blocks without an owner that still hold a reusable prefix."""
     num_steps: int = 0
     num_processed: int = 0
-    """Sequences that ended, in whatever way."""
+    """Sequences that ended in any way."""
     prompt_tokens: int = 0
     """Prompt tokens computed (cached ones are not computed)."""
     cached_tokens: int = 0
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     drafted_tokens: int = 0
-    """Guesses that were computed along with decodes ..."""
+    """Guessed tokens that were computed along with decodes."""
     accepted_tokens: int = 0
-    """... and those of them that were right."""
+    """Drafted tokens that were right."""
     num_preemptions: int = 0
     step_seconds: float = 0.0
     """Duration of the last step."""
@@ -198,12 +198,12 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineAbilities:
-    """What an engine can do with a request. A worker refuses by name what it cannot."""
+    """What an engine can do with a request. A worker refuses all else by name."""
 
     logprobs: bool = True
     """Whether it reports log-probabilities, with ranks as in the protocol."""
     grammars: bool = True
-    """Whether the output can be held to a schema."""
+    """Whether the output can be made to match a schema."""
     preemption: bool = True
     """Whether a more urgent sequence takes the place of one that runs."""
     unheeded: frozenset[str] = frozenset()
@@ -212,7 +212,7 @@ class EngineAbilities:
     """Whether another attempt continues with exactly the tokens that the first would have given. If
     not, a stream still has no gap and no repeat."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields of a request with which that is not so, although it is otherwise."""
+    """Fields of a request with which `exact_resume` does not hold."""
 
 
 class Engine(Protocol):
@@ -233,7 +233,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Take a sequence in; it waits for a slot and blocks.
+        """Add a sequence, which then waits for a slot and blocks.
 
         Raises ValueError if it can never fit.
         """
@@ -251,11 +251,11 @@ class Engine(Protocol):
         ...
 
     def recover(self, error: Exception) -> StepOutput:
-        """Compute what a step that raised `error` was to compute, in parts.
+        """Compute the work of a step that raised `error` again, in parts if necessary.
 
-        Ends, each with an error, the sequences that fail alone. A sequence that is out of memory
-        even alone waits without blocks, is tried some more times, and is then given back. Raises if
-        the engine itself is broken, or was broken before the work of the step was known.
+        Sequences that fail alone end with an error. A sequence that is out of memory even alone
+        waits without blocks, is tried some more times, and is then given back. Raises if the engine
+        itself is broken, or was broken before the work of the step was known.
         """
         ...
 

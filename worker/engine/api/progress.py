@@ -1,4 +1,4 @@
-"""How an engine's start tells how far it is."""
+"""How the start of an engine reports its progress."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Hears of each stage of a start: the weights, the check, whatever else takes its time."""
+    """Is called in each stage of a start, such as the weights and the check."""
 
     def __call__(self, stage: str, share: float | None = None) -> object:
-        """`stage` goes on, and the one before it is over.
+        """Report that `stage` goes on, and that the stage before it is over.
 
-        `share` is how much of it is done, from 0 to 1; None where nobody can know.
+        `share` is how much of the stage is done, from 0 to 1; None if that is unknown.
         """
         ...
 
 
 def unheard(stage: str, share: float | None = None) -> None:
-    """The Progress of those who do not want to know."""
+    """A Progress that does nothing."""

@@ -171,7 +171,7 @@ def _visible(query: torch.Tensor, key: torch.Tensor, pattern: Pattern) -> torch.
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What kernels add to scores. From booleans they would compute it again in every layer."""
+    """The numbers that kernels add to scores. They would convert booleans in every layer again."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, float("-inf"))
 

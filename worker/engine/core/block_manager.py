@@ -140,7 +140,7 @@ class BlockManager:
         return True
 
     def mark_computed(self, sequence: Sequence, start: int, end: int) -> None:
-        """Let the blocks be found that became full when tokens `start` to `end` were computed."""
+        """Make the blocks findable that became full when tokens `start` to `end` were computed."""
         first, last = start // self.block_size, end // self.block_size
         if first == last:
             return

@@ -1,10 +1,10 @@
 """Guesses the next tokens of a sequence from its own text (prompt lookup, Saxena 2023).
 
 A step with a few more rows costs little more, as long as it mostly waits for the weights. So a
-decode may bring drafted tokens along: those that followed its last tokens where they last occurred
-in the prompt or output. The step also samples behind each of them, and a drafted token is accepted
-if and only if it is what would have been sampled without it. So only time is at stake, and this
-module bounds how much.
+decode may carry drafted tokens: those that followed the last occurrence of its last tokens in the
+prompt or output. The step also samples after each of them, and a drafted token is accepted if and
+only if the same token would have been sampled without it. A wrong draft costs only time, and this
+module limits how much.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ MAX_ROWS = 16
 
 _DRAFT_COST = 1 / 4
 _ROW_COST = 1 / 32
-"""What the first drafted row adds to a step, and each further one, as a share of it. The first adds
-more, since some libraries multiply one row differently. The values are high for most machines and
+"""The cost of the first drafted row, and of each further one, as a share of a step. The first costs
+more, because some libraries multiply one row differently. The values are high for most machines and
 dtypes."""
 
 _ALLOWANCE = 0.01
 """How much failing drafts may cost, as a share of all steps."""
 _FIRST_CREDIT = 0.5
 _MAX_CREDIT = 1.0
-"""In tokens, as all credit. With a higher limit, a text that no longer repeats itself would be
+"""Credits are in tokens. With a higher limit, a text that no longer repeats itself would be
 drafted for longer in vain."""
 _FIRST_LENGTH = 3
 _LONGEST, _SHORTEST = 4, 2
@@ -32,7 +32,7 @@ _LONGEST, _SHORTEST = 4, 2
 
 
 class PromptLookup:
-    """Finds which tokens followed the last tokens of a text before, in constant time a token."""
+    """Finds what followed earlier occurrences of a text's last tokens, in constant time a token."""
 
     def __init__(self) -> None:
         self._next_of: dict[tuple[int, ...], int] = {}  # n-gram: the position after its last place

@@ -1,4 +1,4 @@
-"""What an engine refuses to begin with: settings, and requests that no batch could hold."""
+"""Refuses settings that cannot work, and requests that no batch could hold."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
         )
     if request.max_tokens <= num_output_tokens:
         raise ValueError(
-            f"max_tokens: {request.max_tokens} is reached with the {num_output_tokens} tokens "
-            "of output there are"
+            f"max_tokens: {request.max_tokens} is reached already by the {num_output_tokens} "
+            "tokens of output"
         )
     for name in ("prompt_token_ids", "output_token_ids"):
         token_ids = getattr(request, name)

@@ -349,7 +349,7 @@ class LLMEngine:
         self._totals.peak_memory_bytes = self._runner.peak_memory_bytes()
 
     def _check_integrity_when_idle(self) -> None:
-        """Audit when no sequence is here, unless that was just done."""
+        """Audit the engine when it has no sequences, unless it was audited just before."""
         if not self.has_work and time.monotonic() >= self._next_audit_at:
             self.check_integrity()
             self._next_audit_at = time.monotonic() + _AUDIT_INTERVAL_SECONDS
@@ -358,8 +358,8 @@ class LLMEngine:
 def _accepted(share: ScheduledSequence, sampled: list[SampledToken]) -> list[SampledToken]:
     """The tokens that would have been sampled without a draft.
 
-    A token counts if all drafted ones before it were right. An error behind the first token also
-    ends them; if it persists, the next step begins with it.
+    A token counts if all drafted ones before it were right. An error after the first token also
+    ends the list; if it persists, the next step begins with it.
     """
     num_accepted = 1
     for drafted, token, following in zip(share.draft, sampled, sampled[1:], strict=False):

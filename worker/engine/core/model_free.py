@@ -14,7 +14,7 @@ from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, Sequence
 
 END_TOKEN_ID = 256
-"""The vocabulary is the 256 bytes and this token. It is never sampled, so length ends a request."""
+"""The vocabulary is the 256 bytes and this token. It is never sampled: requests end by length."""
 
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 _MASK = 2**64 - 1
@@ -23,7 +23,7 @@ _MASK = 2**64 - 1
 def token_at(seed: int, position: int) -> int:
     """The token at output index `position` (0 is the first after the prompt): a letter or a space.
 
-    Nothing else goes in, neither prompt nor attempt, so a resumed request continues the very same
+    It depends neither on the prompt nor on the attempt, so a resumed request continues the same
     stream. The bits are mixed as in SplitMix64.
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xBF58476D1CE4E5B9) & _MASK

@@ -15,8 +15,8 @@ STRETCH = 1.6
 MIN_CHUNK = 4
 """The least tokens of a chunk. Fewer would not be worth the fixed cost of a step."""
 PROMPTS_STRETCH = 5.0
-"""The same for a step with prompts of any length: of several that come together, the first need not
-wait for the last."""
+"""The same for a step with prompts of any length. The first of several prompts that come together
+need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
 """The least tokens of all prompts in a step."""
 _RECENT = 5
@@ -55,5 +55,5 @@ class Pacing:
         elif num_prompt_tokens >= MIN_CHUNK:
             beside = median(self._decode_seconds) if num_decodes and self._decode_seconds else 0.0
             token_seconds = max(0.0, seconds - beside) / num_prompt_tokens
-            # Never nothing: a lucky measurement must not allow chunks without bound.
+            # Never zero, because one lucky measurement must not allow unlimited chunks.
             self._token_seconds.append(max(token_seconds, seconds / num_prompt_tokens / 4))

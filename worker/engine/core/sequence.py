@@ -89,9 +89,9 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     samples: bool
-    """Whether these reach the last known token, so that the step samples the next one."""
+    """Whether these tokens reach the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
-    """Guesses at the next tokens. The step samples behind each of them too."""
+    """Guesses at the next tokens. The step also samples after each of them."""
 
     @property
     def num_rows(self) -> int:
@@ -110,7 +110,7 @@ class ScheduledSequence:
 
     @property
     def num_samples(self) -> int:
-        """In how many rows, its last ones, a token is sampled."""
+        """How many of its last rows sample a token."""
         return 1 + len(self.draft) if self.samples else 0
 
 

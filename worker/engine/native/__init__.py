@@ -1,1 +1,1 @@
-"""Native code for the CPU: a whole decoder as one call, built with the compiler at hand."""
+"""Native code for the CPU: a whole decoder as one call, compiled on this machine."""

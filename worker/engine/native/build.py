@@ -1,4 +1,4 @@
-"""Compiles the native code at first use and loads it; the result is kept for the next start."""
+"""Compiles the native code at first use and loads it. The result is kept for later starts."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ _FLAGS = [
     "-march=native",
     "-ffast-math",
     "-fno-finite-math-only",
-    "-fno-associative-math",  # sums in the order that stands there, for any number of rows
+    "-fno-associative-math",  # sums keep the order of the source, for any number of rows
     "-fopenmp",
     "-DAT_PARALLEL_OPENMP=1",
-    # Compilers would rather take half, out of fear for the clock rate of processors long past.
+    # Compilers prefer half the width, because the full width slowed old processors down.
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 ]
 
 
 class NativeCodeError(Exception):
-    """There is no native code on this machine; the message says why."""
+    """There can be no native code on this machine. The message says why."""
 
 
 @cache
 def load_native() -> None:
-    """Register what `src` defines in `torch.classes.promptq` and `torch.ops.promptq`, compiling it
-    if this machine has not yet.
+    """Register the code in `src` in `torch.classes.promptq` and `torch.ops.promptq`.
 
-    Raises NativeCodeError if it cannot be had.
+    It is compiled first if that was not done before. Raises NativeCodeError if this is impossible.
     """
     if platform.system() != "Linux":
         raise NativeCodeError(f"it is for Linux, and this is {platform.system()}")
@@ -55,7 +54,7 @@ def load_native() -> None:
         library = _library()
     except OSError as error:
         reason = f"{error.filename} cannot be used ({error.strerror})"
-        raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a folder that can") from error
+        raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a usable folder") from error
     ops: Any = torch.ops
     try:
         ops.load_library(str(library))
@@ -65,8 +64,8 @@ def load_native() -> None:
 
 
 def _library() -> Path:
-    """Compiled by now, and named after all that it depends on: sources, flags, torch and processor,
-    then the compiler. Where there is no compiler (any more), one of another compiler will do.
+    """The compiled library. Its name has hashes of all that it depends on: sources, flags, torch
+    and processor, then the compiler. Without a compiler, a library of any compiler is used.
     """
     sources = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
     if not sources:
@@ -84,7 +83,7 @@ def _library() -> Path:
     if compiler is None:
         made = sorted(folder.glob(f"{name}-*.so"))
         if not made:
-            wrong = "which CXX names" if os.environ.get("CXX") else "install g++ or set CXX"
+            wrong = "change CXX" if os.environ.get("CXX") else "install g++ or set CXX"
             raise NativeCodeError(f"there is no compiler {_compiler()}; {wrong}")
         return made[-1]
     library = folder / f"{name}-{_version_of(compiler)}.so"
@@ -98,14 +97,14 @@ def _compiler() -> str:
 
 
 def _version_of(compiler: str) -> str:
-    told = subprocess.run(  # noqa: S603 # the compiler that the operator has
+    told = subprocess.run(  # noqa: S603 # the operator's compiler
         [compiler, "--version"], capture_output=True, check=False
     )
     return hashlib.sha256(told.stdout).hexdigest()[:8]
 
 
 def _processor() -> str:
-    """What `-march=native` goes by."""
+    """The processor features that `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in lines if line.startswith(wanted))
@@ -126,7 +125,7 @@ def _compile(compiler: str, library: Path) -> None:
                 *_FLAGS,
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
                 f"-I{_SOURCES}",
-                f"-isystem{include}",  # its headers may warn of what they like
+                f"-isystem{include}",  # without warnings about these headers
                 f"-isystem{include / 'torch/csrc/api/include'}",
             ]
             _run(
@@ -136,14 +135,14 @@ def _compile(compiler: str, library: Path) -> None:
             built = Path(folder, library.name)
             linked = [*map(str, objects), f"-L{lib}", "-lc10", "-ltorch_cpu", "-ltorch"]
             _run([[compiler, *_FLAGS, "-shared", *linked, "-o", str(built)]])
-            built.rename(library)  # whole or not at all, should two workers build at once
+            built.rename(library)  # atomic, because two workers may build at once
     except OSError as error:
         reason = f"{library} cannot be written ({error.strerror})"
-        raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a folder that can") from error
+        raise NativeCodeError(f"{reason}; set XDG_CACHE_HOME to a usable folder") from error
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """What processes left that were ended while they compiled."""
+    """Remove the files of processes that ended while they compiled."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         pid = left.name.removeprefix(_UNFINISHED).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -151,9 +150,9 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _run(commands: Iterable[list[str]]) -> None:
-    """All at once; raises NativeCodeError if one of them fails."""
+    """Run all commands at once. Raises NativeCodeError if one of them fails."""
     running = [
-        subprocess.Popen(  # noqa: S603 # the compiler, with a list of ours
+        subprocess.Popen(  # noqa: S603 # the compiler, with arguments from here
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         for command in commands

@@ -1,8 +1,8 @@
-"""Builds the native decoder from a model of the library, where its layers are of the Llama kind.
+"""Builds the native decoder from a model of the library whose layers are of the Llama kind.
 
-What a layer computes is read off its modules, and the check at load holds the result against the
-library's own model, so that a family with the same module names and another formula is found out
-and served through its own modules.
+A layer's modules tell what it computes. The check at load compares the result with the library's
+own model. So a family that has the same module names but another formula is detected, and is
+served through its own modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from promptq.worker.engine.attention.backend import LayerCache, Pattern
 from promptq.worker.engine.attention.packed_step import PackedStep
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of the weights that it computes with."""
+"""The dtypes of weights that it can compute with."""
 
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/pieces.h numbers them."""
@@ -33,7 +33,7 @@ class NotOfThisKindError(Exception):
 
 
 class NativeDecoder:
-    """Computes packed steps like PackedModel, in one call that does not hold the interpreter.
+    """Computes packed steps like PackedModel, in one call that releases the interpreter lock.
 
     Raises NotOfThisKindError if the model has a part that it does not know.
     """
@@ -45,7 +45,7 @@ class NativeDecoder:
         patterns: Sequence[Pattern],
         max_length: int,
     ) -> None:
-        whole: Any = model  # its class is typed in part
+        whole: Any = model  # its class is only partly typed
         body = whole.get_decoder()
         layers = list(body.layers)
         attention = layers[0].self_attn
@@ -122,15 +122,15 @@ class NativeDecoder:
 
 
 def release_weights(model: PreTrainedModel) -> None:
-    """Let go of what a native decoder made of the model has copied, so that memory holds it once.
+    """Free the weights that a native decoder of this model has copied, so that each is held once.
 
-    The model computes nothing itself from then on.
+    The model itself cannot compute any more.
     """
     whole: Any = model
     embedding = whole.get_input_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
-            # Another parameter, for the decoder may hold the very one that was there.
+            # A new parameter, because the decoder may hold the old one.
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 

@@ -1,1 +1,1 @@
-"""The parts of the sampler, one step of its order each."""
+"""The parts of the sampler. Each does one of its steps."""

@@ -21,7 +21,7 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     before = cumulative.gather(1, (block - 1).clamp_min(0)).masked_fill(block == 0, 0.0)
     target = (target - before).clamp_min(0.0)
 
-    # The last block may be short: in its missing places is the last token, with weight 0.
+    # The last block may be short. Its missing places stand for the last token, with weight 0.
     places = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(1, places.clamp_max(vocab_size - 1)).double()
     inside.masked_fill_(places >= vocab_size, 0.0)
@@ -44,8 +44,8 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: the first place where the cumulative sum exceeds the target, or, should rounding
-    have lifted the target to the total, the last place that adds anything."""
+    """[R, 1]: the first place where the cumulative sum exceeds the target. If rounding has lifted
+    the target to the total, it is the last place that adds anything."""
     above = (cumulative <= target).sum(dim=1, keepdim=True)
     last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
     return torch.minimum(above, last)

@@ -48,12 +48,12 @@ class Filters:
 
 
 def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> torch.Tensor | None:
-    """[R, 1] for `scaled` [R, vocab_size], logits over temperature, shifted so that each row's
-    maximum is 0; None if nothing is filtered.
+    """The threshold of each row, [R, 1]; None if nothing is filtered.
 
-    In the order of vLLM and transformers: min_p against the likeliest token; of the rest the top_k
-    likeliest; of those, renormalised, the fewest that together reach top_p. `scratch` is like
-    `scaled`.
+    `scaled` [R, vocab_size] are logits over temperature, shifted so that each row's maximum is 0.
+    The order is that of vLLM and transformers: min_p relative to the likeliest token, then top_k
+    of the rest, then, renormalised, the fewest of those that together reach top_p. `scratch` is
+    like `scaled`.
     """
     min_p, top_k, top_p = asked.min_p, asked.top_k, asked.top_p
     if min_p is None and top_k is None and top_p is None:

@@ -47,7 +47,7 @@ class PendingMasks:
 
 
 class Masks:
-    """Starts to compute the masks of a step. One step at a time, so that buffers can be reused.
+    """Starts to compute the masks of a step. Only one step at a time, because buffers are reused.
 
     On a CPU the thread also turns bits into numbers that are added to the logits. A CUDA device
     gets the bits, which are a 32nd of the traffic.
@@ -80,7 +80,7 @@ class Masks:
         if len(self._words) < count or self._words.shape[1] != masker.num_words:
             if self._unpacks_here:
                 self._bias = np.empty((count, 4 * masker.num_words, 8), dtype=np.float32)
-            # Last, as it tells the size of both.
+            # Set last, because its size stands for the size of both.
             self._words = np.empty((count, masker.num_words), dtype=np.int32)
         words = self._words[:count]
         errors = masker.fill(grammars, words)

@@ -16,8 +16,8 @@ _Occurrences = tuple[torch.Tensor, torch.Tensor]
 class Penalties:
     """The penalties of those sequences of a set that have any. Repetition also counts the prompt.
 
-    Occurrences are kept as (row, token) pairs. A token that occurs twice has two pairs. Writing an
-    idempotent value twice does no harm, and what counts occurrences is subtracted once for each.
+    Occurrences are kept as (row, token) pairs. A token that occurs twice has two pairs. Repetition
+    and presence write the same value for both; the frequency penalty is subtracted for each.
     """
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Penalties:
             torch.cat([index, torch.arange(len(last), device=self._device)]),
             torch.cat([tokens, torch.tensor(last, device=self._device)]),
         )
-        self._lengths = lengths  # last, in case there was no memory for what they count
+        self._lengths = lengths  # set last, in case there was no memory for the tokens
 
     def _count_output(self) -> tuple[list[int], _Occurrences]:
         """The lengths of the sequences now, and the tokens of their outputs."""

@@ -1,7 +1,7 @@
 """Chooses tokens from logits, for a whole batch at once and by the parameters of each request.
 
 The order is: raw log-probabilities (reported, not used), tokens that grammars allow, banned tokens,
-logit bias, penalties, temperature, filters, one draw. What no request asks for costs nothing.
+logit bias, penalties, temperature, filters, one draw. Parameters that no request sets cost nothing.
 """
 
 from __future__ import annotations
