@@ -1,4 +1,4 @@
-"""`python -m promptq.worker`; what it does stands in command.py."""
+"""Runs the command of command.py as `python -m promptq.worker`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from promptq.shared.runtime.printable import printable
 
 
 def main() -> None:
-    """Run the command; whatever is wrong is said in one sentence."""
+    """Run the command. A PromptqError is reported in one sentence."""
     try:
         require("a worker", "worker")
         from promptq.worker.command import command

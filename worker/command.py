@@ -39,7 +39,7 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""The engine's thread gets the interpreter that soon after a step; by default it may wait 5 ms."""
+"""The engine's thread gets the interpreter so soon after a step. The default would be 5 ms."""
 
 HELP = """Serve a queue: claim requests, run them in one continuous batch, stream their tokens.
 
@@ -51,16 +51,17 @@ Examples:
   promptq worker --model model-free
 
 Without options it serves the shipped model, on the server of the running `promptq up` or on one of
-its own. `model-free` is no model at all: letters, to load a queue.
+its own. `model-free` is not a model: it makes random letters, for load tests.
 
-SIGTERM or Ctrl-C drains: it claims no more and finishes what runs; what is left after the grace
-time goes back to the queue with its progress. A second signal gives everything back at once.
+SIGTERM or Ctrl-C drains: the worker claims no more and finishes the running requests. Those left
+after the grace time go back to the queue with their progress. A second signal gives everything back
+at once.
 """
 
 
 async def serve(settings: Settings, redis_url: str) -> None:
     """Run a worker until SIGTERM or SIGINT."""
-    Keys(settings.queue)  # a name that cannot work is told before a model is loaded
+    Keys(settings.queue)  # refuses a wrong name before a model is loaded
     sys.setswitchinterval(_SWITCH_SECONDS)
     started = time.monotonic()
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -110,10 +111,10 @@ async def serve(settings: Settings, redis_url: str) -> None:
 
 
 def _handle_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[], None]) -> None:
-    """Call it in the loop at each SIGTERM and SIGINT.
+    """Call `on_signal` in the loop at each SIGTERM and SIGINT.
 
-    A handler of the loop's own would go with it, and a signal that comes again while the process
-    ends would make a failure of what ended well.
+    Handlers of the loop itself would end with the loop. A further signal while the process ends
+    would then turn success into a failure.
     """
 
     def handle(_number: int, _frame: FrameType | None) -> None:
@@ -129,7 +130,7 @@ async def _unless(
 ) -> T:
     """Await a stage of the start, or end the process if it is told to stop first.
 
-    It holds nothing yet, and a model that loads in a thread would go on for minutes.
+    The process holds no requests yet, and a thread that loads a model would go on for minutes.
     """
     part, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((part, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -141,9 +142,9 @@ async def _unless(
 
 
 def _leave_at_once(error: Exception | None = None) -> NoReturn:
-    """End the process, as the interpreter would wait for a thread that may hang for ever.
+    """End the process now, because the interpreter would wait for a thread that may hang for ever.
 
-    `error` is said as it would be in the end.
+    `error` is reported as at a normal end.
     """
     if isinstance(error, PromptqError):
         said = printable(str(error), keep="\n\t")
@@ -157,11 +158,12 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
 
 
 def _place_compute_threads() -> None:
-    """Say how compute threads behave, before torch is loaded and reads it; what is set stays.
+    """Set how compute threads behave, before torch is loaded and reads it. Set variables stay.
 
-    Those that wait for each other sleep, for this process has others that need a core: spinning
-    cost a third of the tokens on two. Where they are as many as the cores, each keeps to its own:
-    two that meet on one core take turns there for tens of milliseconds, which cost a tenth.
+    Compute threads sleep while they wait for each other, because other threads of this process need
+    a core. Spinning cost a third of the tokens on two cores. If there are as many compute threads
+    as cores, each stays on its own core. Two threads that share a core take turns for tens of
+    milliseconds, which cost a tenth.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "OMP_NUM_THREADS" not in os.environ:
@@ -170,9 +172,9 @@ def _place_compute_threads() -> None:
 
 
 def _spare_the_collector() -> None:
-    """Keep the garbage collector from looking through all that stays anyway, libraries and model.
+    """Keep the garbage collector from scanning libraries and model, which stay anyway.
 
-    A full collection stops every thread, engine included, and a busy worker makes many objects.
+    A full collection stops every thread, also the engine's, and a busy worker makes many objects.
     """
     gc.collect()
     gc.freeze()
@@ -180,7 +182,7 @@ def _spare_the_collector() -> None:
 
 
 async def _open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:
-    """Where server and worker start side by side, the worker may be first."""
+    """Connect, and wait for a server that starts at the same time as the worker."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -207,7 +209,7 @@ def _ready_line(
 
 
 def run(settings: Settings) -> None:
-    """What the command does once its options are read. Raises PromptqError."""
+    """Run the command with these settings. Raises PromptqError."""
     _place_compute_threads()
     configure_logs(settings.log_level, settings.log_format)
     redis_url = settings.redis_url or advertised()
@@ -223,8 +225,8 @@ def run(settings: Settings) -> None:
 def _serve(settings: Settings, redis_url: str) -> None:
     try:
         asyncio.run(serve(settings, redis_url))
-        # The interpreter's end takes handlers away, and a signal that comes then would make a
-        # failure of what ended well.
+        # The interpreter removes handlers when it ends. A signal that comes then would turn success
+        # into a failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     except RedisError as error:
@@ -269,7 +271,7 @@ def command() -> click.Command:
 
 
 def _metavar(annotation: Any) -> str:
-    """What a setting takes: its words where they are few, otherwise a value."""
+    """What a setting takes: one of a few words, or a value."""
     if annotation == bool | None:
         return "true|false"
     words = get_args(annotation) if get_origin(annotation) is Literal else ()

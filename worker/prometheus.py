@@ -1,4 +1,4 @@
-"""What a worker exposes for Prometheus. Most of it is read off totals that are kept anyway."""
+"""Exposes the metrics of a worker for Prometheus. Most are totals that are kept anyway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
 
 
 def readings(worker: Worker) -> Iterator[Reading]:
-    """All metrics of a worker as they are now; may be called in any thread."""
+    """The current values of all metrics of a worker. It may be called in any thread."""
     engine, meter, ready = worker.engine.stats, worker.meter, worker.leases.ready
     model = (worker.served.identity.name, metrics.ENGINE)
     gauges_and_counters = {

@@ -43,11 +43,11 @@ class Served:
     end_token_ids: frozenset[int]
     device: str
     dtype: str
-    """Empty where nothing is computed."""
+    """Empty if nothing is computed."""
     way: str = ""
     """How it computes, in words: native code, or why not."""
     grammars: Grammars | None = None
-    """What makes outputs match a schema; None for an engine that cannot be told."""
+    """Makes outputs match a schema; None for an engine that cannot use grammars."""
 
 
 def parse_size(text: str) -> int:
@@ -61,7 +61,7 @@ def parse_size(text: str) -> int:
 
 
 def build(settings: Settings, progress: Progress = unheard) -> Served:
-    """Load what the settings name. Raises ConfigurationError, ModelError."""
+    """Load the model that the settings name. Raises ConfigurationError, ModelError."""
     memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
     if settings.model == MODEL_FREE:
         return _build_model_free(settings, memory)
@@ -89,7 +89,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     from promptq.worker.engine.model.model_runner import ModelRunner
 
     take_over_logs("transformers", "huggingface_hub")
-    cast("Any", transformers_logging).disable_progress_bar()  # there is one for the whole start
+    cast("Any", transformers_logging).disable_progress_bar()  # `progress` shows the whole start
     name = settings.model or str(MODEL_DIR)
     options = LoadOptions(
         device=settings.device,
@@ -148,7 +148,7 @@ def _way(runner: ModelRunner) -> str:
 def _engine(
     runner: Runner, settings: Settings, speculative_tokens: int, *, async_scheduling: bool = False
 ) -> Engine:
-    """`speculative_tokens` and `async_scheduling` are the defaults."""
+    """`speculative_tokens` and `async_scheduling` are the defaults of the settings."""
     if settings.speculative_tokens is not None:
         speculative_tokens = settings.speculative_tokens
     if settings.async_scheduling is not None:
@@ -173,7 +173,7 @@ def _shown_name(model: str | None) -> str:
 
 
 def _fingerprint(name_or_dir: str) -> str:
-    """Tells models apart: sizes and beginnings of the files that make one.
+    """A hash that tells models apart, of the sizes and beginnings of a model's files.
 
     A safetensors file begins with the names and shapes of all its tensors.
     """

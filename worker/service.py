@@ -219,7 +219,7 @@ class Worker:
     async def _compare_lengths(self) -> None:
         """Warn if another worker has another length limit, as streams may move to it."""
         keys, own = self._queue.keys, self.engine.limits.max_model_len
-        with suppress(ValueError):  # a worker starts whatever a stranger wrote there
+        with suppress(ValueError):  # what a stranger wrote there must not stop a start
             for worker_id in await self._queue.run(lookups.live_worker_ids(keys, 0)):
                 other = await self._queue.run(lookups.worker_stats(keys, worker_id))
                 if other is not None and other.max_model_len not in (0, own):

@@ -26,11 +26,11 @@ _QUICK_TOKENS = 1024
 """Tokens of earlier attempts, which have to be decoded again."""
 
 _MAX_VALUES = 100_000
-"""Most JSON values of a payload beside the token ids of its prompt. The parser makes an object of
-each in one call, during which no other thread runs."""
+"""The most JSON values in a payload, without the token ids of its prompt. The parser makes an
+object of each in one call, during which no other thread runs."""
 
 _SEPARATORS = (b",", b"[", b"{")
-"""Each JSON value, and each key, stands behind one of these."""
+"""Each JSON value, and each key, follows one of these."""
 
 _sequence_ids = itertools.count(1)
 
@@ -58,7 +58,7 @@ class Preparation:
         TakesLongError before any work that may take long.
         """
         if claim.is_spoilt:
-            raise InvalidRequestError("tokens: the log holds what is no event", field="tokens")
+            raise InvalidRequestError("tokens: an entry of the log is not an event", field="tokens")
         if only_quick and (len(claim.payload) > _QUICK_BYTES or claim.num_logged > _QUICK_TOKENS):
             raise TakesLongError
         self._check_values(claim.payload)
@@ -187,7 +187,7 @@ class Preparation:
 
 def _unsupported(field: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{field}: this worker's engine chooses its tokens without regard to it",
+        f"{field}: this worker's engine would ignore it",
         field=field,
         error_type="unsupported",
     )

@@ -1,1 +1,1 @@
-"""What a worker holds: each request from its claim to its end."""
+"""The requests that a worker holds, each from its claim to its end."""

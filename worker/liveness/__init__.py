@@ -1,1 +1,1 @@
-"""Tells that a worker lives, and notices that one does not."""
+"""Shows that a worker is alive, and notices workers that are not."""

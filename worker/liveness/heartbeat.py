@@ -1,4 +1,4 @@
-"""Publishes once a second the totals of a worker, its batch, and its part of the statistics."""
+"""Publishes the totals of a worker, its batch and its part of the statistics, once a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERVAL_SECONDS = 1.0
 _TTL_MS = 10_000
 _AS_THE_ENGINE_SAYS = {it.name for it in fields(EngineStats)} & WorkerStats.model_fields.keys()
 _PATIENCE_SECONDS = 0.1
-"""A snapshot comes after the running step. That of a long step comes with the next heartbeat."""
+"""A snapshot comes after the running step. If that takes longer, a later heartbeat shows it."""
 
 
 class Heartbeat:

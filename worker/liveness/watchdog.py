@@ -2,7 +2,7 @@
 
 Code that keeps the lock of the interpreter (a regular expression that never ends, a C extension)
 stops every thread, also the one that renews leases and watches the engine. `faulthandler` watches
-from a thread that needs no lock. It writes to standard error where each thread stands, and exits
+from a thread that needs no lock. It writes the stack of each thread to standard error, and exits
 with 1.
 """
 
@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from promptq.shared.runtime.tasks import end
 
-_GRACE = 1.25  # an engine that hangs without the lock is ended in good order before
+_GRACE = 1.25  # leaves time to end in good order if the engine hangs without the lock
 _SIGNS_OF_LIFE = 8
 
 

@@ -26,7 +26,7 @@ class RowBuilder:
         self._log = get_logger()
 
     def row(self, lease: Lease, output: SequenceOutput) -> Row:
-        """The row of a running request. If making it fails, the row that ends this request alone.
+        """The row of a running request. If making it fails, a row that ends this request alone.
 
         None of the tokens that the failed row would have had are sent then.
         """
@@ -73,7 +73,7 @@ class RowBuilder:
             is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)
             if not (
                 is_last and token_id in prepared.engine_request.end_token_ids
-            ):  # that is no text
+            ):  # an end token is not text
                 text += stream.push(token_id)
             if stream.stopped:
                 break

@@ -1,10 +1,10 @@
-"""The model that promptq brings along, so that demo and tests need no model hub."""
+"""The model that comes with promptq, so that demo and tests need no model hub."""
 
 from pathlib import Path
 from typing import Final
 
 MODEL_DIR: Final[Path] = Path(__file__).resolve().parent / "model"
-"""Directory of the shipped model: what ``AutoModelForCausalLM.from_pretrained`` is given."""
+"""The directory of the shipped model, for ``AutoModelForCausalLM.from_pretrained``."""
 
 MODEL_NAME: Final = "promptq-stories"
-"""What requests and statistics call it."""
+"""Its name in requests and statistics."""

@@ -1,1 +1,1 @@
-"""What a worker measures, and where it shows it."""
+"""Measures, logs and traces the work of a worker."""

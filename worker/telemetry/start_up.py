@@ -1,4 +1,4 @@
-"""A worker's start as people see it: a bar at a terminal, log lines otherwise, and the seconds."""
+"""Shows and measures the start of a worker: a bar at a terminal, log lines otherwise."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from promptq.shared.runtime.logs import get_logger
 
 _LOGGED_SECONDS = 5.0
-"""A stage that is over sooner is not worth a line of its own; the ready line names them all."""
+"""Shorter stages get no line of their own. The ready line names all stages."""
 
 
 class StartUp:
     """Shows the stages of a start and measures them; it is the `Progress` of `build`.
 
-    It is called from the thread that loads. `close` ends the last stage, or takes the bar away when
-    the start failed.
+    It is called from the thread that loads. `close` ends the last stage, also when the start
+    failed, and removes the bar.
     """
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """Seconds that each stage took, in their order."""
+        """The seconds that each stage took, in order."""
         self._clock = clock
         self._stage: str | None = None
         self._began_at = 0.0
@@ -47,7 +47,7 @@ class StartUp:
         self._bar.update(self._task, description=stage, total=total, completed=share or 0.0)
 
     def close(self) -> None:
-        """There is no further stage."""
+        """End the last stage."""
         self._end_stage()
         if self._is_shown:
             self._bar.stop()

@@ -1,6 +1,6 @@
-"""Spans of a request's way through a worker, made when it leaves: nothing is done for a token.
+"""Makes the spans of a request when it leaves the worker, so that tokens cost nothing.
 
-Names of attributes are those of OpenTelemetry's conventions for generative AI and for messaging.
+The names of attributes are those of OpenTelemetry's conventions for generative AI and messaging.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NS_A_MS = 1_000_000
 
 
 class RequestTracer:
-    """Without `tracing` it does nothing."""
+    """Traces requests that leave. Without `tracing` it does nothing."""
 
     def __init__(self, tracing: Tracing | None, queue: str, model: str, worker_id: str) -> None:
         self._tracing = tracing
@@ -24,7 +24,7 @@ class RequestTracer:
         self._worker_id = worker_id
 
     def end(self, held: PreparedRequest, outcome: str) -> None:
-        """A request leaves: with a finish reason, or `fenced`, `given_back` and the like.
+        """Trace a request that leaves with this outcome, a finish reason or a Departure.
 
         An attempt's span begins with its wait in the queue if it is the first, otherwise with its
         claim. Times are the server's.

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, detokenizer, grammars, tools."""
+"""Converts between text and token ids: tokenizer, detokenizer, grammars, tools."""

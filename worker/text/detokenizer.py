@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come: never half a character, nor what stop strings cut off."""
+"""Turns tokens into text as they come, without half characters and without stop strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MOST_TOKENS = 16
 _MOST_BYTES = 4
-"""Of a character."""
+"""The most bytes of a character."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -26,14 +26,14 @@ class IncrementalDecoder:
         self._decode = decode
         self._tokens = list(context[-_CONTEXT_TOKENS:])
         self._done = decode(self._tokens)
-        """The text of the first `_num_done` tokens, which was given."""
+        """The text of the first `_num_done` tokens, which was returned."""
         if self._done.endswith(REPLACEMENT):
-            # Half a character in front would swallow the first one behind it.
+            # Half a character at the start would spoil the first one after it.
             self._tokens, self._done = [], ""
         self._num_done = len(self._tokens)
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token; empty while a character is incomplete."""
+        """The text that this token makes certain; empty while a character is incomplete."""
         self._tokens.append(token_id)
         if len(self._tokens) - self._num_done > _MOST_TOKENS and not self._may_be_complete():
             return ""
@@ -45,7 +45,7 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """What was held back, a dangling half character as U+FFFD."""
+        """The text that was held back. An incomplete character becomes U+FFFD."""
         if self._num_done == len(self._tokens):
             return ""
         whole = self._decode(self._tokens)
@@ -54,18 +54,18 @@ class IncrementalDecoder:
         return text
 
     def _may_be_complete(self) -> bool:
-        """Whether it is worth decoding all that is held back, of which there is much.
+        """Whether decoding all held tokens may give text, when there are many of them.
 
-        If a character has come to its end, the last tokens show it. The first ones are there for
-        tokenizers that show a whole run of bytes as U+FFFD if one is wrong: it is among them, for
-        otherwise they would have made a character.
+        If a character is complete, the last tokens show it. The first ones are decoded too, because
+        some tokenizers show a whole run of bytes as U+FFFD if one byte is wrong. That byte is among
+        the first ones, or they would have made a character.
         """
         first = self._tokens[self._num_done : self._num_done + _MOST_BYTES]
         text = self._decode([*first, *self._tokens[_MOST_BYTES - _MOST_TOKENS :]])
         return bool(text) and not text.endswith(REPLACEMENT)
 
     def _settle(self, whole: str) -> None:
-        """All tokens are given. Old ones are left out only now and then, as it costs a decoding."""
+        """Note that all text was returned. Dropping old tokens costs a decoding, so it is rare."""
         if len(self._tokens) <= _MOST_TOKENS:
             self._done = whole
         else:
@@ -77,7 +77,7 @@ class IncrementalDecoder:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    A stop string is looked for from output token `min_tokens` on.
+    Stop strings count from output token `min_tokens` on.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; what follows it is not text of this request."""
+        """Whether a stop string was found. Text after it does not belong to the output."""
         return self._stop.found
 
     @property
     def may_stop(self) -> bool:
-        """Whether there are stop strings, so that each token is to be looked at as it comes."""
+        """Whether there are stop strings, so that each token must be checked as it comes."""
         return bool(self._stop)
 
     def push(self, token_id: int) -> str:
-        """Take the next output token and give the text that is certain."""
+        """Take the next output token and return the text that is certain."""
         self._num_tokens += 1
         return self._release(self._decoder.push(token_id))
 
     def flush(self) -> str:
-        """The end: give all that was held back, unless a stop string is in it."""
+        """End the output. Returns the text that was held back, up to a stop string."""
         return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int], emitted: str) -> str:
         """Rebuild the state of an earlier attempt that emitted these tokens and this text.
 
-        Gives what is certain beyond that text, which is nothing unless the attempt was cut short.
+        Returns the text beyond `emitted`, which is empty unless the attempt was cut short.
         """
         text = "".join(self.push(token_id) for token_id in token_ids)
         return text[len(emitted) :]

@@ -1,6 +1,6 @@
-"""Compiles a grammar: in a worker, and before that in the process that tries it out.
+"""Compiles a grammar, in a worker and, before that, in the process that tries it out.
 
-It stands apart from what both do with it, so that this process starts quickly.
+This is a module of its own so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _MAX_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the library is told of a tokenizer: see LLTokenizer."""
+    """What the library needs to know of a tokenizer (see LLTokenizer)."""
 
     tokenizer_json: str
     num_tokens: int
     end_token_ids: list[int]
 
     def load(self) -> LLTokenizer:
-        """Tell the library. Raises ValueError if it does not take the tokenizer."""
+        """Pass it to the library. Raises ValueError if the library cannot use the tokenizer."""
         from llguidance import LLTokenizer
 
         ends = self.end_token_ids or None
@@ -32,7 +32,7 @@ class Vocabulary:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at the beginning of a grammar; what is wrong with that, it tells itself."""
+    """A matcher at the beginning of a grammar. For a wrong grammar, it has an error."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)

@@ -1,7 +1,7 @@
 """Counts the patterns of a schema that one value may have to match all at once.
 
-To match n of them costs the library 2^n, at the compiling or only when a text gets to the point,
-in a step of the engine. So there is a limit that needs nothing to be tried out.
+Matching n of them costs the library 2^n, either at compile time or only in a step of the engine,
+when a text reaches that point. So there is a limit that is checked before anything is tried out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_COMBINED_PATTERNS = 12
-"""Of a schema that combines others; 13 ms for a token then."""
+"""The limit for a schema that combines others. With so many, a token takes 13 ms."""
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _ANNOTATIONS = frozenset(
@@ -20,14 +20,14 @@ _ANNOTATIONS = frozenset(
         *("writeOnly", "x-guidance"),
     }
 )
-"""What constrains nothing where it stands."""
+"""Keywords that do not constrain the value itself."""
 
 
 def num_combined_patterns(schema: Mapping[str, Any]) -> int:
-    """How many different patterns one value may have to match, or more; 0 where none are combined.
+    """At most how many different patterns one value may have to match; 0 if none are combined.
 
-    They are all that the schema has as soon as it combines anything: which of them can meet would
-    take following all references. Names of properties may be taken for keywords.
+    All patterns of the schema count as soon as it combines anything. To find out which of them can
+    meet, all references would have to be followed. Names of properties may be taken for keywords.
     """
     patterns: set[tuple[str, str]] = set()
     combines = False
@@ -49,7 +49,7 @@ def num_combined_patterns(schema: Mapping[str, Any]) -> int:
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether it asks for two things of one value, at least one of them a schema elsewhere."""
+    """Whether it asks for two things of one value, at least one of them in another schema."""
     asked = schema.keys() - _ANNOTATIONS
     members = schema.get("allOf")
     if isinstance(members, list) and len(members) > 1:

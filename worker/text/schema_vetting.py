@@ -1,8 +1,8 @@
-"""Tries out grammars in a process of their own, which is killed if one is too much for it.
+"""Tries out grammars in a separate process, which is killed if a grammar needs too much.
 
-The library's own limits do not hold: time and memory may double with each further pattern of a
-schema, in one call that nothing can interrupt. What this process survives, the worker may compile
-too. Run as a module it is that process.
+The library's own limits are not enough: time and memory may double with each further pattern of a
+schema, in one call that cannot be interrupted. A worker compiles only grammars that the process
+survived. The process runs this module.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import IO, Any, cast
 from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
 
 COMPILE_SECONDS = 1.0
-"""CPU time that a grammar may take, compiling and the first masks together."""
+"""CPU time that a grammar may take, for compiling and the first masks together."""
 COMPILE_BYTES = 128 * 2**20
 """Memory that it may take."""
 MASK_SECONDS = 0.1
-"""CPU time that a mask may take: in a worker the others' step waits for it."""
+"""CPU time that a mask may take, because in a worker the step of all sequences waits for it."""
 _MASKS = 32
 _WALL_SECONDS = 25.0
-"""A machine too busy to give the process its CPU time must not hold a preparation for ever."""
+"""The longest time for a grammar, so that a busy machine does not delay a preparation for ever."""
 _ENVIRONMENT = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""What the process gets of the worker's, which also says how to reach Redis."""
+"""The process gets only these of the worker's variables. Others say how to reach Redis."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
-"""What its own limits end the process with. All others come from outside."""
+"""The signals with which its own limits end the process. All others come from outside."""
 
 
 class NotVettedError(Exception):
-    """A grammar is too much to compile; the message says in which way.
+    """A grammar takes too much, or could not be tried out. The message says which.
 
-    `is_certain` unless the next try may go otherwise.
+    `is_certain` is False if the next try may succeed.
     """
 
     def __init__(self, message: str, *, is_certain: bool = True) -> None:
@@ -49,9 +49,9 @@ class NotVettedError(Exception):
 
 
 class Vetter:
-    """The process, as a worker has it: started when it is first needed, and again after a kill.
+    """Controls the process in a worker. It starts when first needed, and again after a kill.
 
-    Thread-safe; one grammar at a time.
+    Thread-safe. It takes one grammar at a time.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -60,9 +60,9 @@ class Vetter:
         self._lock = threading.Lock()
 
     def vet(self, grammar: str) -> str:
-        """What the library says against a grammar; empty if it takes it.
+        """Why the library refuses a grammar; empty if it accepts it.
 
-        Raises NotVettedError if it takes too long or too much to find out.
+        Raises NotVettedError if this takes too long or too much memory, or cannot be found out.
         """
         with self._lock:
             told = self._ask(grammar)
@@ -77,7 +77,7 @@ class Vetter:
         return told["error"]
 
     def _ask(self, grammar: str) -> dict[str, str] | None:
-        """The process's reply; None if it ended without one, and by no limit."""
+        """The reply of the process; None if it ended without a reply, but not by a limit."""
         process = self._process = self._process or self._start()
         is_overdue = threading.Event()
 
@@ -125,7 +125,7 @@ class Vetter:
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
-        with suppress(OSError):  # whoever waits for its reply sees that it has ended
+        with suppress(OSError):  # the reader of its reply notices that it has ended
             _write(process.stdin, asdict(self._vocabulary))
         return process
 
@@ -134,7 +134,7 @@ class Vetter:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what was not written yet has no reader any more
+            with suppress(OSError):  # nobody reads what was not written yet
                 cast("IO[bytes]", pipe).close()
 
 
@@ -153,7 +153,7 @@ def _read(pipe: IO[bytes] | None) -> Any:
 
 def main() -> None:
     """Vet one grammar after another, until there are no more."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # its worker drains, and may need it still
+    for number in (signal.SIGINT, signal.SIGTERM):  # a draining worker may still need it
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, replies = sys.stdin.buffer, sys.stdout.buffer
@@ -163,7 +163,7 @@ def main() -> None:
     vocabulary = Vocabulary(**told).load()
     _limit_memory()
     while (grammar := _read(source)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # what it does not survive
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # its signal ends the process
         try:
             reply = _try_out(grammar, vocabulary)
         except BaseException:  # no memory, or a panic of the library
@@ -173,11 +173,11 @@ def main() -> None:
 
 
 def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
-    """Compile it, and follow one way through it."""
+    """Compile a grammar, and follow one path through it."""
     matcher = compile_grammar(vocabulary, grammar)
     if matcher.is_error():
         return {"error": reason_of(matcher), "too_much": ""}
-    rng = random.Random(0)  # noqa: S311 # the same walk for everybody
+    rng = random.Random(0)  # noqa: S311 # the same choices each time
     for _ in range(_MASKS):
         started_at = time.process_time()
         mask = matcher.compute_bitmask()
@@ -186,7 +186,7 @@ def _try_out(grammar: str, vocabulary: Any) -> dict[str, str]:
         allowed = [it for it in _tokens(mask) if it not in vocabulary.eos_tokens]
         if not allowed or not matcher.consume_token(rng.choice(allowed)):
             break
-    if matcher.is_error():  # some that it cannot follow it takes all the same
+    if matcher.is_error():  # the library accepts some grammars that it cannot follow
         return {"error": reason_of(matcher), "too_much": ""}
     if not (allowed or matcher.is_accepting() or matcher.is_stopped()):
         return {"error": "no text matches it", "too_much": ""}
@@ -202,7 +202,7 @@ def _limit_memory() -> None:
     try:
         with open("/proc/self/statm") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no Linux: what takes memory takes time too
+    except OSError:  # not Linux; the time limit also limits the memory
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES, most))

@@ -17,7 +17,7 @@ class StopStrings:
         return bool(self._strings)
 
     def release(self, text: str, *, look: bool) -> str:
-        """Take the next part of a text and give what is certain. `look`: look for stop strings."""
+        """Take the next part and return the text that is certain. `look`: stop strings count."""
         if not self._strings:
             return text
         if self.found:
@@ -37,7 +37,7 @@ class StopStrings:
         return released
 
     def flush(self) -> str:
-        """The end of the text: give what was held back."""
+        """End the text, and return what was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -45,14 +45,15 @@ class StopStrings:
 class _StopString:
     """How much of a stop string a text ends with, character by character.
 
-    After Knuth, Morris and Pratt (1977): a character costs the same, however long the string is.
+    The algorithm is that of Knuth, Morris and Pratt (1977), whose cost for a character does not
+    depend on the length of the string.
     """
 
     def __init__(self, string: str) -> None:
         self._string = string
         self.num_matched = 0
-        """So many of its characters are the text's last ones."""
-        self._borders = [0]  # by length: of a beginning, how much of its end it begins with itself
+        """How many of its first characters the text ends with."""
+        self._borders = [0]  # of each prefix: the longest shorter prefix that it also ends with
         matched = 0
         for length in range(1, len(string)):
             while matched and string[length] != string[matched]:
@@ -61,7 +62,7 @@ class _StopString:
             self._borders.append(matched)
 
     def find(self, text: str) -> int | None:
-        """Where it begins, if it ends in this next part of the text; before the part is below 0."""
+        """Where it begins, if it ends in this next part; negative if it begins before the part."""
         string, matched = self._string, self.num_matched
         begin = 0 if matched else text.find(string[0])
         if begin < 0:

@@ -1,6 +1,6 @@
-"""Grammars by llguidance: from what a request wants its output to be to masks over the vocabulary.
+"""Turns the output format that a request wants into masks over the vocabulary, with llguidance.
 
-The library is imported, and told of the vocabulary, when a request first needs it.
+The library is imported, and gets the vocabulary, when a request first needs it.
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 WHITESPACE = "[ ]"
-"""At most one of these between the tokens of JSON: indentation costs tokens and says nothing, and
-where there is no bound a weak model gets lost."""
+"""At most one space between the tokens of JSON. Indentation costs tokens for nothing, and without
+a limit a weak model may write white space for ever."""
 
 _MAX_COMPILED = 256
 _MAX_REFUSED = 1024
 _MAX_GRAMMAR_CHARS = 2**18
 _MAX_CACHED_CHARS = 2**21
-"""Of all compiled grammars together: one takes up to 40 bytes of memory for each character."""
+"""The limit for all compiled grammars together. A character takes up to 40 bytes of memory."""
 _MAX_THREADS = 4
 
 
 class NewGrammarError(Exception):
-    """A grammar is not known yet, and to compile one may take long."""
+    """A grammar is not known yet, and compiling it may take long."""
 
 
 class Grammars:
-    """What a worker's model may be asked to write. Thread-safe.
+    """Makes the grammars of the outputs that requests want. Thread-safe.
 
-    A schema is compiled once, as long as it is among the last 256 that were used, and these are not
-    large. With `vets` one that is new is first tried out in a process that can be killed; without,
-    all are trusted.
+    The last 256 schemas that were used stay compiled, or fewer if they are large. With `vets`, a
+    new schema is first tried out in a process that can be killed. Without it, all are trusted.
     """
 
     def __init__(
@@ -66,17 +65,17 @@ class Grammars:
         self._vets = vets
         self._masker: LLMasker | None = None
         self._vetter: Vetter | None = None
-        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # and its characters
+        self._known: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # and its length
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # of all these, held for moments
+        self._lock = threading.Lock()  # for all of these
 
     def start(
         self, wanted: Output, end_token_ids: frozenset[int], *, only_known: bool = False
     ) -> LLGrammar:
-        """The grammar of an output that has no token yet and may end with these.
+        """The grammar of an output that has no token yet and may end with these end tokens.
 
-        Raises InvalidRequestError with the library's reason if it refuses the schema, or with the
-        limit that it exceeds; with `only_known` NewGrammarError if it would have to be compiled.
+        Raises InvalidRequestError, with the reason, if the library refuses the schema or if it
+        exceeds a limit. With `only_known`, raises NewGrammarError if it had to be compiled.
         """
         if only_known and self._masker is None:
             raise NewGrammarError
@@ -172,7 +171,7 @@ class Grammars:
 
 
 def _untold(field: str, reason: str) -> InvalidRequestError:
-    return _refusal(field, f"the model's tokenizer cannot be told to the grammar library: {reason}")
+    return _refusal(field, f"the model's tokenizer does not suit the grammar library: {reason}")
 
 
 def _key(text: str) -> bytes:
@@ -180,7 +179,7 @@ def _key(text: str) -> bytes:
 
 
 class LLMasker:
-    """See Masker. Beside masks it knows the vocabulary."""
+    """See Masker. It also holds the vocabulary, and compiles grammars for it."""
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         from llguidance import LLExecutor
@@ -189,7 +188,7 @@ class LLMasker:
         num_threads = max(1, min((os.cpu_count() or 1) // 2, _MAX_THREADS))
         self._executor: LLExecutor = LLExecutor(num_threads=num_threads)
         self.model_ends = frozenset(vocabulary.eos_tokens)
-        """What the library lets an output end with."""
+        """The tokens with which the library lets an output end."""
         self.num_words = (vocabulary.vocab_size + 31) // 32
 
     def compile(self, text: str) -> LLMatcher:
@@ -204,7 +203,7 @@ class LLMasker:
         )
         for row, grammar in enumerate(ours):
             grammar.correct_ends(masks[row])
-        # A matcher that has failed allows an end, which would pass for a whole output.
+        # A matcher that has failed allows an end, and the output would then look complete.
         return {row: reason_of(matcher) for matcher, row in matchers if matcher.is_error()}
 
 
@@ -228,7 +227,7 @@ class LLGrammar:
             raise GrammarError(reason_of(self.matcher))
 
     def correct_ends(self, mask: npt.NDArray[np.int32]) -> None:
-        """Make up for end tokens of the request that are not those of the model."""
+        """Correct the mask if the end tokens of the request are not those of the model."""
         if not (self._ends_to_allow or self._ends_to_ban):
             return
         may_end = self.matcher.is_accepting()
@@ -251,7 +250,7 @@ def _grammar_text(wanted: Output, style: ToolCallStyle) -> str:
 
 
 def _tool_calls(wanted: ToolCallOutput, style: ToolCallStyle) -> str:
-    """Lark, in which the parameters of each tool stay a whole schema, for their references."""
+    """A Lark grammar. The parameters of each tool stay one whole schema, for their references."""
     calls, rules = [], []
     for index, tool in enumerate(wanted.tools):
         start = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": '

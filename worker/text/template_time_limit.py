@@ -15,15 +15,15 @@ _LINES_PER_LOOK = 128
 class CpuTimeLimitError(BaseException):
     """The code took more CPU time than it may.
 
-    No Exception, as the limit ends with it: the code must not catch it and go on.
+    It is not an Exception, so that the code does not catch it and go on without a limit.
     """
 
 
 @contextmanager
 def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuTimeLimitError in Python functions called from here once that much CPU time is over.
+    """Raise CpuTimeLimitError in Python functions called from here once they took so much CPU time.
 
-    Looked at every so many lines, so it reaches loops of any kind, but no single call into C.
+    The time is checked after a number of lines. This stops loops of any kind, but no call into C.
     """
     left = _LINES_PER_LOOK
     ends_at = time.thread_time() + seconds

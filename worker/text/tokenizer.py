@@ -1,4 +1,4 @@
-"""Prompts to token ids and back: Hugging Face tokenizers, and bytes where there is no model."""
+"""Turns prompts into token ids and back, with Hugging Face tokenizers, or bytes without a model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 RENDER_SECONDS = 1.0
-"""CPU time that the model's chat template may take for one request. It is the model's author's, but
-what it loops over is a stranger's."""
+"""CPU time that the model's chat template may take for one request. The model's author wrote the
+template, but the messages that it loops over may come from a stranger."""
 
 _MOST_REASON = 300
 
 
 class Tokenizer(Protocol):
-    """Thread-safe, as intake encodes while the publisher decodes."""
+    """Thread-safe, because the intake encodes while the publisher decodes."""
 
     def encode_prompt(self, request: Request) -> list[int]:
         """The request's prompt or rendered messages. Raises InvalidRequestError."""
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token within a text; a special token's name."""
+        """The text of one token inside of a text, or the name of a special token."""
         ...
 
 
@@ -65,8 +65,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer that comes with a model.
 
-    A prompt of more characters than `max_prompt_tokens` of the longest token have is refused before
-    it is tokenised; None: any is taken.
+    A prompt with more characters than `max_prompt_tokens` tokens can have is refused before it is
+    tokenised. None means no limit.
     """
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _call_arguments(self) -> frozenset[str]:
-        """What the call that renders takes with this tokenizer, beside the template's variables."""
+        """The arguments of the call that renders, which are not variables of the template."""
         call = inspect.signature(self._tokenizer.apply_chat_template)
         return TEMPLATE_CALL_ARGUMENTS.union(call.parameters, self._tokenizer.special_tokens_map)
 
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
             raise InvalidRequestError(
                 f"{field}: {len(text)} characters are more than the {self._max_prompt_chars} that"
-                " tokens of the model's length can stand for",
+                " the tokens of the longest prompt can have",
                 field=field,
                 code="context_length_exceeded",
             )
@@ -170,7 +170,7 @@ class HuggingFaceTokenizer:
     def token_text(self, token_id: int) -> str:
         text = self._token_texts.get(token_id)
         if text is None:
-            # Many tokenizers drop the space in front of a text's first token, so it stands twice.
+            # Many tokenizers drop the space in front of the first token, so it is decoded twice.
             alone = self.decode([token_id])
             text = self.decode([token_id, token_id])[len(alone) :]
             text = text or str(self._tokenizer.convert_ids_to_tokens(token_id))
@@ -179,13 +179,13 @@ class HuggingFaceTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Empty if there is none; the default one if there are several."""
+        """The chat template: empty if there is none, the default one if there are several."""
         template = self._tokenizer.chat_template or ""
         return str(template.get("default", "") if isinstance(template, dict) else template)
 
     @property
     def num_tokens(self) -> int:
-        """With added tokens; a model's vocabulary may be larger, rarely smaller."""
+        """How many tokens it has, with added ones. A model may have more, rarely fewer."""
         return len(self._tokenizer)
 
     def as_json(self) -> str | None:
@@ -199,13 +199,13 @@ class HuggingFaceTokenizer:
 
 
 def _longest_token(tokenizer: Any) -> int:
-    """Characters that one token stands for at most: its name has one for each of them, or more."""
+    """The most characters that a token can stand for. A token's name has at least as many."""
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # what `decode` comes down to, at a fraction of its cost
+    if backend is not None:  # its `decode` does the same at a fraction of the cost
 
         def decode_fast(token_ids: Sequence[int]) -> str:
             text: str = backend.decode(token_ids, skip_special_tokens=True)
