@@ -8,11 +8,13 @@ streams have; on the second it writes down what it has seen of those that have n
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,6 +192,8 @@ async def main(name: str, seed: str, producers: str, subscribers: str, *rest: st
     journal = Journal(Path(rest[0]))
     stop, over = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    # A stream that waited long for a thread would find its log expired.
+    loop.set_default_executor(ThreadPoolExecutor(_MOST_UNDER_WAY))
     loop.add_signal_handler(signal.SIGTERM, lambda: (over if stop.is_set() else stop).set())
     clients = []
     sending = []
@@ -202,6 +206,8 @@ async def main(name: str, seed: str, producers: str, subscribers: str, *rest: st
     finishing = asyncio.gather(*(it.finish() for it in clients))
     ending: Any = asyncio.create_task(over.wait())
     await asyncio.wait([finishing, ending], return_when=asyncio.FIRST_COMPLETED)
+    if not finishing.done():
+        faulthandler.dump_traceback()  # into the log: where do the threads hang?
     finishing.cancel()
     ending.cancel()
     await asyncio.gather(finishing, ending, return_exceptions=True)

@@ -28,6 +28,8 @@ _FLAGS = [
     "-ffast-math",
     "-fno-finite-math-only",
     "-fno-associative-math",  # sums keep the order of the source, for any number of rows
+    # And each product is fused with its sum: for Zen processors GCC leaves some of them apart.
+    "--param=avoid-fma-max-bits=0",
     "-fopenmp",
     "-DAT_PARALLEL_OPENMP=1",
     # Compilers prefer half the width, because the full width slowed old processors down.
