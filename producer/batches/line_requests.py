@@ -13,7 +13,8 @@ from promptq.producer.batch_store.input_file import BatchLine, RefusedLineError,
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.respond import granted
-from promptq.producer.gateway.context.access import Caller, account_of, beyond_rates, rates_of
+from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.context.caller_rates import account_of, beyond_rates, rates_of
 from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer

@@ -1,4 +1,4 @@
-"""Every key and channel name of the protocol, and nowhere else.
+"""The names of keys and channels, as Python needs them; scripts name more (docs/protocol.md).
 
 The queue name stands in braces, as a Redis Cluster hash tag, so that one queue lives on one shard.
 """

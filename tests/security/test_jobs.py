@@ -21,7 +21,7 @@ from promptq.producer.batch_store.batch_records import Batches, BatchRecord, new
 from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import new_batch_id
 from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
-from promptq.producer.jobs.dispatching import Dispatcher
+from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.rq_queues import batch_queue
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns

@@ -22,7 +22,8 @@ from weakref import WeakValueDictionary
 from fastapi import Depends, Request
 
 from promptq.producer.gateway.answering.respond import Prepared, prepare
-from promptq.producer.gateway.context.access import Caller, account_of
+from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.context.caller_rates import account_of
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.completion import new_completion_id
 from promptq.producer.gateway.openai.request_bodies import HEADERS, CompletionCall, read_call

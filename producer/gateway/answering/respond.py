@@ -14,7 +14,8 @@ from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
-from promptq.producer.gateway.context.access import Caller, account_of, rates_of, take
+from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.context.caller_rates import account_of, rates_of, take
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError

@@ -1,12 +1,9 @@
-"""Who calls, and how much they may ask for."""
+"""Who calls, and what they may call."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import time
-from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Annotated, Any
 
@@ -14,10 +11,9 @@ from fastapi import Depends, Request
 
 from promptq.producer.admin import api_keys
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
-from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
-from promptq.shared.protocol.request import MAX_PRIORITY, TokenAccount
-from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates
+from promptq.producer.gateway.context.gateway import ThisGateway
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.shared.protocol.request import MAX_PRIORITY
 
 Caller = ApiKey
 """A caller is described by what their key allows."""
@@ -34,7 +30,6 @@ _FORWARDED = (
 )
 """Headers that proxies add. A proxy that adds none of them looks like a client."""
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
-_MINUTE_MS = 60_000
 _OWN_PAGES = ("same-origin", "none")
 """`Sec-Fetch-Site` of requests by a page of this gateway, and of addresses that people typed."""
 
@@ -101,100 +96,6 @@ def check_scope(caller: Caller, scope: str) -> None:
             f"the key {caller.name!r} may not do this: it needs the scope {scope!r} and has {has}",
             code="scope",
         )
-
-
-async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """Take one request of the caller's rate, before the body of a call is read; as `take`."""
-    return await take(gateway, caller, _rate_of_requests(caller, 1))
-
-
-async def take(
-    gateway: Gateway, caller: Caller, rates: Sequence[Rate], *, is_last_try: bool = True
-) -> dict[str, str]:
-    """Take from the caller's rates. Gives the headers that report them.
-
-    Raises ApiError 429. At the last try it is delayed for callers who come back too early.
-    """
-    if not rates:
-        return {}
-    answer = await gateway.queue.run(take_of_rates(caller.name, rates))
-    headers = {}
-    for rate in rates:
-        headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
-        headers[f"x-ratelimit-remaining-{rate.name}"] = str(answer.remaining[rate.name])
-        headers[f"x-ratelimit-reset-{rate.name}"] = f"{answer.reset_ms[rate.name]}ms"
-    if answer.wait_ms == 0:
-        return headers
-    if answer.wait_ms is None:
-        raise beyond_rates(caller, rates, headers)
-    message = _too_little_left(caller, rates, answer)
-    wait_ms = answer.wait_ms
-    if is_last_try:
-        wait_ms = await gateway.refusals.refuse(caller.name, wait_ms)
-    headers["retry-after"] = str(math.ceil(wait_ms / 1000))
-    headers["retry-after-ms"] = str(wait_ms)
-    raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
-
-
-def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
-    said = []
-    for rate in rates:
-        left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
-        if answer.reset_ms[rate.name] > _MINUTE_MS:
-            said.append(f"has used more than its {limit}")
-        elif left < rate.amount:
-            said.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
-    seconds = math.ceil((answer.wait_ms or 0) / 1000)
-    after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
-    return f"the key {caller.name!r} {' and '.join(said)}; try again in {after}"
-
-
-def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
-    """What requests take of their caller's rates; `requests` are as for `Client.enqueue_many`.
-
-    The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
-    is charged to the account (`account_of`) while it is generated.
-    """
-    rates = _rate_of_requests(caller, len(requests))
-    if caller.tokens_per_minute:
-        tokens = sum(_prompt_tokens(request) for request in requests)
-        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
-    return rates
-
-
-def account_of(caller: Caller, holder: str) -> TokenAccount | None:
-    """The account to which the output of a caller's requests is charged.
-
-    `holder` is the name under which rates are taken. None if the caller has no limit.
-    """
-    limit = caller.tokens_per_minute
-    return TokenAccount(holder, limit) if limit else None
-
-
-def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
-    limit = caller.requests_per_minute
-    return [Rate("requests", amount, limit)] if limit else []
-
-
-def beyond_rates(
-    caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
-) -> ApiError:
-    """The answer to a call that needs more than a whole minute allows."""
-    needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
-    return ApiError(
-        429,
-        f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
-        code="rate_limit_exceeded",
-        headers={**(headers or {}), **NOT_AGAIN},
-    )
-
-
-def _limits(rates: Sequence[Rate]) -> str:
-    return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
-
-
-def _prompt_tokens(request: Mapping[str, Any]) -> int:
-    return len(json.dumps(request, default=str)) // 4
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -11,7 +11,8 @@ from fastapi import Depends, Request, Response
 from promptq.producer.admin.request_fields import whole
 from promptq.producer.batch_store.file_quotas import Upload
 from promptq.producer.batch_store.files import StoredFile
-from promptq.producer.gateway.context.access import ThisCaller, admit_call
+from promptq.producer.gateway.context.access import ThisCaller
+from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import ThisGateway
 
 FORM_BYTES = 1 << 16

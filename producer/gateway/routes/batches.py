@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from promptq.producer.batch_store.batch_records import Batches, BatchMissingError, new_batch
 from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingError
-from promptq.producer.gateway.context.access import ThisCaller, admit_call, needs
+from promptq.producer.gateway.context.access import ThisCaller, needs
+from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.json_body import described_body, json_body
 from promptq.producer.gateway.http.errors import ApiError, described

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from promptq.producer.gateway.answering.call_reader import CallReader, ThisCallReader
 from promptq.producer.gateway.answering.respond import check_stream, respond
-from promptq.producer.gateway.context.access import Caller, ThisCaller, admit_call, needs
+from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
+from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import described

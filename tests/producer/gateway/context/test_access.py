@@ -21,7 +21,8 @@ from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.commands.screens.render import api_keys_list
 from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.producer.gateway.app import create_app
-from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller, rates_of, take
+from promptq.producer.gateway.context.access import ThisAdmin, ThisCaller
+from promptq.producer.gateway.context.caller_rates import rates_of, take
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.errors import ConfigurationError, RequestNotFoundError

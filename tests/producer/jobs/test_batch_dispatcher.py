@@ -11,8 +11,8 @@ import redis
 from structlog.testing import capture_logs
 
 from promptq.producer.batch_store.input_file import new_batch_id
+from promptq.producer.jobs.batch_dispatcher import Dispatcher
 from promptq.producer.jobs.deliveries import Deliveries
-from promptq.producer.jobs.dispatching import Dispatcher
 from promptq.producer.jobs.rq_queues import batch_queue, open_jobs_redis
 from promptq.producer.settings import JobsSettings
 from tests.producer.playing import KEYS, HandWorker

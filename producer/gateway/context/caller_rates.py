@@ -1,0 +1,110 @@
+"""How much a caller may ask for: what calls take of the rates of their key."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.context.gateway import Gateway
+from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
+from promptq.shared.protocol.request import TokenAccount
+from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates
+
+_MINUTE_MS = 60_000
+
+
+async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
+    """Take one request of the caller's rate, before the body of a call is read; as `take`."""
+    return await take(gateway, caller, _rate_of_requests(caller, 1))
+
+
+async def take(
+    gateway: Gateway, caller: Caller, rates: Sequence[Rate], *, is_last_try: bool = True
+) -> dict[str, str]:
+    """Take from the caller's rates. Gives the headers that report them.
+
+    Raises ApiError 429. At the last try it is delayed for callers who come back too early.
+    """
+    if not rates:
+        return {}
+    answer = await gateway.queue.run(take_of_rates(caller.name, rates))
+    headers = {}
+    for rate in rates:
+        headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
+        headers[f"x-ratelimit-remaining-{rate.name}"] = str(answer.remaining[rate.name])
+        headers[f"x-ratelimit-reset-{rate.name}"] = f"{answer.reset_ms[rate.name]}ms"
+    if answer.wait_ms == 0:
+        return headers
+    if answer.wait_ms is None:
+        raise beyond_rates(caller, rates, headers)
+    message = _too_little_left(caller, rates, answer)
+    wait_ms = answer.wait_ms
+    if is_last_try:
+        wait_ms = await gateway.refusals.refuse(caller.name, wait_ms)
+    headers["retry-after"] = str(math.ceil(wait_ms / 1000))
+    headers["retry-after-ms"] = str(wait_ms)
+    raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:
+    said = []
+    for rate in rates:
+        left, limit = answer.remaining[rate.name], f"{rate.limit} {rate.name} a minute"
+        if answer.reset_ms[rate.name] > _MINUTE_MS:
+            said.append(f"has used more than its {limit}")
+        elif left < rate.amount:
+            said.append(f"has {left} left of its {limit}, and this needs {rate.amount}")
+    seconds = math.ceil((answer.wait_ms or 0) / 1000)
+    after = f"{seconds} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"
+    return f"the key {caller.name!r} {' and '.join(said)}; try again in {after}"
+
+
+def rates_of(caller: Caller, requests: Sequence[Mapping[str, Any]]) -> list[Rate]:
+    """What requests take of their caller's rates; `requests` are as for `Client.enqueue_many`.
+
+    The tokens taken are those of the prompt, estimated as a quarter of the payload's bytes. Output
+    is charged to the account (`account_of`) while it is generated.
+    """
+    rates = _rate_of_requests(caller, len(requests))
+    if caller.tokens_per_minute:
+        tokens = sum(_prompt_tokens(request) for request in requests)
+        rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
+    return rates
+
+
+def account_of(caller: Caller, holder: str) -> TokenAccount | None:
+    """The account to which the output of a caller's requests is charged.
+
+    `holder` is the name under which rates are taken. None if the caller has no limit.
+    """
+    limit = caller.tokens_per_minute
+    return TokenAccount(holder, limit) if limit else None
+
+
+def _rate_of_requests(caller: Caller, amount: int) -> list[Rate]:
+    limit = caller.requests_per_minute
+    return [Rate("requests", amount, limit)] if limit else []
+
+
+def beyond_rates(
+    caller: Caller, rates: Sequence[Rate], headers: dict[str, str] | None = None
+) -> ApiError:
+    """The answer to a call that needs more than a whole minute allows."""
+    needed = " and ".join(f"{rate.amount} {rate.name}" for rate in rates)
+    return ApiError(
+        429,
+        f"this needs {needed}, and the key {caller.name!r} never has more than {_limits(rates)}",
+        code="rate_limit_exceeded",
+        headers={**(headers or {}), **NOT_AGAIN},
+    )
+
+
+def _limits(rates: Sequence[Rate]) -> str:
+    return " and ".join(f"{rate.limit} {rate.name} a minute" for rate in rates)
+
+
+def _prompt_tokens(request: Mapping[str, Any]) -> int:
+    return len(json.dumps(request, default=str)) // 4
