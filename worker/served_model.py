@@ -142,7 +142,8 @@ def _way(runner: ModelRunner) -> str:
     if not runner.why_not_native:
         return "native code"
     is_compiled = runner.compiled is not None and runner.compiled.is_compiled
-    return f"no native code ({runner.why_not_native}){', compiled' * is_compiled}"
+    way = f"no native code ({runner.why_not_native}){', compiled' * is_compiled}"
+    return f"{way}, no CUDA graphs ({runner.why_no_graphs})" if runner.why_no_graphs else way
 
 
 def _engine(

@@ -4,6 +4,8 @@ pace."""
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 
 from promptq.worker.engine.core.sequence import Batch
@@ -19,22 +21,50 @@ PROMPTS_STRETCH = 5.0
 need not wait for the last."""
 MIN_PROMPT_TOKENS = 256
 """The least tokens of all prompts in a step."""
-_RECENT = 5
-"""How many steps of each kind are remembered. Their median counts, as one delayed step says
-little."""
+_RECENT, _RECENT_PROMPTS = 5, 9
+"""How many steps of decodes alone are remembered, and of those with prompts. Medians count, as one
+delayed step says little."""
+_GROWTH = 4
+"""A chunk has at most so many times the tokens of the largest one of late."""
+_CAUTION, _BOLDNESS = 4, 16
+"""A token costs at least this part of its share of a step: while chunks of one size were seen, and
+once their sizes differed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptStep:
+    """A step with prompt tokens: how many, how long it took, and how long beyond its decodes."""
+
+    num_tokens: int
+    seconds: float
+    beyond: float
 
 
 class Pacing:
-    """Learns what decodes and prompt tokens cost here, and derives the sizes of chunks."""
+    """Learns what decodes and prompts cost here, and derives the sizes of chunks.
+
+    A step with prompt tokens takes as long as its decodes, and a fixed time, and a time for each
+    token. The fixed time is long where steps of decodes are replayed as a graph and others are not.
+    Then a small chunk saves nothing: a prompt would wait for the fixed time again and again. So the
+    tokens of a chunk may always take as long as the fixed time does.
+    """
 
     def __init__(self) -> None:
         self._decode_seconds = deque[float](maxlen=_RECENT)  # of a step of decodes alone
-        self._token_seconds = deque[float](maxlen=_RECENT)  # of one token of a prompt
+        self._prompts = deque[_PromptStep](maxlen=_RECENT_PROMPTS)
+        self._fixed_seconds = 0.0  # of a step with prompt tokens, beyond its decodes
+        self._token_seconds = 0.0  # of one token of a prompt; 0 if it is not known
 
     @property
     def chunk(self) -> int:
         """Tokens of a long prompt in a step beside decodes."""
-        return max(MIN_CHUNK, self._tokens_within(STRETCH))
+        sizes = {step.num_tokens for step in self._prompts}
+        if not sizes:
+            return MIN_CHUNK
+        chunk = max(MIN_CHUNK, self._tokens_within(STRETCH))
+        if chunk == MIN_CHUNK and len(sizes) == 1:
+            return 2 * sizes.pop()  # another size tells the fixed time from that of tokens
+        return min(chunk, _GROWTH * max(sizes))
 
     @property
     def prompt_tokens(self) -> int:
@@ -42,9 +72,14 @@ class Pacing:
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))
 
     def _tokens_within(self, stretch: float) -> int:
-        if not self._decode_seconds or not self._token_seconds:
+        if self._token_seconds == 0.0:
             return 0
-        return int((stretch - 1.0) * median(self._decode_seconds) / median(self._token_seconds))
+        allowed = (stretch - 1.0) * self._decodes_alone - self._fixed_seconds
+        return int(max(allowed, self._fixed_seconds) / self._token_seconds)
+
+    @property
+    def _decodes_alone(self) -> float:
+        return median(self._decode_seconds) if self._decode_seconds else 0.0
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
@@ -53,7 +88,29 @@ class Pacing:
         if num_prompt_tokens == 0:
             self._decode_seconds.append(seconds)
         elif num_prompt_tokens >= MIN_CHUNK:
-            beside = median(self._decode_seconds) if num_decodes and self._decode_seconds else 0.0
-            token_seconds = max(0.0, seconds - beside) / num_prompt_tokens
-            # Never zero, because one lucky measurement must not allow unlimited chunks.
-            self._token_seconds.append(max(token_seconds, seconds / num_prompt_tokens / 4))
+            beyond = max(0.0, seconds - self._decodes_alone) if num_decodes else seconds
+            self._prompts.append(_PromptStep(num_prompt_tokens, seconds, beyond))
+            self._fit()
+
+    def _fit(self) -> None:
+        """Fit a line through recent steps by the median slope of pairs (Theil-Sen).
+
+        Steps of about one size tell only the sum. Then the fixed time is taken as it was.
+        """
+        largest = max(self._prompts, key=lambda step: step.num_tokens)
+        slopes = [
+            (one.beyond - other.beyond) / (one.num_tokens - other.num_tokens)
+            for one, other in combinations(self._prompts, 2)
+            if abs(one.num_tokens - other.num_tokens) >= largest.num_tokens / 4
+        ]
+        if slopes:
+            slope = max(0.0, median(slopes))
+            fixed = median(step.beyond - slope * step.num_tokens for step in self._prompts)
+            self._fixed_seconds = max(0.0, fixed)
+        else:
+            slope = median(
+                (step.beyond - self._fixed_seconds) / step.num_tokens for step in self._prompts
+            )
+        # Never nothing: a lucky measurement must not allow chunks without bound.
+        least = largest.seconds / largest.num_tokens / (_BOLDNESS if slopes else _CAUTION)
+        self._token_seconds = max(slope, least)

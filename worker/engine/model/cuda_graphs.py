@@ -7,10 +7,10 @@ written nowhere and see nothing (see AttentionBackend.takes_padding); their resu
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,8 +21,6 @@ from promptq.worker.engine.device.async_copies import to_device
 
 MAX_GRAPH_SIZE = 256
 """Larger batches keep the device busy for longer than their launches take."""
-
-logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -108,7 +106,7 @@ class GraphedModel:
 
     Its backend must take padding. Steps with chunks of prompts, and batches that are too large, run
     without a graph. So does every step of a model that cannot be captured, for example one whose
-    forward waits for the device.
+    forward waits for the device. The device is this thread's current one (see `on_device`).
     """
 
     def __init__(
@@ -123,8 +121,8 @@ class GraphedModel:
         self._model = model
         self._buffers = DecodeBuffers.of(max(sizes), max_model_len, block_size, device)
         self._runs: dict[int, Callable[[], torch.Tensor]] = {}
-        self._pool: Any = None  # the graphs' shared memory
-        self._logits: torch.Tensor | None = None  # all graphs write their logits here
+        self.why_no_graphs = ""
+        """Why no step is replayed; empty if steps are."""
         self._prepare(sizes, device)
 
     @torch.inference_mode()
@@ -146,34 +144,66 @@ class GraphedModel:
     @torch.inference_mode()
     def _prepare(self, sizes: list[int], device: torch.device) -> None:
         """Capture the largest first, so that the smaller graphs fit into its memory."""
+        capture = _Capture(self._model)
         for size in sorted(sizes, reverse=True):
             step, rows = self._buffers.step(size), torch.arange(size, device=device)
-            stream = torch.cuda.current_stream(device)
             try:
-                self._runs[size] = self._capture(step, rows)
+                self._runs[size] = capture.of(step, rows)
             except RuntimeError as error:
-                torch.cuda.set_stream(stream)  # a failed capture leaves its own stream set
-                logger.warning("decode steps run without CUDA graphs: %s", error)
+                self.why_no_graphs = str(error).split("\n")[0]
                 self._runs.clear()
                 return
 
-    def _capture(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # Run once before the capture, so that kernels are compiled and libraries are set up.
-        warming = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        warming.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warming):
-            logits = self._model.logits(step, rows)
-        torch.cuda.current_stream().wait_stream(warming)
+
+class _Capture:
+    """Captures the steps of one model, one after the other: on one stream, into one pool of
+    memory, and with one place to which all graphs write their logits."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._pool = torch.cuda.graph_pool_handle()
+        self._logits: torch.Tensor | None = None
+
+    def of(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What replays the step and gives its logits. Raises RuntimeError if it cannot be captured.
+
+        A capture that fails leaves the allocator in a state that has to be mended. So a step that
+        waits for the device is found before.
+        """
+        caller = torch.cuda.current_stream()
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            self._model.logits(step, rows)  # compiles kernels, and sets up libraries
+            with _no_waiting():
+                logits = self._model.logits(step, rows)
+        caller.wait_stream(self._stream)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         target = self._logits[: len(rows)]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            target.copy_(self._model.logits(step, rows))
-        self._pool = graph.pool()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                target.copy_(self._model.logits(step, rows))
+        except RuntimeError:
+            torch.cuda.set_stream(caller)
+            with suppress(RuntimeError):  # it was ended after all
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
 
         def replay() -> torch.Tensor:
             graph.replay()
             return target
 
         return replay
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Have torch raise RuntimeError where the host would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

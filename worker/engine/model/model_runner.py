@@ -18,6 +18,7 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.async_copies import to_device
+from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.device.memory import give_back
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.engine.model.backend_choice import (
@@ -118,12 +119,13 @@ class ModelRunner:
         device = resolve_device(options.device)
         backends_on(device, options.attention)  # raises before anything is loaded
         progress("weights")
-        loaded = load_model(
-            name_or_dir,
-            device=device,
-            dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code,
-        )
+        with on_device(device):
+            loaded = load_model(
+                name_or_dir,
+                device=device,
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
+            )
         return cls.of(loaded, options, progress)
 
     @classmethod
@@ -131,6 +133,11 @@ class ModelRunner:
         cls, loaded: LoadedModel, options: LoadOptions, progress: Progress = unheard
     ) -> ModelRunner:
         """As `load`, for a model that is loaded already, with its own device and dtype."""
+        with on_device(loaded.model.device):
+            return cls._of(loaded, options, progress)
+
+    @classmethod
+    def _of(cls, loaded: LoadedModel, options: LoadOptions, progress: Progress) -> ModelRunner:
         device = loaded.model.device
         backends = backends_on(device, options.attention)
         limit = model_length(loaded, None)
@@ -160,9 +167,12 @@ class ModelRunner:
         runner._warm_up()
         return runner
 
-    @torch.inference_mode()
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
         """See Runner. On CUDA the work is queued; on a CPU it is done on return."""
+        with on_device(self.device), torch.inference_mode():
+            return self._launch(batch, after)
+
+    def _launch(self, batch: Batch, after: ModelStep | None) -> ModelStep:
         sampling = batch.sampling
         counts = [item.num_samples for item in sampling]
         sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
@@ -180,7 +190,8 @@ class ModelRunner:
         return ModelStep(sampled, counts, sequences)
 
     def collect(self, launched: ModelStep) -> list[list[SampledToken]]:
-        tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
+        with on_device(self.device):
+            tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
         return [[*islice(tokens, count)] for count in launched.counts]
 
     @torch.inference_mode()
@@ -206,6 +217,11 @@ class ModelRunner:
         """These are known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         return EngineAbilities(exact_resume=is_exact)
+
+    @property
+    def why_no_graphs(self) -> str:
+        """Why decode steps are not replayed as CUDA graphs, though they should be; or empty."""
+        return self._model.why_no_graphs if isinstance(self._model, GraphedModel) else ""
 
     @property
     def is_slow_in_bf16(self) -> bool:

@@ -1,0 +1,94 @@
+"""Stands where `torch.cuda` would, and records what is asked of it. It computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+class Graph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def replay(self) -> None:
+        self._cuda.replayed.append(self)
+
+
+@dataclass
+class FakeCuda:
+    """One thread's view of the driver. A capture that breaks leaves behind what torch leaves."""
+
+    breaks_captures: bool = False
+    stream: Stream = field(default_factory=Stream)
+    devices: list[Any] = field(default_factory=lambda: [torch.device("cuda", 0)])
+    """The last one is current."""
+    sync_debug_mode: int | str = 0
+    open_pools: list[object] = field(default_factory=list)
+    """Into which the allocator still puts what is allocated."""
+    captured: list[tuple[Graph, Stream, object]] = field(default_factory=list)
+    replayed: list[Graph] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """What an operation does that needs a value of the device on the host."""
+        if self.sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation\nin C++")
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, replacement in {
+            "Stream": Stream,
+            "current_stream": lambda: self.stream,
+            "set_stream": self._set_stream,
+            "stream": self._on_stream,
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self._capture,
+            "graph_pool_handle": object,
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": self._set_sync_debug_mode,
+            "device": self._on_device,
+            "current_device": lambda: self.devices[-1].index,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        end = "_cuda_endAllocateToPool"
+        monkeypatch.setattr(torch._C, end, self._end_allocating, raising=False)
+
+    def _set_stream(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def _set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_debug_mode = mode
+
+    def _end_allocating(self, device: int, pool: object) -> None:
+        self.open_pools.remove(pool)
+
+    @contextmanager
+    def _on_device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+    @contextmanager
+    def _on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+    @contextmanager
+    def _capture(self, graph: Graph, pool: object, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        self.open_pools.append(pool)
+        self.captured.append((graph, stream, pool))
+        yield
+        if self.breaks_captures:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.open_pools.remove(pool)
+        self.stream = before

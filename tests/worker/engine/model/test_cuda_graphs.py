@@ -1,0 +1,147 @@
+"""Capturing decode steps, and the device that things go to, without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
+from promptq.worker.engine.device.current_device import on_device
+from promptq.worker.engine.model import model_runner
+from promptq.worker.engine.model.cuda_graphs import GraphedModel
+from promptq.worker.engine.model.loading import LoadOptions
+from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.served_model import _way
+from tests.worker.engine.core.scheduling import make_sequence
+from tests.worker.engine.model.fake_cuda import FakeCuda
+from tests.worker.engine.tiny_models import save_model
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 4]
+
+
+class TinyModel:
+    """Gives each row its own position, and tells how often it ran."""
+
+    def __init__(self, forward: Callable[[], None] = lambda: None) -> None:
+        self.num_runs = 0
+        self._forward = forward
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        self._forward()
+        return step.positions[0].index_select(0, rows).unsqueeze(1).float()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
+
+
+def load_tiny(folder: Path) -> ModelRunner:
+    options = LoadOptions(device="cpu", dtype="float32", max_num_seqs=2, native=False)
+    return ModelRunner.load(str(save_model(folder, "llama", 1)), options)
+
+
+def graphed(model: TinyModel) -> GraphedModel:
+    return GraphedModel(model, sizes=SIZES, max_model_len=64, block_size=16, device=CPU)
+
+
+def decodes(count: int) -> PackedStep:
+    items = []
+    for slot in range(count):
+        sequence = make_sequence(5 + slot)
+        sequence.slot, sequence.block_table = slot, [slot]
+        items.append(ScheduledSequence(sequence, 4 + slot, 1, samples=True))
+    return Packer(16, CPU).pack(Batch(items))
+
+
+def test_all_sizes_are_captured_on_one_stream_into_one_pool(cuda: FakeCuda) -> None:
+    before = cuda.stream
+    model = graphed(TinyModel())
+    assert model.why_no_graphs == ""
+    graphs = [graph for graph, _, _ in cuda.captured]
+    assert len(graphs) == len(SIZES)
+    assert len({stream for _, stream, _ in cuda.captured} | {before}) == 2
+    assert len({pool for _, _, pool in cuda.captured}) == 1
+    assert (cuda.open_pools, cuda.stream, cuda.sync_debug_mode) == ([], before, 0)
+    model.logits(decodes(3), torch.arange(3))
+    model.logits(decodes(1), torch.arange(1))
+    assert cuda.replayed == [graphs[0], graphs[2]]  # the largest was captured first
+
+
+def test_a_step_that_waits_for_the_device_is_never_captured(cuda: FakeCuda) -> None:
+    tiny = TinyModel(cuda.wait)
+    model = graphed(tiny)
+    assert cuda.captured == []
+    assert cuda.sync_debug_mode == 0
+    assert model.why_no_graphs == "called a synchronizing CUDA operation"
+    num_runs = tiny.num_runs
+    logits = model.logits(decodes(3), torch.arange(3))
+    assert logits.flatten().tolist() == [6.0, 5.0, 4.0]
+    assert tiny.num_runs == num_runs + 1
+
+
+def test_a_capture_that_breaks_leaves_no_pool_open_and_no_stream_behind(cuda: FakeCuda) -> None:
+    before, cuda.breaks_captures = cuda.stream, True
+    model = graphed(TinyModel())
+    assert len(cuda.captured) == 1
+    assert (cuda.open_pools, cuda.stream) == ([], before)
+    assert "error during capture" in model.why_no_graphs
+    assert model.logits(decodes(2), torch.arange(2)).flatten().tolist() == [5.0, 4.0]
+
+
+def test_the_ready_line_says_why_there_are_no_graphs(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = load_tiny(tmp_path)
+    assert "graphs" not in _way(runner)
+    cuda.breaks_captures = True
+    monkeypatch.setattr(runner, "_model", graphed(TinyModel()))
+    assert _way(runner).endswith(f"no CUDA graphs ({runner.why_no_graphs})")
+
+
+def test_a_cuda_device_is_current_while_it_is_used(cuda: FakeCuda) -> None:
+    with on_device(torch.device("cuda", 1)):
+        assert cuda.devices[-1] == torch.device("cuda", 1)
+    with on_device(CPU):
+        assert cuda.devices == [torch.device("cuda", 0)]
+
+
+def test_all_that_a_runner_computes_goes_to_its_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: FakeCuda
+) -> None:
+    """The model on the CPU stands for one on `cuda:1`."""
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(model_runner, "on_device", lambda device: on_device(second))
+    seen: list[torch.device] = []
+
+    def note(name: str, owner: Any) -> None:
+        plain = getattr(owner, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            seen.append(cuda.devices[-1])
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    for name in ("load_model", "check_model", "KVCache"):
+        note(name, model_runner)
+    runner = load_tiny(tmp_path)
+    note("logits", runner._model)
+    note("sample", runner._sampler)
+    sequence = make_sequence(5, tokens=[3, 4, 5, 6, 7])
+    sequence.slot, sequence.block_table = 0, [0]
+    launched = runner.launch(Batch([ScheduledSequence(sequence, 0, 5, samples=True)]))
+    assert launched.sampled is not None
+    note("lists", type(launched.sampled.copies))
+    assert len(runner.collect(launched)) == 1
+    assert seen == [second] * 6
+    assert cuda.devices == [torch.device("cuda", 0)]
