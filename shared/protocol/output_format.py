@@ -16,7 +16,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 @dataclass(frozen=True, slots=True)
 class JsonOutput:
-    """JSON that a schema describes. If not `strict`, keywords that are not known are ignored."""
+    """JSON that a schema describes. If not `strict`, unknown keywords are ignored."""
 
     schema: dict[str, Any]
     strict: bool
@@ -115,7 +115,7 @@ def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise ValueError(
             'tools: each must be like {"type": "function", "function": {"name": ...,'
-            ' "parameters": {...}}} for one of them to be called for certain'
+            ' "parameters": {...}}} if a call is required'
         )
     name = function.get("name")
     if not isinstance(name, str) or not name:
