@@ -296,7 +296,7 @@ class Request(SamplingParams):
             raise ValueError("prompt: is empty, and there is nothing to continue")
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
-            raise ValueError(f"{field}: goes with messages, not with prompt")
+            raise ValueError(f"{field}: needs messages, and there is a prompt")
         _ = self.wanted_output  # raises if it is not well-formed
         return self
 

@@ -104,7 +104,7 @@ def check_scope(caller: Caller, scope: str) -> None:
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """Take one request of the caller's rate, before the body of a call is read; as `take`."""
+    """As `take`, for one request, before the body of a call is read."""
     return await take(gateway, caller, _rate_of_requests(caller, 1))
 
 
@@ -113,7 +113,7 @@ async def take(
 ) -> dict[str, str]:
     """Take from the caller's rates. Gives the headers that report them.
 
-    Raises ApiError 429. At the last try it is delayed for callers who come back too early.
+    Raises ApiError 429. With `is_last_try` that is delayed for callers who come back too early.
     """
     if not rates:
         return {}
@@ -203,7 +203,7 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Whether no browser says that a page of another origin is behind it, be it of this machine."""
+    """Whether no header shows that a page of another origin sent it, even one of this machine."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")
@@ -211,7 +211,7 @@ def is_of_own_page(request: Request) -> bool:
 
 
 def _is_from_this_machine(request: Request) -> bool:
-    """Whether no sign shows a proxy, or a page of another site in a browser."""
+    """Whether nothing shows another machine, a proxy, or a page of another site in a browser."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):
