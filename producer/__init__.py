@@ -1,1 +1,1 @@
-"""What puts requests into a queue and reads their streams: clients, command, gateway, jobs."""
+"""Puts requests into a queue and reads their streams: clients, command, gateway, jobs."""

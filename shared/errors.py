@@ -69,7 +69,7 @@ class QueueError(PromptqError):
 
 
 class QueueFullError(QueueError):
-    """The queue takes no more for now.
+    """The queue accepts no more requests for now.
 
     `retry_after_ms` estimates when there will be room; `limit` is the queue's setting that was
     reached, such as `max_pending` or `max_pending_tokens:TENANT`.
@@ -92,8 +92,8 @@ class RequestError(PromptqError):
 class InvalidRequestError(RequestError):
     """A field of a request is wrong.
 
-    `field` is its name (empty when the payload as a whole is wrong), `error_type` and `code` what
-    a last event reports as `error.type` and `error.code`.
+    `field` is its name (empty when the payload as a whole is wrong). `error_type` and `code` are
+    what a last event reports as `error.type` and `error.code`.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ def _check_scopes(key: ApiKey) -> None:
     known = ", ".join(SCOPES)
     for scope in key.scopes or ():
         if scope not in SCOPES:
-            raise ConfigurationError(f"scope: {scope[:80]!r} is none of {known}")
+            raise ConfigurationError(f"scope: {scope[:80]!r} is not one of {known}")
     if key.scopes == ():
         raise ConfigurationError(f"scope: a key needs at least one of {known}")
 
@@ -198,13 +198,13 @@ def _check_apart(key: ApiKey, others: Sequence[ApiKey]) -> None:
             continue
         if other.is_own_tenant:
             raise ConfigurationError(
-                f"tenant: {new.tenant!r} is the key {other.name!r} alone, which was made without a"
-                " tenant, and this key would see its files and batches; take another tenant, or"
-                f" make {other.name!r} anew with --tenant {new.tenant}"
+                f"tenant: {new.tenant!r} belongs to the key {other.name!r} alone, which was made"
+                " without a tenant; this key would see its files and batches. Take another tenant,"
+                f" or make {other.name!r} anew with --tenant {new.tenant}"
             )
         if new.is_own_tenant:
             raise ConfigurationError(
                 f"name: {key.name!r} is the tenant of the key {other.name!r}, and a key without a"
-                " tenant is one by its name; take another name, or say"
+                " tenant gets its own name as tenant; take another name, or give"
                 f" --tenant {key.name} if the two are to share"
             )

@@ -28,7 +28,7 @@ class QueueStats(BaseModel):
 
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
-    """What the queue holds and how its workers fare."""
+    """What the queue holds and how its workers do."""
     (model,), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
         Call("", ["HMGET", keys.model, "model"], list),
         Call("", ["HMGET", keys.config, "model", "paused"], list),

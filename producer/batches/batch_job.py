@@ -87,7 +87,7 @@ class _BatchJob:
         try:
             record = await self._batches.get(self._batch_id)
         except BatchMissingError as error:
-            self._log.warning("batch struck off", reason=str(error))
+            self._log.warning("batch entry removed", reason=str(error))
             await self._batches.forget(self._batch_id)
             return "unknown"
         if record.is_final:

@@ -1,4 +1,4 @@
-"""What the clients do, written once: each operation here is a method of `Client` and `AsyncClient`.
+"""The methods of clients, written once: each operation is a method of `Client` and `AsyncClient`.
 
 An operation does no I/O itself: it says which steps to take, and a client takes them. The method
 has the operation's docstring, and its parameters after `keys`.

@@ -192,7 +192,7 @@ class _Stream:
                 if answer is Subscribed.SUBSCRIBED and self._token_ids:
                     self._was_cut = True
                 yield from self._catch_up()
-                self._failures = 0  # the server answers, however short its visit
+                self._failures = 0  # the server answered, even if it goes away again
 
     def _continue(self, event: TokenEvent) -> Steps:
         """Deliver an event of the log or the channel, without what was delivered before."""

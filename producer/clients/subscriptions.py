@@ -132,10 +132,10 @@ class Subscriptions:
             if not heard_any:
                 raise
         finally:
-            await end(beside)  # before the connection is another's
+            await end(beside)  # before the connection is opened again
 
     async def _send_changes(self, connection: Any) -> None:
-        """One command a channel, so that a refusal tells which; all there are in one write."""
+        """Send one command a channel, so that a refusal is about one channel; all in one write."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -151,9 +151,9 @@ class Subscriptions:
             await _send(connection, commands)
 
     async def _give_up_if_quiet(self, connection: Any) -> None:
-        """Disconnect when nothing comes, not even an answer: the link may stand and pass nothing.
+        """Disconnect when nothing comes, not even an answer: the connection may pass nothing more.
 
-        A lone stream would ask anew. Of several none knows: each finds in the log what it missed.
+        The streams do not notice that, because each finds in the log what it missed.
         """
         seconds = connection.socket_timeout
         while seconds is not None and not self._is_quiet:
@@ -179,7 +179,7 @@ class Subscriptions:
             self._confirmed.discard(channel)
 
     def _refuse(self, error: redis.ResponseError) -> None:
-        """The error is for the first command without a reply, as replies come in order."""
+        """Give the error to the first command without a reply, because replies come in order."""
         for channel in self._asked:
             if channel not in self._confirmed:
                 del self._asked[channel]

@@ -153,7 +153,7 @@ def revoke(
 def _expiry(expires_in: str | None, expires_at: str | None) -> int:
     """Unix milliseconds; 0 where neither is given. Raises ConfigurationError."""
     if expires_in is not None and expires_at is not None:
-        raise ConfigurationError("expires-in: does not go with --expires-at")
+        raise ConfigurationError("expires-in: cannot be given together with --expires-at")
     now = time.time()
     if expires_in is not None:
         if (found := _DURATION.fullmatch(expires_in)) is None:

@@ -95,7 +95,7 @@ def worker(context: typer.Context) -> None:
     from promptq.producer.commands.local_fleet.processes import worker_command
 
     command = worker_command(context.args)
-    os.execv(command[0], command)  # noqa: S606 # this Python, with options of who typed them
+    os.execv(command[0], command)  # noqa: S606 # this Python, with options that the user typed
 
 
 def server(

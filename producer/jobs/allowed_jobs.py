@@ -127,7 +127,7 @@ def read_call(data: bytes) -> JobCall:
     except (KeyError, TypeError):
         shown = repr(name)[:_SHOWN_CHARACTERS]
         raise RefusedJobError(
-            f"{shown} is none of this version's jobs: an earlier version left it, and only that"
+            f"{shown} is not a job of this version: an earlier version left it, and only that"
             " runs it (docs/operations.md, Updates), or somebody else put it there"
         ) from None
     names = list(allowed.arguments.model_fields)

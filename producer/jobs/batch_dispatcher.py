@@ -114,7 +114,7 @@ class Dispatcher:
                 found.add(batch_id)
             else:
                 reason = "not a batch's id"
-                self._log.warning("batch struck off", entry=shown(raw), reason=reason)
+                self._log.warning("batch entry removed", entry=shown(raw), reason=reason)
                 self._queue.run(Call("", ["SREM", key, raw], int))
         return found
 

@@ -161,7 +161,7 @@ class Deliveries:
                     check_request_id(request_id)
                 except (ValidationError, InvalidRequestError):
                     self._log.warning(
-                        "webhook struck off", entry=shown(raw), reason="not a webhook"
+                        "webhook entry removed", entry=shown(raw), reason="not a webhook"
                     )
                     self._redis.hdel(key, raw)
                 else:
@@ -192,7 +192,7 @@ class Deliveries:
         writing = list[Call[Any]]()
         for raw, request_id, tenant in zip(ids, ids_of(ids), tenants, strict=True):
             if not is_request_id(request_id):
-                self._log.warning("webhook struck off", entry=shown(raw), reason="not an id")
+                self._log.warning("webhook entry removed", entry=shown(raw), reason="not an id")
             elif self._of_tenant[tenant] + coming[tenant] >= self._settings.webhook_max_waiting:
                 reason = "too many webhooks of its tenant wait"
                 writing.append(self._bury(request_id, tenant, 0, reason))

@@ -264,7 +264,7 @@ class _Queue(Queue):
                 return taken
             intermediate = cls.from_queue_key(queue_key, connection=connection).intermediate_queue
             connection.lrem(intermediate.key, 0, taken[1])
-            get_logger().warning("job struck off", job_id=repr(taken[1][:_SHOWN_BYTES]))
+            get_logger().warning("job entry removed", job_id=repr(taken[1][:_SHOWN_BYTES]))
 
     def move_dependents_to_ready(self, *_: Any, **__: Any) -> dict[str, list[str]]:
         """None of our jobs waits for another."""

@@ -14,8 +14,8 @@ from promptq.shared.protocol.tool_call_style import ToolCallStyle
 class Room:
     """What a worker has room for.
 
-    `capacity` is the KV in tokens that one request may take at most, `preemptible` the (priority,
-    tokens) of running sequences, which a more urgent request may displace. `num_held` is how many
+    `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
+    tokens) of running sequences, which a more urgent request may preempt. `num_held` is how many
     requests it holds already: a suspect of earlier crashes goes only to a worker that holds none.
     """
 
@@ -33,12 +33,12 @@ class ModelIdentity:
     name: str = ""
     fingerprint: str = ""
     tool_call_style: ToolCallStyle | None = None
-    """How it writes the call of a tool; None where there is no model."""
+    """How the model writes a tool call; None if there is no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Which calls went before, so that the server notices a lost reply.
+    """Tells of earlier calls, so that the server notices a lost reply.
 
     See `promptq.shared.queue.claim_history`. Without a session no lost reply is noticed.
     """
@@ -66,23 +66,23 @@ class Claim:
     cost: int
     """Expected KV need in tokens, as counted against the budget."""
     events: list[TokenEvent] = field(default_factory=list)
-    """What earlier attempts emitted."""
+    """The events of earlier attempts."""
     is_spoilt: bool = False
-    """Whether the log holds something that is no event, so that nobody can go on behind it."""
+    """Whether the log has an entry that is not an event, so that no attempt can continue it."""
     turn: tuple[float, str] | None = None
-    """Where tenants share: the score whose turn it was, then the time and order of the hand-out."""
+    """If tenants share: the lowest score when it was given, then the time and order of that."""
     tenant: str = ""
-    """Whose queue it waited in, whatever its payload says; empty: no tenant's."""
+    """The tenant in whose queue it waited, whatever its payload says; empty: no tenant."""
     is_suspect: bool = False
-    """Whether it was aboard at crashes, so that it is to run with nothing beside it."""
+    """Whether workers crashed while they held it, so that it must run alone."""
     num_logged: int = 0
-    """Tokens that the log holds by the id of its last entry, be it an event or not."""
+    """How many tokens the log has by the id of its last entry, even if that is not an event."""
     received_at: float = field(default_factory=time.monotonic, compare=False)
     """When the server's reply came; `time.monotonic()` in seconds."""
 
     @property
     def order(self) -> tuple[float, str]:
-        """Place in the queue, or in what tenants share: lowest first."""
+        """The place in the queue, or in the order in which tenants share. The lowest is first."""
         return self.turn or (self.score, self.request_id)
 
     def server_ms(self, at: float) -> int:
@@ -90,7 +90,7 @@ class Claim:
         return self.claimed_at_ms + round((at - self.received_at) * 1000)
 
     def as_held(self) -> Held:
-        """What renews its lease or gives it back."""
+        """What a call needs to renew its lease or to give it back."""
         return Held(self.request_id, self.fence)
 
 
@@ -99,12 +99,12 @@ class Claims(list[Claim]):
 
     num_pending = 0
     next_skip = 0
-    """What the next call passes as `skip`, to get behind what this worker can never take."""
+    """The `skip` of the next call, which passes requests that this worker can never take."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A request that a worker holds. `prompt_tokens` is told once, when it becomes known."""
+    """A request that a worker holds. `prompt_tokens` is sent once, when it becomes known."""
 
     request_id: str
     fence: str

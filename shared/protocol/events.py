@@ -1,4 +1,4 @@
-"""What crosses the queue outwards: a request's events, and the result they fold into.
+"""What leaves the queue: the events of a request, and the result that is made of them.
 
 The JSON form of each is public. Field names follow the OpenAI API and vLLM.
 """
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from promptq.shared.protocol.request import FinishReason
 
 _quoted = json.encoder.encode_basestring
-"""A text as JSON, in C where there is C; characters beyond ASCII stay as they are."""
+"""Gives a text as JSON, in C if Python has it. Characters beyond ASCII stay as they are."""
 
 
 _TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -29,7 +29,7 @@ def _array(items: Sequence[BaseModel] | None) -> str:
 
 
 class _Wire(BaseModel):
-    """Base of what workers send: unknown fields are kept out of the way, not refused."""
+    """Base of what workers send. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -45,8 +45,8 @@ class TopLogprob(_Wire):
 class TokenLogprob(_Wire):
     """Natural log-probability of the token that was chosen, before any sampling parameter.
 
-    `rank` is 1 for the likeliest token; `top` holds the likeliest ones, null if none were asked.
-    `token` is its text alone; bytes that are no whole character in it are U+FFFD.
+    `rank` is 1 for the likeliest token. `top` has the likeliest ones, or null if none were asked
+    for. `token` is its text alone, in which bytes that are not a whole character are U+FFFD.
     """
 
     token_id: int
@@ -57,7 +57,7 @@ class TokenLogprob(_Wire):
 
 
 class Usage(_Wire):
-    """Token counts; `completion_tokens` are those that were emitted, over all attempts."""
+    """Token counts. `completion_tokens` counts the emitted tokens of all attempts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -80,7 +80,7 @@ class Usage(_Wire):
 
 
 class Stats(_Wire):
-    """How a request fared; all times in milliseconds, those of the last attempt but `queue_ms`."""
+    """Times and counts of a request. All times but `queue_ms` are of the last attempt."""
 
     queue_ms: float = 0.0
     prompt_ms: float = 0.0
@@ -90,7 +90,7 @@ class Stats(_Wire):
     preemptions: int = 0
     recomputed_tokens: int = 0
     preempted_at: list[int] | None = None
-    """Unix milliseconds of the server, as `resumed_at`. Null instead of an empty list, which a
+    """Unix milliseconds of the server, like `resumed_at`. Null stands for an empty list, which a
     script that folds the log could not tell from an empty object."""
     resumed_at: list[int] | None = None
 
@@ -101,10 +101,10 @@ class ErrorInfo(_Wire):
     type: str
     message: str
     code: str | None = None
-    """Which error of its type it is, where programs tell several apart."""
+    """Names the error among those of its type, if programs tell several apart."""
 
     def to_json(self) -> str:
-        """The JSON form; `code` only where there is one."""
+        """The JSON form, with `code` only if it is set."""
         return self.model_dump_json(exclude_none=True)
 
 
@@ -131,7 +131,7 @@ class TokenEvent(_Wire):
         return self.finish_reason is not None
 
     def to_json(self) -> str:
-        """The public JSON form; `usage`, `stats` and `error` only where they are set."""
+        """The public JSON form, with `usage`, `stats` and `error` only if they are set."""
         parts = [
             token_event_json(
                 self.index,
@@ -151,7 +151,7 @@ class TokenEvent(_Wire):
 
 
 class Result(_Wire):
-    """A finished request: its events, folded."""
+    """A finished request: its events as one."""
 
     text: str
     token_ids: list[int]
@@ -162,7 +162,7 @@ class Result(_Wire):
     error: ErrorInfo | None = None
 
     def to_json(self) -> str:
-        """The JSON form, as it lies in the request's hash."""
+        """The JSON form, as it is in the request's hash."""
         return "".join(
             (
                 f'{{"text":{_quoted(self.text)},"token_ids":{_numbers(self.token_ids)}',
@@ -199,10 +199,10 @@ def token_event_json(
     attempt: int,
     finish_reason: str = "null",
 ) -> str:
-    """A `TokenEvent` as JSON, without making one; `finish_reason` is JSON already.
+    """The JSON of a `TokenEvent`, without making one. `finish_reason` is JSON already.
 
-    Written by hand, for there is one a token: json.dumps takes three times as long, and a model's
-    own construction more than this.
+    It is written by hand because there is one for each token. json.dumps takes three times as long,
+    and making the model alone takes longer than this.
     """
     numbers = token_ids[0] if len(token_ids) == 1 else ",".join(map(str, token_ids))
     return (

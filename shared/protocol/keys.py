@@ -1,6 +1,6 @@
 """The names of keys and channels, as Python needs them; scripts name more (docs/protocol.md).
 
-The queue name stands in braces, as a Redis Cluster hash tag, so that one queue lives on one shard.
+The queue's name is in braces, as a Redis Cluster hash tag, so that one queue is on one shard.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
-"""What queues, tenants and API keys may be called ..."""
+"""The names that queues, tenants and API keys may have."""
 NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
-"""... as people are told."""
+"""The same for messages."""
 
 _QUEUE_NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -25,7 +25,7 @@ def is_request_id(text: str) -> bool:
 
 
 def is_tenant(text: str) -> bool:
-    """Whether a tenant may be called so."""
+    """Whether a tenant may have this name."""
     return _QUEUE_NAME.fullmatch(text) is not None
 
 
@@ -43,7 +43,7 @@ def check_request_id(request_id: str) -> str:
 
 
 class _Name:
-    """The name of one key or channel, behind the queue's prefix."""
+    """The name of one key or channel, after the queue's prefix."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,26 +71,26 @@ class Keys:
     dead = _Name("dead")
     config = _Name("config")
     model = _Name("model")
-    """What the queue serves, as its first worker said."""
+    """The queue's model, as its first worker named it."""
     workers = _Name("workers")
     tenants_waiting = _Name("tenants:waiting")
     backlog = _Name("backlog")
-    """What waits, as the limits of `enqueue` count it."""
+    """Counts of what waits, for the limits of `enqueue`."""
     api_keys = _Name("api_keys")
     api_keys_used = _Name("api_keys:used")
     """When each API key was last used."""
     webhooks = _Name("webhooks")
-    """Requests whose end somebody is to be told of, by the time (ms) of the end."""
+    """Requests that ended and have a webhook, by the time (ms) of the end."""
     webhooks_waiting = _Name("webhooks:waiting")
-    """For each webhook that is still to be called: how often it was tried, and when it is next."""
+    """For each webhook that is still to be called: how often it was tried, and the next time."""
     webhooks_dead = _Name("webhooks:dead")
-    """The last some thousands of the webhooks that were given up."""
+    """The last few thousand webhooks that were given up."""
     jobs_leader = _Name("jobs:leader")
     """Which of several `promptq jobs` hands out the queue's background work."""
     upkeep = _Name("upkeep")
-    """Since when the upkeep has looked after the queue, and when it last did."""
+    """Since when reaping has gone on without a break, and when it last ran."""
     statistics = _Name("statistics")
-    """What the queue was like: a sample for each 5 s of the last hour."""
+    """Samples of the queue's statistics, one for each 5 s of the last hour."""
     statistics_minutes = _Name("statistics:minutes")
     """A sample for each minute, made of those in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
@@ -101,13 +101,13 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """What every key of the queue begins with; the scripts build the other names on it."""
+        """The beginning of every key of the queue. The scripts build the other names on it."""
         return f"promptq:{{{self.queue}}}:"
 
     def pending_of(self, tenant: str) -> str:
-        """Where a tenant's ids wait; '' is the tenant without a name.
+        """The key of a tenant's queue; '' is the tenant without a name.
 
-        Raises InvalidRequestError for another name than 1 to 64 letters, digits and `_.-`.
+        Raises InvalidRequestError unless the name is 1 to 64 letters, digits and `_.-`.
         """
         if tenant and not _QUEUE_NAME.fullmatch(tenant):
             raise InvalidRequestError(
@@ -117,7 +117,7 @@ class Keys:
         return f"{self.pending}:{tenant}" if tenant else self.pending
 
     def tenants(self, priority: int = 0) -> str:
-        """The counters of what tenants received at a priority."""
+        """The counters of the service that tenants received at a priority."""
         return self.prefix + (f"tenants:{priority}" if priority else "tenants")
 
     def batches_of(self, tenant: str) -> str:
@@ -128,7 +128,7 @@ class Keys:
         return f"{self.prefix}batch:{batch_id}"
 
     def batch_runner(self, batch_id: str) -> str:
-        """Which process runs a batch, for as long as it says so."""
+        """The lease of the process that runs a batch."""
         return f"{self.prefix}batch:{batch_id}:runner"
 
     def request(self, request_id: str) -> str:
@@ -144,5 +144,5 @@ class Keys:
         return f"{self.prefix}worker:{worker_id}"
 
     def slots(self, worker_id: str) -> str:
-        """What a worker last told of its batch."""
+        """What a worker last reported about its batch."""
         return f"{self.prefix}slots:{worker_id}"

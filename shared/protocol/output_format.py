@@ -16,7 +16,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 @dataclass(frozen=True, slots=True)
 class JsonOutput:
-    """JSON that a schema describes. If not `strict`, keywords that are not known are ignored."""
+    """JSON that a schema describes. If not `strict`, unknown keywords are ignored."""
 
     schema: dict[str, Any]
     strict: bool
@@ -53,7 +53,7 @@ def wanted_output(
     Raises ValueError whose message begins with the name of the field that is wrong.
     """
     if tool_choice is not None and not tools:
-        raise ValueError("tool_choice: goes with tools, and there are none")
+        raise ValueError("tool_choice: needs tools, and there are none")
     json_output = _json_output(response_format)
     if tool_choice in (None, "auto", "none"):
         return json_output
@@ -77,7 +77,7 @@ def _json_output(response_format: Mapping[str, Any] | None) -> JsonOutput | None
     kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
-            f"response_format: type {shown(kind)} is none of text, json_object, json_schema"
+            f"response_format: type {shown(kind)} is not one of text, json_object, json_schema"
         )
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     _refuse_unknown(response_format, known, "response_format")
@@ -105,7 +105,7 @@ def _named_function(tool_choice: str | Mapping[str, Any] | None) -> str:
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             return str(function["name"])
     raise ValueError(
-        f"tool_choice: {shown(tool_choice)} is none of auto, none, required and"
+        f"tool_choice: {shown(tool_choice)} is not one of auto, none, required or"
         ' {"type": "function", "function": {"name": ...}}'
     )
 
@@ -115,7 +115,7 @@ def _tool_schema(tool: Mapping[str, Any]) -> ToolSchema:
     if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise ValueError(
             'tools: each must be like {"type": "function", "function": {"name": ...,'
-            ' "parameters": {...}}} for one of them to be called for certain'
+            ' "parameters": {...}}} if a call is required'
         )
     name = function.get("name")
     if not isinstance(name, str) or not name:

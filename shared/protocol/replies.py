@@ -1,4 +1,4 @@
-"""What becomes of a cancel, a new priority, a reaping and a sweep."""
+"""The replies to a cancel, a change of priority, a reaping and a sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CancelStatus(StrEnum):
 
 
 class PriorityStatus(StrEnum):
-    """What became of a wish for another priority; the script's header says when."""
+    """The reply to a change of priority. The script's header explains each."""
 
     CHANGED = "changed"
     ACTIVE = "active"
@@ -29,9 +29,9 @@ class PriorityStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """How many requests a call brought back, ended, buried and deleted.
+    """How many requests a call returned to waiting, ended, made dead letters, and deleted.
 
-    `has_more`: there may be more to be done than one call does.
+    `has_more` says that there may be more to do than one call does.
     """
 
     returned: int
@@ -43,9 +43,9 @@ class Reaped:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """`cursor` is where the next call goes on, "0" if that was the last page of keys.
+    """`cursor` is where the next call continues, or "0" after the last page of keys.
 
-    `refusal` is what the server says if it does not let this user see what keys there are.
+    `refusal` is the server's message if it does not let this user list the keys.
     """
 
     cursor: str

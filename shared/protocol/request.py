@@ -1,4 +1,4 @@
-"""What crosses the queue inwards: a request, and how it may end. Its JSON form is public.
+"""What enters the queue: a request, and how it may end. Its JSON form is public.
 
 Field names and ranges follow the OpenAI API and vLLM's SamplingParams.
 """
@@ -32,17 +32,17 @@ PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_MS = 2**52
-"""Of times from now, so that their sum with the clock is exact as a score: 140,000 years."""
+"""The longest deadline or delay (140,000 years): its sum with the clock is still an exact score."""
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
-"""Of all bad words of a request together."""
+"""Characters of all bad words of a request together."""
 MAX_STOP_CHARS = 4096
 MAX_STOPS_CHARS = 16_384
-"""Of all stop strings of a request together."""
+"""Characters of all stop strings of a request together."""
 
 TEMPLATE_CALL_ARGUMENTS = frozenset(
     {
@@ -76,27 +76,27 @@ TEMPLATE_CALL_ARGUMENTS = frozenset(
         "extra_special_tokens",
     }
 )
-"""What the call that renders a chat takes beside the template's own variables. A chat template that
-came with a request would be a stranger's program."""
+"""Arguments of the call that renders a chat, which are not variables of the template. A request may
+not set them: a chat template that came with a request would be a stranger's program."""
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _HTTP_URL = "^https?://"
 _PATTERNS_IN_WORDS = {NAME: NAME_IN_WORDS, _HTTP_URL: "a URL that begins with http:// or https://"}
 
 _LONGEST_NAME = 64
-"""What no field's name exceeds, and no more of an unknown one is told."""
+"""Characters of an unknown field's name that an error shows. No field has a longer name."""
 
 _MOST_COMPARED = 100
-"""Of unknown fields, with one that is missing."""
+"""How many unknown fields are compared with a missing one, to find a misspelt name."""
 
 _LONGEST_SHOWN = 80
-"""Characters of a wrong value that are told."""
+"""Characters of a wrong value that an error shows."""
 
 _LONGEST_MESSAGE = 500
 
 TokenId = Annotated[int, Field(ge=0)]
 
-# As only the first error is told: all those of a long list would take seconds and gigabytes.
+# Only the first error is reported. Collecting all those of a long list takes seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -120,7 +120,7 @@ class FinishReason(StrEnum):
 
 
 class RequestState(StrEnum):
-    """Where a request is in its life. A queue is left only for a state that `is_final`."""
+    """The state of a request. It waits or is active until its state `is_final`."""
 
     WAITING = "waiting"
     ACTIVE = "active"
@@ -147,7 +147,7 @@ _STATE_AFTER = {
 class SamplingParams(BaseModel):
     """How tokens are chosen and when to stop."""
 
-    # Else the parser keeps up to 16,384 short texts, prompts among them, in case they come again.
+    # Otherwise the parser caches up to 16,384 short texts, among them prompts.
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, cache_strings="keys"
     )
@@ -201,7 +201,7 @@ class SamplingParams(BaseModel):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_logit_bias(cls, bias: Any) -> Any:
-        """Before all else, as there is no way to have a dict's validation stop at an error."""
+        """Check before pydantic does, because it cannot stop at the first error in a dict."""
         if not isinstance(bias, dict):
             return bias
         for token_id, value in bias.items():
@@ -226,12 +226,12 @@ class SamplingParams(BaseModel):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have come change the logits of those to come."""
+        """Whether earlier tokens change the logits of later ones."""
         return _penalties(self) != _NO_PENALTIES
 
 
 NEUTRAL = SamplingParams()
-"""Each field as it is where none is set. A number that is the same as here changes nothing."""
+"""The defaults of all fields. A number that equals its default changes nothing."""
 
 _penalties = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_PENALTIES = _penalties(NEUTRAL)
@@ -240,7 +240,7 @@ _NO_PENALTIES = _penalties(NEUTRAL)
 class TraceContext(BaseModel):
     """Which span a request belongs to, as in the headers of W3C Trace Context.
 
-    What is no such header's value is not refused: the request just begins a trace of its own.
+    A value that is not valid in such a header is not refused. The request then begins a new trace.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -250,7 +250,7 @@ class TraceContext(BaseModel):
 
     @property
     def carrier(self) -> dict[str, str]:
-        """As headers."""
+        """The headers."""
         found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in found.items() if value}
 
@@ -283,8 +283,8 @@ class Request(SamplingParams):
     def _check_template_kwargs(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
         for name in sorted(TEMPLATE_CALL_ARGUMENTS.intersection(given or ())):
             raise ValueError(
-                f"{name!r} is no variable of the chat template, but an argument of the call that"
-                " renders it, which a request may not set"
+                f"{name!r} is not a variable of the chat template. It is an argument of the call"
+                " that renders it, and a request may not set it"
             )
         return given
 
@@ -296,18 +296,18 @@ class Request(SamplingParams):
             raise ValueError("prompt: is empty, and there is nothing to continue")
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
-            raise ValueError(f"{field}: goes with messages, not with prompt")
+            raise ValueError(f"{field}: needs messages, and there is a prompt")
         _ = self.wanted_output  # raises if it is not well-formed
         return self
 
     @property
     def wanted_output(self) -> Output | None:
-        """What the output must be; None for any text."""
+        """The form that the output must have; None for any text."""
         return wanted_output(self.response_format, self.tools, self.tool_choice)
 
     @property
     def field_that_bounds(self) -> str:
-        """Which field bounds what tokens may be chosen, the first one of several; empty: none."""
+        """The first field that limits which tokens may be chosen, or empty if none does."""
         if (wanted := self.wanted_output) is not None:
             return wanted.field
         return "bad_words" if self.bad_words else "logit_bias" if self.logit_bias else ""
@@ -344,7 +344,7 @@ class Request(SamplingParams):
 
 
 def _check_sum(what: str, texts: list[str], most: int) -> None:
-    """Raise ValueError where the texts have more than `most` characters together."""
+    """Raise ValueError if the texts have more than `most` characters together."""
     if (length := sum(map(len, texts))) > most:
         raise ValueError(f"{length} characters of {what} are more than the {most} allowed in all")
 
@@ -361,7 +361,7 @@ def check_size(num_bytes: int) -> None:
 def invalid_request(error: ValidationError) -> InvalidRequestError:
     """Turn pydantic's report into one sentence about the first wrong field."""
     first, *others = error.errors(include_url=False)
-    for other in others:  # of a union's members, the one that got furthest is the one meant
+    for other in others:  # in a union, the member that was read furthest is the one meant
         if other["loc"][:1] == first["loc"][:1] and len(other["loc"]) > len(first["loc"]):
             first = other
     message = first["msg"].removeprefix("Value error, ")[:_LONGEST_MESSAGE]
@@ -387,7 +387,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value as JSON; it may be megabytes, of which no more is written."""
+    """The beginning of a value as JSON. The rest may be megabytes, and is not written."""
     text = ""
     if isinstance(value, str):
         value = value[:_LONGEST_SHOWN]
@@ -407,13 +407,13 @@ def _unknown_field(name: str) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True)
 class TokenAccount:
-    """Whose rate of tokens a minute the output of requests is charged to as it comes."""
+    """The holder of a limit (tokens a minute), to which output is charged as it comes."""
 
     holder: str
     limit: int
 
     def __str__(self) -> str:
-        """As it stands in the request's hash."""
+        """The form in the request's hash."""
         return f"{self.limit} {self.holder}"
 
 
@@ -421,8 +421,8 @@ class TokenAccount:
 class NewRequest:
     """A request that is to be enqueued.
 
-    With a `payload`, its JSON form without `trace_context`, of `request` no more is needed than
-    what the queue itself looks at.
+    If `payload` is given, it is the JSON form without `trace_context`, and `request` needs only the
+    fields that the queue itself reads.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Rows: one event each to publish, and what became of it."""
+"""Rows, each with one event to publish, and their statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptq.shared.protocol.events import TokenEvent
 class Row(NamedTuple):
     """One event to publish, as JSON; `finish_reason` and `result_json` go with a last event.
 
-    It brings the tokens from `start` to `end`. The fields are the script's arguments, in order.
+    It has the tokens from `start` to `end`. The fields are the script's arguments, in order.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class RowStatus(StrEnum):
-    """What became of a published row or a held id; the script's header says when."""
+    """The status of a published row or a held id. The script's header explains each."""
 
     OK = "ok"
     DUPLICATE = "duplicate"
@@ -44,7 +44,7 @@ class RowStatus(StrEnum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the request is no longer this worker's to run."""
+        """Whether this worker may no longer run the request."""
         return self not in (RowStatus.OK, RowStatus.DUPLICATE)
 
 

@@ -1,4 +1,4 @@
-"""How a model family writes the call of a tool."""
+"""How a model family writes a tool call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ToolCallStyle:
     after: str = ""
 
     def to_json(self) -> str:
-        """As it stands in the queue's key `model`."""
+        """The form in the queue's key `model`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ToolCallStyle | None:
-        """None for what says no style."""
+        """Returns None if the text is not a style."""
         try:
             fields = json.loads(text)
             style = cls(fields["arguments_key"], fields["before"], fields["after"])

@@ -1,4 +1,4 @@
-"""What people look at: a worker, a slot of its batch, and a sample of a queue's statistics."""
+"""Statistics for people: of a worker, of a slot of its batch, and a sample of a queue."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator
 
 SAMPLE_MS = 5000
-"""One sample of a queue's statistics stands for so long."""
+"""How long one sample of a queue's statistics stands for."""
 
 
 class _Observation(BaseModel):
-    """Unknown fields are a newer version's, and left out."""
+    """Base of statistics. Unknown fields come from a newer version and are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class SlotState(StrEnum):
-    """What a sequence is at. Those that wait have no slot."""
+    """What a sequence is doing. Those that wait have no slot."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,22 +41,22 @@ class SlotStats(_Observation):
     state: SlotState = SlotState.WAITING
     prompt_tokens: int = 0
     emitted_tokens: int = 0
-    """Over all attempts."""
+    """Tokens that all attempts have emitted."""
     max_tokens: int = 0
-    """As many may be emitted at most."""
+    """The most tokens that may be emitted."""
     computed_tokens: int = 0
-    """Of prompt and output, those whose K and V are in the cache."""
+    """Tokens of prompt and output whose K and V are in the cache."""
     cached_tokens: int = 0
-    """Prompt tokens that were found there when it first joined."""
+    """Prompt tokens that were found in the cache when it first joined."""
     recomputed_tokens: int = 0
     preemptions: int = 0
     kv_blocks: int = 0
     kv_shared_blocks: int = 0
-    """Those of them that other sequences use too."""
+    """Blocks of these that other sequences use too."""
     claimed_at: int = 0
     prefill_at: int | None = None
     first_token_at: int | None = None
-    """Of this attempt."""
+    """When this attempt emitted its first token."""
     preempted_at: list[int] = []
     resumed_at: list[int] = []
 
@@ -66,10 +66,10 @@ SLOTS = TypeAdapter(list[SlotStats])
 
 
 class Sample(_Observation):
-    """What a queue was like for `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
+    """Statistics of a queue over `SAMPLE_MS` from `at` on (Unix milliseconds of the server).
 
     Counts are those at its beginning. Percentiles are those of requests that got their first token
-    in it, with an error of some 2%; None if there were none.
+    in that time, with an error of some 2%; None if there were none.
     """
 
     at: int
@@ -78,12 +78,12 @@ class Sample(_Observation):
     """How many waited at each priority."""
     delayed: int = 0
     active: int = 0
-    """Held by workers: running, or prepared to run."""
+    """Requests that workers hold, running or prepared."""
     running: int = 0
     workers: int = 0
     tokens_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
-    """Without those that were found in the cache."""
+    """Without tokens that were found in the cache."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
@@ -119,43 +119,43 @@ class WorkerStats(_Observation):
     dtype: str = ""
     max_num_seqs: int = 0
     max_model_len: int = 0
-    """Longest prompt and output that it takes; 0 from an older worker, which does not tell."""
+    """The longest prompt and output that it takes; 0 from older workers, which do not report it."""
     num_running: int = 0
     num_waiting: int = 0
-    """In the engine, without a slot yet."""
+    """Requests in the engine that have no slot yet."""
     num_prefetched: int = 0
     mean_prefetched: float = 0.0
-    """How many lay prepared on average ..."""
+    """How many requests were prepared, on average."""
     mean_prefetch_wait_ms: float = 0.0
-    """... for how long each ..."""
+    """How long a prepared request waited until it was handed out."""
     num_prefetch_empty: int = 0
-    """... and how often none did when one was asked for."""
+    """How often no request was prepared when one was asked for."""
     num_processed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     drafted_tokens: int = 0
-    """Guesses at coming tokens that were computed along with decodes ..."""
+    """Drafted tokens that were computed along with decodes."""
     accepted_tokens: int = 0
-    """... and those of them that were right."""
+    """Drafted tokens that were right."""
     num_preemptions: int = 0
     kv_tokens: int = 0
     kv_used_tokens: int = 0
     kv_bytes_per_token: int = 0
     kv_blocks: int = 0
     kv_used_blocks: int = 0
-    """Owned by some sequence ..."""
+    """Blocks that some sequence owns."""
     kv_shared_blocks: int = 0
-    """... and those of them that several own."""
+    """Blocks that several sequences own."""
     kv_free_blocks: int = 0
-    """That can be taken: empty ones, and those that hold a prefix but have no owner ..."""
+    """Blocks that can be taken: empty ones, and those that hold a prefix but have no owner."""
     kv_cached_blocks: int = 0
-    """... which are these."""
+    """Blocks that hold a prefix but have no owner."""
     step_ms: float = 0.0
     """Median of the last steps."""
     current_step_ms: int = 0
-    """How long the step that runs has taken so far; about 0 while there is none."""
+    """How long the current step has taken so far; about 0 if there is none."""
     tokens_per_second: float = 0.0
     """Generated tokens a second over the time in which the engine had work."""
     recent_tokens_per_second: float = 0.0

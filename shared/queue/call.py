@@ -1,7 +1,7 @@
-"""What is asked of the server of a queue, and how its replies are read. There is no I/O here.
+"""Calls to the server of a queue, and how its replies are read. There is no I/O here.
 
-A `Call` is one command or script. An `Operation` is a conversation: calls, one round trip after the
-other, until there is a result. The queues send calls, and the clients carry out operations.
+A `Call` is one command or script. An `Operation` makes calls, one round trip after the other, until
+it has a result. The queues send calls, and the clients carry out operations.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def script_text(name: str) -> str:
 
 
 def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...] = ()) -> str:
-    """The text of a file. The parts that its first line names are added to `parts`, each after its
-    own.
+    """The text of a file. The parts that its first line names are added to `parts`, each after the
+    parts that it names itself.
 
     Raises ValueError if parts use each other in a circle.
     """
@@ -64,10 +64,10 @@ class Call(Generic[T_co]):
     args: Sequence[str | bytes | int | memoryview]
     parse: Callable[[Any], T_co]
     of_wrong_type: Callable[[], T_co] | None = None
-    """The value for a key that a stranger made of another type. Without it, that is an error."""
+    """Gives the value for a key that a stranger gave another type. Without it, that is an error."""
 
     def read(self, reply: Any) -> T_co:
-        """The value of a reply. Raises it if it is an error."""
+        """The value of a reply. A reply that is an error is raised."""
         if self.of_wrong_type is not None and is_wrong_type(reply):
             return self.of_wrong_type()
         if isinstance(reply, Exception):
@@ -81,7 +81,7 @@ and is sent the list of their values. Errors are raised at the `yield`."""
 
 
 async def carry_out_async(operation: Operation[T], answer: Callable[[Any], Awaitable[Any]]) -> T:
-    """Run an operation to its end and return its value. `answer` gives what each step yields."""
+    """Run an operation to its end and return its value. `answer` answers what a step yields."""
     try:
         step = next(operation)
         while True:
@@ -119,7 +119,7 @@ def texts_of(values: Iterable[Any]) -> list[str]:
 
 
 def ids_of(values: Iterable[bytes]) -> list[str]:
-    """Ids, which a stranger may have written: bytes that are not text become surrogates."""
+    """The ids. Strangers may have written them, so bytes that are not text become surrogates."""
     return [value.decode("utf-8", "surrogateescape") for value in values]
 
 
@@ -129,7 +129,7 @@ def is_wrong_type(reply: object) -> bool:
 
 
 def text_map(reply: Any) -> dict[str, str]:
-    """A hash as text, in either protocol. Bytes that are not text are replaced."""
+    """A hash as text, in RESP2 or RESP3. Bytes that are not text are replaced."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {_as_read(name): _as_read(value) for name, value in pairs}
 

@@ -1,9 +1,9 @@
-"""Which claims of a queue were answered, so that the server learns of a reply that got lost.
+"""Notes which claims of a queue were answered, so that the server notices a lost reply.
 
-A worker names with each claim the last one that gave it something. If the server gave more since,
-the worker never heard of it, and it goes back to waiting at once, without counting as a crash. That
-is right only for calls one after the other, so those that are made beside another one tell nothing.
-It also numbers them, so that the server knows one that is late, when the worker has gone on.
+A worker names with each claim the last claim that gave it something. If the server gave more since
+then, that reply was lost, and those requests go back to waiting at once, without counting as a
+crash. This is right only for calls one after the other, so a call beside another one names nothing.
+The worker also numbers its claims, so that the server recognises a claim that arrives too late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ClaimHistory:
 
     def __init__(self) -> None:
         self.is_unanswered = False
-        """Whether the last call failed, so that the server may have given what nobody knows of."""
+        """Whether the last call failed, so that the server may have given unknown requests."""
         self._session = secrets.token_hex(8)
         self._answered = ""
         self._skip = 0
@@ -31,7 +31,7 @@ class ClaimHistory:
 
     @contextmanager
     def call(self) -> Iterator[ClaimTurn]:
-        """Around one claim; hand its reply to the turn."""
+        """Goes around one claim. Give the claim's reply to the turn."""
         with self._lock:
             is_alone, self._is_under_way = not self._is_under_way, True
             self._number += is_alone
@@ -53,7 +53,7 @@ class ClaimHistory:
 
 
 class ClaimTurn:
-    """One claim: what it says of those before, and what it gave."""
+    """One claim: what it says of earlier claims, and what it gave."""
 
     def __init__(self, context: ClaimContext) -> None:
         self.context = context

@@ -29,12 +29,12 @@ def payload(keys: Keys, request_id: str) -> Call[bytes | None]:
 
 
 def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
-    """The state of a request; None if it is unknown. Plain clients leave it out: waiting."""
+    """The state of a request; None if it is unknown. Plain clients write none, then it waits."""
 
     def parse(reply: list[Any]) -> RequestState | None:
         current, payload = reply
         if current is not None:
-            with suppress(ValueError):  # a stranger's word means nothing to the scripts either
+            with suppress(ValueError):  # a stranger wrote it, and the scripts ignore it too
                 return RequestState(text_of(current))
         return RequestState.WAITING if payload is not None else None
 
@@ -42,7 +42,7 @@ def state(keys: Keys, request_id: str) -> Call[RequestState | None]:
 
 
 def log_after(keys: Keys, request_id: str, position: int) -> Call[list[bytes]]:
-    """Events of the replay log that end behind `position` tokens, and the last event."""
+    """Events of the replay log that end after `position` tokens, and the last event."""
 
     def parse(reply: list[Any]) -> list[bytes]:
         return [fields[b"event"] if isinstance(fields, dict) else fields[1] for _, fields in reply]
@@ -62,12 +62,12 @@ def count(keys: Keys) -> Call[int]:
 
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids at the front of the queue, those of all tenants by their score."""
+    """Ids at the front of the queue, of all tenants, in the order of their scores."""
     return Call("list_waiting", [limit, ""], lambda reply: ids_of(reply[2:]))
 
 
 def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:
-    """Ids that wait for their time, soonest first."""
+    """Ids of delayed requests, soonest first."""
     return Call("", ["ZRANGE", keys.delayed, 0, limit - 1], ids_of)
 
 
@@ -82,7 +82,7 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
-    """What a worker last told of itself; None if it is gone, or no worker wrote it."""
+    """What a worker last reported; None if it is gone, or if something else wrote the key."""
 
     def parse(reply: Any) -> WorkerStats | None:
         with suppress(ValidationError):

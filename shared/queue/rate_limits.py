@@ -1,4 +1,4 @@
-"""What may be taken a minute of the rates of one holder, such as an API key."""
+"""Takes amounts from the rates of one holder, such as an API key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from promptq.shared.queue.call import Call
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What is to be taken of a rate: `amount` of `limit` a minute."""
+    """An `amount` to be taken from a rate of `limit` a minute."""
 
     name: str
     amount: int
@@ -22,10 +22,10 @@ class RateAnswer:
     """Whether all was taken, and how each rate stands, by its name."""
 
     wait_ms: int | None
-    """0: all was taken. Else nothing was; None: it is more than a minute's, so it never will be."""
+    """0 if all was taken. Otherwise nothing was; None if an amount is more than its limit."""
     remaining: dict[str, int]
     reset_ms: dict[str, int]
-    """Until all of it is back."""
+    """How long it takes until all of a rate is back."""
 
 
 def take_of_rates(holder: str, rates: Sequence[Rate]) -> Call[RateAnswer]:

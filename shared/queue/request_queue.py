@@ -46,15 +46,15 @@ POLL_SECONDS = 1.0
 
 _SCRIPT_TRIES = 4
 _TO_SEND_AGAIN = (NoScriptError, ReadOnlyError)
-"""After such a reply to one of several calls, that call is sent again alone: then redis-py handles
-it."""
+"""If one of several calls gets such a reply, it is sent again alone, because redis-py handles it
+then."""
 _ABORT_CHECK_SECONDS = 0.05
 _MAX_CALLS_AT_ONCE = 32
 _CLEAR_PAGE = 500
 
 
 def new_request_id() -> str:
-    """A UUIDv7. Ids of later requests sort behind earlier ones, so equal scores stay first-in
+    """A UUIDv7. Ids of later requests sort after earlier ones, so equal scores stay first-in
     first-out.
 
     Layout of RFC 9562: 48 bits of Unix milliseconds, version, 12 bits of the fraction of a
@@ -213,7 +213,7 @@ class RequestQueue(_Queue):
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
         """Send a call, or several in one round trip. Returns what each gives.
 
-        If one of several fails, those behind it are carried out too, and the first error is raised.
+        If one of several fails, those after it are carried out too, and the first error is raised.
         A script that the server does not know yet runs after the others. `atomic` is for plain
         commands only: no command of another client comes in between.
         """
@@ -304,8 +304,7 @@ class RequestQueue(_Queue):
         return self.run(scripts.reap(self._max_crashes))
 
     def sweep(self, cursor: str = "0") -> Swept:
-        """Let go of orphans, which nothing refers to, on one page of keys. Continue at the
-        cursor."""
+        """Remove requests that nothing refers to, on one page of keys. Continue at the cursor."""
         return self.run(scripts.sweep(cursor))
 
     def requeue(self, dead_id: str) -> str:
@@ -317,7 +316,7 @@ class RequestQueue(_Queue):
         return self.run(scripts.purge(dead_ids)).count("purged") if dead_ids else 0
 
     def close(self) -> None:
-        """End every wait and refuse further use; the client stays its owner's."""
+        """End every wait and refuse further use. The Redis client stays open."""
         self._closed = True
 
 

@@ -148,7 +148,7 @@ def release(
 ) -> Call[list[str]]:
     """Give requests back to the queue, at their old place and with their progress.
 
-    With `max_crashes` (see `reap`), because the engine failed: it counts as a crash of each. With
+    Give `max_crashes` (see `reap`) if the engine failed: that counts as a crash of each. With
     `delays_ms`, one for each request, nobody can claim them before that.
     """
     args = _held_args(held)
@@ -181,10 +181,10 @@ def reprioritise(
 
 
 def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
-    """Tidy up after workers and requests whose time is over.
+    """Clean up after workers and requests whose time is over.
 
     A request becomes a dead letter after `max_crashes` lost leases, if it ran alone at the last of
-    them. Dead letters that were kept for their time are deleted.
+    them. Dead letters that were kept long enough are deleted.
     """
 
     def parse(reply: list[int]) -> Reaped:
@@ -196,7 +196,7 @@ def reap(max_crashes: int, limit: int = 1000) -> Call[Reaped]:
 
 
 def sweep(cursor: str = "0", limit: int = 200) -> Call[Swept]:
-    """Look at one page of keys, and let go of requests that nothing has referred to for long."""
+    """Look at one page of keys, and remove requests that nothing has referred to for long."""
 
     def parse(reply: list[Any]) -> Swept:
         return Swept(text_of(reply[0]), int(reply[1]), *texts_of(reply[2:]))
@@ -245,9 +245,9 @@ def heartbeat(
 
 
 def hold(keys: Keys, key: str, holder: str, ttl_ms: int) -> Call[bool]:
-    """Take or keep the lease under a key of the queue for so long, or with 0 let go of it.
+    """Take or keep the lease under a key of the queue for `ttl_ms`, or with 0 let go of it.
 
-    Returns whether it belongs to this holder; when letting go, whether it did.
+    Returns whether this holder has the lease or, when letting go, whether it had it.
     """
     args: list[str | bytes | int] = [key.removeprefix(keys.prefix), holder, ttl_ms]
     return Call("hold_lease", args, lambda reply: bool(int(reply)))

@@ -1,4 +1,4 @@
-"""Calls that tell and read what people look at: a worker's batch, and a queue's statistics."""
+"""Calls that write and read statistics for people: a worker's batch, and a queue's statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptq.shared.queue.call import Call, text_map
 
 
 def slots(keys: Keys, worker_id: str) -> Call[tuple[int, list[SlotStats]]]:
-    """When a worker last told of its batch (server time in ms, 0: never), and the batch."""
+    """When a worker last reported its batch (server time in ms, 0: never), and the batch."""
 
     def parse(reply: list[Any]) -> tuple[int, list[SlotStats]]:
         told_at, batch = reply
@@ -34,8 +34,8 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Add to the statistics, and write the sample that is over; whoever has nothing to add keeps
-    them going all the same. Gives how many samples were written."""
+    """Add to the statistics, and write the sample whose time is over, even if nothing is added.
+    Returns how many samples were written."""
     times = (" ".join(map(str, it)) for it in (part.first_token_ms, part.queue_ms))
     return Call(
         "statistics", [part.generated_tokens, part.prompt_tokens, part.finished, *times], int
@@ -59,7 +59,7 @@ def _sample_of(entry_id: bytes, reply: Any) -> Sample:
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:
-    """How many wait at each priority; an estimate where more than some hundreds wait."""
+    """How many wait at each priority; an estimate if more than some hundreds wait."""
 
     def parse(reply: list[int]) -> dict[int, int]:
         return dict(sorted(zip(map(int, reply[1::2]), map(int, reply[2::2]), strict=True)))

@@ -18,14 +18,14 @@ _REQUIREMENT = re.compile(
 def require(what: str, *extras: str) -> None:
     """Raise ConfigurationError unless all that these extras need is installed.
 
-    `what` is what needs them, as people know it. Where promptq itself is not installed (a checkout
-    on the path), nothing is known of its extras, and whatever is missing says so itself.
+    `what` names what needs them. If promptq itself is not installed (a checkout on the path), its
+    extras are unknown, and a missing package shows only when it is imported.
     """
     missing = [extra for extra in extras if not all(map(_is_installed, _needs(extra)))]
     if missing:
         names = ",".join(missing)
         raise ConfigurationError(
-            f"{what} needs what is not installed here: pip install 'promptq[{names}]'"
+            f"{what} needs packages that are not installed: pip install 'promptq[{names}]'"
         )
 
 

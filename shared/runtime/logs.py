@@ -21,8 +21,8 @@ _ACCESS_LOG = "uvicorn.access"
 def configure_logs(level: str, form: str) -> None:
     """Send log lines of at least `level` to standard error, in the form auto, console or json.
 
-    Lines of what uses the standard `logging` take the same form: those of the engine and of uvicorn
-    (run it with `log_config=None`) from `level` on, those of other libraries from warnings on.
+    Lines from the standard `logging` take the same form: those of the engine and of uvicorn (run it
+    with `log_config=None`) from `level` on, those of other libraries from warnings on.
     """
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console)
@@ -44,7 +44,7 @@ def configure_logs(level: str, form: str) -> None:
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        # Whichever it is then, and each line in one write, as others write there too.
+        # Standard error is looked up late. Each line is one write, because others write there too.
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
@@ -65,7 +65,7 @@ def configure_logs(level: str, form: str) -> None:
 
 
 def take_over_logs(*libraries: str) -> None:
-    """Have these libraries, once imported, log as all others do, and not on their own too."""
+    """Make these libraries, once imported, log only as all others do."""
     for name in libraries:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -73,9 +73,9 @@ def take_over_logs(*libraries: str) -> None:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to standard error as it is at each line: it may be replaced, and the old one closed.
+    """Writes each line to the current standard error, which may be replaced and then closed.
 
-    A line that went to a closed stream would raise in whatever logged it.
+    A line to a closed stream would raise in the code that logged it.
     """
 
     @property
@@ -84,7 +84,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, stream: TextIO) -> None:
-        """The parent sets it once; it is looked up instead."""
+        """Does nothing. The parent sets it once, but it is looked up for each line."""
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
@@ -93,21 +93,20 @@ def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
 
 
 def bind(**fields: Any) -> None:
-    """Have `fields` in every line that this task logs from now on, whoever logs it.
+    """Add `fields` to every line that this task logs from now on, by any logger.
 
-    What serves an HTTP request says so which `request_id` it is about; uvicorn's line about the
-    request has it then too.
+    The code that serves an HTTP request binds its `request_id`, so that uvicorn's line has it too.
     """
     structlog.contextvars.bind_contextvars(**fields)
 
 
 def unbind(*names: str) -> None:
-    """Undo a `bind`, where a task goes on with something else or has begun another task."""
+    """Undo a `bind`, when the task goes on with something else or inherited it."""
     structlog.contextvars.unbind_contextvars(*names)
 
 
 def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Values hold what strangers wrote, and a terminal obeys what is in it."""
+    """Make values safe to show: strangers write them, and a terminal obeys control characters."""
     for name, value in line.items():
         if name != "exc_info" and not name.startswith("_"):
             line[name] = printable(value if isinstance(value, str) else repr(value))
@@ -115,14 +114,14 @@ def _printable_values(_: Any, __: str, line: MutableMapping[str, Any]) -> Mutabl
 
 
 def _write_traceback(target: TextIO, exc_info: Any) -> None:
-    """Indented, so that no message of an exception looks like a line of the log."""
+    """Write it indented, so that no message of an exception looks like a line of the log."""
     plain = io.StringIO()
     structlog.dev.plain_traceback(plain, exc_info)
     target.write(indent(printable(plain.getvalue(), keep="\n"), "  "))
 
 
 def _json(line: Any, **options: Any) -> str:
-    """It is ASCII, so that one unsafe character is left."""
+    """JSON in ASCII, in which DEL is the only unsafe character left."""
     return json.dumps(line, **options).replace("\x7f", "\\u007f")
 
 

@@ -1,9 +1,9 @@
 """Names, buckets and form of all metrics, for Prometheus.
 
-Where vLLM has a metric, it has vLLM's name behind `promptq_`, its labels and its buckets
-(vllm/v1/metrics/loggers.py), so that a dashboard made for it need only be told another prefix than
-`vllm:`; `iteration_tokens` alone has lost its `_total`, which is for counters. Colons are for rules
-(https://prometheus.io/docs/practices/naming/), and OpenMetrics, which scrapers ask for, has none.
+A metric that vLLM has too has vLLM's name after `promptq_`, and its labels and buckets
+(vllm/v1/metrics/loggers.py). So a dashboard made for vLLM only needs another prefix than `vllm:`.
+Only `iteration_tokens` is without its `_total`, which is for counters. No name has a colon, because
+colons are for rules (https://prometheus.io/docs/practices/naming/), and OpenMetrics has none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OF_WORKERS = ("model_name", "engine")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
-    """One metric. Counters are exposed with `_total` behind their name, as vLLM's are."""
+    """One metric. Counters are exposed with `_total` after their name, as vLLM's are."""
 
     kind: Literal["gauge", "counter", "histogram"]
     name: str
@@ -111,14 +111,14 @@ STEP_TOKENS = Spec("histogram", "iteration_tokens", "Tokens of an engine step.",
 
 # Our own, of workers.
 LEASES = Spec("gauge", "leases", "Requests that the worker holds a lease of.")
-PREFETCHED = Spec("gauge", "num_requests_prefetched", "Requests that lie prepared.")
+PREFETCHED = Spec("gauge", "num_requests_prefetched", "Requests that are prepared.")
 PREFETCH_WAIT = Spec("counter", "prefetch_wait_seconds",
-                     "Time for which requests lay prepared, until they were handed out.")
+                     "Time from a request's preparation until it was handed out.")
 PREFETCH_HAND_OUTS = Spec("counter", "prefetch_hand_outs", "Prepared requests handed out.")
 PREFETCH_FILL = Spec("counter", "prefetch_fill_seconds",
                      "Prepared requests summed over time: its rate is how many there were.")
 PREFETCH_EMPTY = Spec("counter", "prefetch_empty",
-                      "How often a request was asked for and none lay prepared.")
+                      "How often a request was asked for and none was prepared.")
 ENGINE_SECONDS = Spec("counter", "engine_busy_seconds", "Time in engine steps.")
 RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed again.")
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
@@ -162,7 +162,7 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """`count` times the same value."""
+        """Add the same value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -175,7 +175,7 @@ class Histogram:
 
 Value = float | Histogram
 Reading = tuple[Spec, Sequence[str], Value]
-"""A metric, its labels' values, and what it stands at."""
+"""A metric, the values of its labels, and its value."""
 
 
 class _Readings(Collector):
@@ -212,7 +212,7 @@ def _family(spec: Spec) -> Metric:
 
 
 def registry_of(read: Callable[[], Iterable[Reading]]) -> CollectorRegistry:
-    """A registry that asks `read` at each scrape."""
+    """A registry that calls `read` at each scrape."""
     registry = CollectorRegistry()
     registry.register(_Readings(read))
     return registry

@@ -1,4 +1,4 @@
-"""Text of strangers, made safe to show: a terminal obeys what is in it, and readers are misled."""
+"""Makes text of strangers safe to show: some characters control a terminal or mislead readers."""
 
 from __future__ import annotations
 

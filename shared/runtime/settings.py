@@ -23,8 +23,8 @@ class Settings(BaseSettings):
 
     redis_url: str | None = Field(
         None,
-        description="redis://, rediss://, unix:// or redis+sentinel:// address; without it,"
-        " the server of the running `promptq up`, for a worker otherwise one of its own",
+        description="redis://, rediss://, unix:// or redis+sentinel:// address; default: the server"
+        " of the running `promptq up`; if there is none, a worker starts a server of its own",
     )
     redis_wait: float = Field(
         0.0, ge=0, description="seconds a starting worker waits for the server to answer"
@@ -32,8 +32,8 @@ class Settings(BaseSettings):
     redis_retry_seconds: float = Field(
         60.0,
         ge=0,
-        description="seconds a worker keeps what it has generated and tries to send it, while the"
-        " server is away or refuses it, before it exits",
+        description="while the server is away or refuses writes: how many seconds a worker keeps"
+        " its output and tries to send it, before it exits",
     )
     queue: str = Field("default", description="name of the queue")
     log_format: Literal["auto", "console", "json"] = Field(
@@ -45,8 +45,8 @@ class Settings(BaseSettings):
 
     model: str | None = Field(
         None,
-        description="local directory or hub name; without it, the shipped model; `model-free`"
-        " serves letters without any model, to try or load a queue",
+        description="local directory or hub name; default: the shipped model; `model-free`"
+        " serves letters without any model, to try or to load-test a queue",
     )
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model; leave it off unless you read it"
@@ -57,50 +57,50 @@ class Settings(BaseSettings):
     )
     attention: str = Field(
         "auto",
-        description="attention backend, by name; auto: native code where it serves the model, or"
-        " else the fastest backend there",
+        description="name of the attention backend; auto: native code if it serves the model,"
+        " otherwise the fastest backend that is available",
     )
     native: bool = Field(
         True, description="on a CPU, compute models of the Llama kind in native code"
     )
     compile: bool = Field(
         False,
-        description="where there is no native code, so on a GPU, run the model's layers through"
-        " torch.compile: a faster step for a longer start",
+        description="if there is no native code (so on a GPU), run the model's layers through"
+        " torch.compile: steps are faster, the start takes longer",
     )
     cuda_graphs: bool = Field(
-        True, description="on a GPU, run decode steps as CUDA graphs; off, for debugging or memory"
+        True, description="on a GPU, run decode steps as CUDA graphs; off: to debug or save memory"
     )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in the batch (slots)")
     max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
     prefill_chunk: int | None = Field(
-        None, ge=1, description="most prompt tokens of one sequence a step; default: the budget"
+        None, ge=1, description="most prompt tokens of one sequence in a step; default: the budget"
     )
     max_model_len: int | None = Field(
         None, ge=2, description="longest prompt and output; default: the model's, if it fits"
     )
     kv_cache_memory: str | None = Field(
-        None, description="KV cache size, such as 512M or 4G; default: by what is free"
+        None, description="KV cache size, such as 512M or 4G; default: depends on free memory"
     )
     speculative_tokens: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="most tokens a step drafts for one sequence out of its own text, where that"
+        description="most tokens that a step drafts for one sequence from its own text, if that"
         " pays; default: 7 if no token's logits depend on what else a step computes, otherwise 0",
     )
     async_scheduling: bool | None = Field(
         None,
-        description="launch a step of decodes before the last one's tokens are collected; default:"
-        " on CUDA, where the host would keep the device waiting",
+        description="launch a step of decodes before the last step's tokens are collected; default:"
+        " only on CUDA, where the device would otherwise wait for the host",
     )
     share_prefix_cache: bool = Field(
         False,
-        description="let tenants share cached prefixes of prompts; off, each has its own, so that"
-        " nobody learns from the cache what another sent",
+        description="let tenants share cached prefixes of prompts; off: each tenant has its own, so"
+        " none can learn from the cache what another has sent",
     )
     seed: int | None = Field(
-        None, description="makes the seeds of requests that bring none reproducible, by their id"
+        None, description="requests without a seed get a fixed one, made of this and their id"
     )
     prefetch_depth: int | None = Field(
         None, ge=0, description="requests prepared beyond free slots; default: about 100 ms of work"
@@ -108,25 +108,25 @@ class Settings(BaseSettings):
     max_events_per_second: float | None = Field(
         None,
         gt=0,
-        description="tokens that come faster are sent some of a stream at a time, up to 100 ms"
-        " late; first tokens, ends and streams with stop strings pass; inf: each by itself;"
-        " default: 500 for each core",
+        description="above this rate, tokens of one stream are sent together, up to 100 ms late;"
+        " first tokens, ends and streams with stop strings are never held back; inf: each token is"
+        " sent by itself; default: 500 for each core",
     )
     lease_ms: int = Field(10_000, ge=100, description="how long a silent worker keeps its requests")
     max_crashes: int = Field(
         3,
         ge=1,
-        description="crashes of workers, the last of them while it ran alone, that make a request a"
-        " dead letter",
+        description="a request becomes a dead letter after so many crashes of workers, if it ran"
+        " alone at the last of them",
     )
     stuck_seconds: float = Field(
         120.0,
         gt=0,
-        description="seconds that one step may take, after which the engine counts as hung: the"
+        description="seconds that one step may take; after that the engine counts as hung, and the"
         " worker gives everything back and exits",
     )
     drain_seconds: float = Field(
-        20.0, ge=0, description="how long a stopping worker goes on with what runs"
+        20.0, ge=0, description="how long a stopping worker continues the requests that run"
     )
     otlp_endpoint: str | None = Field(
         None,
@@ -145,14 +145,14 @@ class Settings(BaseSettings):
 
 
 def read_settings(**overrides: Any) -> Settings:
-    """Settings of the environment, overridden. Raises ConfigurationError naming what is wrong."""
+    """The settings of the environment and of `overrides`. Raises ConfigurationError."""
     return read_settings_of(Settings, overrides, flag_of)
 
 
 def read_settings_of(
     kind: type[T], overrides: Mapping[str, Any], named: Callable[[str], str] = str
 ) -> T:
-    """As `read_settings`, of another class; `named` is how people know a setting by its name.
+    """As `read_settings`, for a class of settings. `named` gives a setting's name for messages.
 
     An override that is None is left out.
     """

@@ -1,4 +1,4 @@
-"""asyncio tasks: ended for certain, and cancellations that redis-py would lose."""
+"""Ends asyncio tasks for certain, and notices cancellations that redis-py would lose."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _CANCEL_AGAIN_SECONDS = 1.0
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end; what they raise is dropped.
+    """Cancel tasks and wait for their end. What they raise is dropped.
 
-    One cancellation is not enough: `asyncio.wait_for` swallows it before Python 3.12 if what it
-    waits for is just done (redis-py sends through it), and an error in the way out may replace it.
+    One cancellation is not enough. Before Python 3.12, `asyncio.wait_for`, by which redis-py sends,
+    swallows it if what it waits for is just done; and an error on the way out may replace it.
 
-    Who waits may be cancelled too, as anyio does at every turn until a scope is left. That is
-    raised only when all have ended, as what they use is often given away next.
+    The caller may be cancelled too, as anyio does at every turn until a scope is left. That is
+    raised only when all have ended, because the caller often closes what they use next.
     """
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None

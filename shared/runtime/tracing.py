@@ -1,7 +1,7 @@
 """OpenTelemetry traces, an optional extra: `pip install 'promptq[tracing]'`.
 
 Nothing of the library is imported unless traces are sent somewhere. A request carries the context
-of the span that enqueued it: one trace leads from whoever asked to the worker that answered.
+of the span that enqueued it, so one trace leads from the client to the worker that answered.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Tracing:
 
 
 def start_tracing(service: str, endpoint: str | None = None) -> Tracing | None:
-    """Send spans to an OTLP collector over HTTP; None, at no cost, if there is nowhere to.
+    """Send spans to an OTLP collector over HTTP. Returns None, at no cost, if there is no address.
 
-    `endpoint` is its base URL, such as http://localhost:4318; without it the variables count that
-    OpenTelemetry defines (OTEL_EXPORTER_OTLP_ENDPOINT and the like), as all else about exporting.
+    `endpoint` is its base URL, such as http://localhost:4318. OpenTelemetry's variables set all
+    else about exporting, and the URL if there is no `endpoint` (OTEL_EXPORTER_OTLP_ENDPOINT).
     OTEL_SERVICE_NAME replaces `service`. Raises ConfigurationError if the extra is missing.
     """
     if not (endpoint or any(map(os.environ.get, _STANDARD_VARIABLES))):

@@ -1,8 +1,8 @@
 """Users for the server's access control list (ACL): a role for each kind of process of one queue.
 
-What a role may do is said by its commands and by the names of keys and channels. Scripts cannot be
-told apart, since the server runs them with the rights of whoever calls them: a role that enqueues
-by a script may also write the same keys by hand. docs/security.md says what follows from that.
+Commands and the names of keys and channels limit what a role may do. It cannot be limited to some
+scripts, because the server runs a script with the rights of its caller. So a role that enqueues by
+a script may also write the same keys by hand. docs/security.md says what follows from that.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "batches": ("batch:*", "batches:*"),
     "upkeep": ("jobs:*", "upkeep", "webhooks:*"),
 }
-"""The queue's keys by what they are about, each as a pattern behind the queue's prefix."""
+"""The queue's keys by their subject, as patterns that follow the queue's prefix."""
 
 ALL_QUEUES = "*"
-"""Stands in the place of a queue's name for users of all queues."""
+"""Replaces a queue's name for users of all queues."""
 
 _CONNECT = "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time"
-"""A category, as `client|setinfo` cannot be named on Redis 7.0; without what disturbs others, and
-without CLIENT TRACKING, which would tell of everybody's keys."""
+"""A whole category, because `client|setinfo` cannot be named on Redis 7.0. It is without commands
+that disturb others, and without CLIENT TRACKING, which would report the keys of all clients."""
 
 _READ = (
     "exists get hexists hget hgetall hlen hmget hstrlen hvals lrange pttl smembers srandmember type"
@@ -49,7 +49,7 @@ _WRITE = (
 _LISTEN = "ssubscribe subscribe sunsubscribe unsubscribe"
 _SCRIPTS = "evalsha publish script|load spublish"
 _LOOK_THROUGH = "dbsize scan"
-"""They tell the names of all keys of the database, those of others too."""
+"""These commands look at all keys of the database, also those of other queues."""
 
 _RQ_COMMANDS = "blmove expire hincrbyfloat llen lmove lrem rpush scard zrangebyscore"
 
@@ -57,9 +57,9 @@ _RQ_KEYS = (
     *(f"~rq:{kind}:promptq-*" for kind in ("queue", "workers", "worker", "job", "job:")),
     *(f"~rq:{kind}:promptq-*" for kind in ("execution", "executions", "results", "finished")),
     *(f"~rq:{kind}:promptq-*" for kind in ("failed", "wip", "scheduled", "clean_registries")),
-    *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last: of 0.2
+    *("~rq:queues", "~rq:workers", "%R~rq:suspended", "~rq:job:msg_*"),  # the last for jobs of 0.2
 )
-"""All queues, jobs and workers of ours are called so; RQ's lists of all are shared."""
+"""The names of promptq's queues, jobs and workers in RQ, and RQ's lists, which all share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class Role:
     """Rules for keys and channels that are not the queue's."""
 
     def rules(self, queue: str) -> list[str]:
-        """As the server's ACL has them."""
+        """The rules in the form of the server's ACL."""
         prefix = Keys("all").prefix.replace("all", queue)
         keys = [f"~{prefix}{it}" for family in self.writes for it in FAMILIES[family]]
         keys += [f"%R~{prefix}{it}" for family in self.reads for it in FAMILIES[family]]
         channels = [f"&{prefix}{it}" for it in self.channels]
         commands = [f"+{it}" for it in sorted(set(self.commands.split()))]
         rules = ["reset", "on", *keys, *channels, *self.others, "-@all"]
-        return [*rules, *_CONNECT.split(), *commands]  # a category undoes what was said before it
+        return [*rules, *_CONNECT.split(), *commands]  # a category overrides the rules before it
 
 
 _ENQUEUEING = ("waiting", "requests", "logs", "leases")
@@ -128,7 +128,7 @@ ROLES: dict[str, Role] = {
         " multi exec discard watch unwatch",
     ),
 }
-"""By name. `operator` is who creates API keys, pauses the queue and sets weights and limits."""
+"""Roles by name. An `operator` creates API keys, pauses the queue and sets weights and limits."""
 
 
 def user_rules(role: str, queue: str, password: str) -> list[str]:
@@ -138,14 +138,14 @@ def user_rules(role: str, queue: str, password: str) -> list[str]:
 
 
 def user_name(role: str, queue: str) -> str:
-    """Of a queue's role: plain for the queue `default` and for all, else with the queue's name."""
+    """The user of a queue's role. Users of the queue `default` and of all queues have no suffix."""
     return role if queue in ("default", ALL_QUEUES) else f"{role}-{queue}"
 
 
 def acl_file(queue: str, passwords: Mapping[str, str]) -> str:
     """Lines of a server's `aclfile`: the users of a queue, by the passwords of their roles.
 
-    Raises ConfigurationError for what is no queue's name.
+    Raises ConfigurationError if no queue may have this name.
     """
     if queue != ALL_QUEUES:
         Keys(queue)

@@ -1,16 +1,16 @@
-"""Where the embedded servers of this user are, so that commands find them without an address.
+"""Notes where the embedded servers of this user are, so that commands find them without an address.
 
-Each is a file in a folder of the user's own: the one for running programs if the system gives one
-(`XDG_RUNTIME_DIR`), else one in HOME. It holds the address with the password, so it is the user's
-alone, and nothing that another user owns or may write to is believed: requests would go to whatever
-server that user named.
+Each server has a file in a folder of the user: the one for running programs if the system has one
+(`XDG_RUNTIME_DIR`), else one in HOME. The file has the address with the password, so only the user
+may read it. Files and folders that another user owns or may write to are ignored: requests would go
+to a server that the other user chose.
 
-The server itself keeps the file locked, as a descriptor that it got from its parent, and the kernel
-takes the lock away when the server ends, however it ends. If the lock is free, then the server has
-ended, and whatever listens at its address now is another program.
+The server keeps the file locked, by a descriptor that it got from its parent, and the kernel
+releases the lock when the server ends, however it ends. If the lock is free, then the server has
+ended, and another program may listen at its address now.
 
-The password of such a server begins with a mark of this user and machine. So an address that was
-copied is still known for what it is when the file is gone, and nothing is sent there any more.
+The password of such a server begins with a mark of this user and machine. So a copied address is
+still recognised when the file is gone, and nothing is sent there any more.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Advertisement:
 
     @classmethod
     def prepare(cls, port: int, url: str) -> Self | None:
-        """None where the address cannot be written: no command will find the server."""
+        """Returns None if the address cannot be written. Then no command will find the server."""
         folder = _folder()
         with suppress(OSError):
             folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
@@ -78,16 +78,16 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Let commands find the server, which has the descriptor by now: this process lets it go.
+        """Let commands find the server. It has the descriptor by now, so this process closes it.
 
-        They find the whole address or nothing.
+        Commands find the whole address or nothing.
         """
         with suppress(OSError):
             self._begun.rename(self.file)
         self.close()
 
     def close(self) -> None:
-        """Leave nothing begun; doing it twice does no harm."""
+        """Close the descriptor and delete an unfinished file. Doing it twice does no harm."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -95,9 +95,9 @@ class Advertisement:
 
 
 def advertised(port: int | None = None) -> str | None:
-    """The address of this user's embedded server, of several the latest; None if none lives.
+    """The address of this user's latest embedded server; None if none lives.
 
-    With `port` only of one that listens there.
+    With `port`, only a server that listens there counts.
     """
     files = sorted(_files(_folder()), key=_written_at, reverse=True)
     living = (url for file in files if (url := _living(file)) is not None)
@@ -105,28 +105,28 @@ def advertised(port: int | None = None) -> str | None:
 
 
 def how_to_find(url: str) -> str:
-    """How other programs of this user get the address, with its password, of one that lives."""
+    """How other programs of this user get the address of a living server, with its password."""
     if advertised(urlsplit(url).port) == url:
         return "`promptq url` prints the password"
-    return f"no other command finds it: {_folder()} cannot be used, or is not its user's alone"
+    return f"no other command finds it: {_folder()} cannot be used, or other users may use it"
 
 
 def password_mark() -> str:
-    """What the password of an advertised server of this user and machine begins with.
+    """The beginning of the password of an advertised server of this user and machine.
 
-    Another user, or another machine with a tunnel to this one, cannot see whether it lives, and
-    does not ask.
+    Another user, or another machine with a tunnel to this one, cannot see whether the server lives,
+    and does not check.
     """
     whose = f"{os.getuid()} {os.uname().nodename}".encode()
     return f"promptq-embedded-{hashlib.sha256(whose).hexdigest()[:8]}-"
 
 
 def liveness_of(url: str) -> Callable[[], bool] | None:
-    """What tells whether the server of an advertised address lives; None for any other address.
+    """A function that tells whether the server of an advertised address lives; None for others.
 
-    It is known by its password, be the rest of the address written in another way or not. Asked of
-    a connection that is open, but not yet used, a yes is sure: the server lived when the connection
-    was made, and so it was the one that listened.
+    The server is recognised by its password, however the rest of the address is written. Call the
+    function after a connection was opened and before it is used. Then a yes is certain: the server
+    lived when the connection was made, so it was the one that listened.
     """
     found = re.search(re.escape(password_mark()) + r"[\w-]+", url)
     if found is None:
@@ -144,7 +144,7 @@ def _folder() -> Path:
     """The folder with a file for each server of this user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and _is_ours(Path(runtime)) and os.access(runtime, os.W_OK):
-        return Path(runtime) / "promptq"  # `su` may leave that of another user
+        return Path(runtime) / "promptq"  # after `su` it may be another user's
     try:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     except RuntimeError:  # a user without a home, as in some containers, has no servers either
@@ -153,7 +153,7 @@ def _folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Where else it may be: `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
+    """All folders where a file may be, because `cron` and `sudo` do not set XDG_RUNTIME_DIR."""
     found = {_folder(), Path(f"/run/user/{os.getuid()}/promptq")}
     with suppress(RuntimeError):
         found.add(Path.home() / ".local" / "state" / "promptq")
@@ -161,7 +161,7 @@ def _folders() -> set[Path]:
 
 
 def _prefix() -> str:
-    """Of the files of this machine's servers: several machines may share a home."""
+    """The prefix of the files of this machine's servers. Several machines may share a home."""
     return f"server-{os.uname().nodename}-"
 
 
@@ -174,7 +174,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        found, named = folder.stat(), folder.lstat()  # a link is as good as whoever made it
+        found, named = folder.stat(), folder.lstat()  # a link's owner counts too
     except OSError:
         return False
     is_shut = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -200,7 +200,7 @@ def _living(file: Path) -> str | None:
 
 
 def _read(file: Path) -> tuple[str, bool] | None:
-    """The address and whether its server lives; None for a file that is not to be believed."""
+    """The address and whether its server lives; None for a file that cannot be trusted."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -215,7 +215,7 @@ def _read(file: Path) -> tuple[str, bool] | None:
 
 def _is_locked(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
     except BlockingIOError:
         return True
     return False

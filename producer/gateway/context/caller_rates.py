@@ -17,7 +17,7 @@ _MINUTE_MS = 60_000
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
-    """Take one request of the caller's rate, before the body of a call is read; as `take`."""
+    """As `take`, for one request, before the body of a call is read."""
     return await take(gateway, caller, _rate_of_requests(caller, 1))
 
 
@@ -26,7 +26,7 @@ async def take(
 ) -> dict[str, str]:
     """Take from the caller's rates. Gives the headers that report them.
 
-    Raises ApiError 429. At the last try it is delayed for callers who come back too early.
+    Raises ApiError 429. With `is_last_try` that is delayed for callers who come back too early.
     """
     if not rates:
         return {}

@@ -129,7 +129,7 @@ async def live_requests(
     """The first page of requests in a state that has a sorted set, once a second."""
     if state not in request_search.SETS:
         names = ", ".join(request_search.SETS)
-        raise InvalidRequestError(f"state: {state[:80]!r} is none of {names}", field="state")
+        raise InvalidRequestError(f"state: {state[:80]!r} is not one of {names}", field="state")
     gateway.keys.pending_of(tenant)  # raises an error for a wrong name
     return _live(request, gateway, "requests", state, tenant)
 

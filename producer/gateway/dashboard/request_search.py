@@ -71,7 +71,9 @@ async def search(
 ) -> FoundRequests:
     """Requests whose id begins with `prefix`. Raises InvalidRequestError, redis errors."""
     if state not in STATES:
-        raise InvalidRequestError(f"state: {state!r} is none of {', '.join(STATES)}", field="state")
+        raise InvalidRequestError(
+            f"state: {state!r} is not one of {', '.join(STATES)}", field="state"
+        )
     if cursor and (re.fullmatch(r"[0-9]{1,20}", cursor) is None or int(cursor) >= 2**64):
         raise InvalidRequestError(f"cursor: {cursor!r} is not one", field="cursor")
     wanted = _Wanted(queue, state, tenant, prefix)

@@ -51,7 +51,7 @@ class BodyBudget:
         if wanted > self._most_in_all - self._in_all:
             raise ApiError(
                 503,
-                "the gateway has as many bytes of requests on their way as it may; try again soon",
+                "the gateway cannot hold more bytes of requests on their way; try again soon",
                 code="bodies",
                 headers=_RETRY_AFTER,
             )

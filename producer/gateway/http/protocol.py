@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on what it keeps and waits for."""
+"""Uvicorn's HTTP/1.1, with bounds on what it keeps and how long it waits."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 65_536
-"""Of a request's line and headers; a little more may be read at once."""
+"""The most bytes of a request's line and headers. A little more may be read at once."""
 
 PIECES = "promptq.pieces"
-"""The ASGI extension whose `write(piece)` does what `send` does with a part of the body, after the
-head was sent, and does it at once: `send` goes through every layer of the application. Where the
-client reads slowly it gives something `Unfinished`.
+"""The ASGI extension whose `write(piece)` sends a part of the body after the head was sent. It does
+that directly: `send` goes through every layer of the application. If the client reads slowly, it
+returns something `Unfinished`.
 """
 
 Unfinished = Callable[[], Awaitable[None]] | None
-"""What is to be called and awaited before more is written, if anything."""
+"""A function to call and await before more is written, or None."""
 
 _SILENCE_SECONDS = 60.0
 _HEAD_SECONDS = 20.0
-"""From a request's first byte to the end of its head."""
+"""The longest time from a request's first byte to the end of its head."""
 _WINDOW_SECONDS = 15.0
-"""In which a body must have come on by `_WINDOW_BYTES` or have ended. It counts from the last such
+"""The time in which a body must bring `_WINDOW_BYTES` more, or end. It begins anew with each such
 progress: an allowance that grew with the bytes could be saved up, and then spent in silence."""
 _WINDOW_BYTES = 65_536
-"""The first of them may take `_SILENCE_SECONDS`; they are all that a small body has."""
+"""The first so many bytes may take `_SILENCE_SECONDS`. A small body has no more than these."""
 _MOST_DROPPED_BYTES = 1 << 28
 _DROPPED_BYTES_A_SECOND = 8 << 20
 _DROP_SECONDS = 30.0
-"""Most clients send all of a body before they read an answer. Closed while they still send, the
-connection is reset, and the answer may be lost with it."""
+"""How long the body of an answered request is dropped. Most clients send all of a body before they
+read the answer. If the connection is closed before, it is reset, and the answer may be lost."""
 _UNREAD_SECONDS = 600.0
-"""For which a client may take nothing of an answer. A slow one takes a little now and then."""
+"""How long a client may read nothing of an answer. A slow one reads a little now and then."""
 _MOST_SMALL_PIECES = 4096
 _PIECE_BYTES = 16
-"""So long are further pieces of a body on average: each costs a call, be it one byte."""
+"""The least mean size of further pieces of a body. Each costs a call, even if it is one byte."""
 _MOST_PIPELINED = 16
-"""Requests that wait behind one. Uvicorn would keep all that a client sends ahead."""
+"""Requests that may wait behind one. Uvicorn would keep all that a client sends ahead."""
 _LOOK_SECONDS = 2.0
 _RESERVED_CONNECTIONS = 64
-"""Beside the most that there may be, for who only asks whether the gateway is alive."""
+"""Connections above the limit, for clients that only ask whether the gateway is alive."""
 
 _FULL = ApiError(
     503,
-    "the gateway has as many connections as it may; try again soon",
+    "the gateway cannot take more connections; try again soon",
     code="connections",
     headers={"Retry-After": "1", "Connection": "close"},
 )
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes a connection that sends ever more of a head, or a request too slowly.
+    """Closes a connection that sends a head without an end, or a request too slowly.
 
-    Uvicorn would keep a head of any size, and wait for the rest of a request for ever; both before
-    anybody has asked for a key. What counts for a head is bytes that bring no request nearer: those
-    since the last end of a head, piece of a body or end of a message. So endless trailers count
-    too. A body whose request has been answered is dropped as it comes, for a while.
+    Uvicorn would keep a head of any size, and wait for the rest of a request for ever, both before
+    the API key is checked. The size of a head is measured by bytes without progress: those since
+    the last end of a head, piece of a body or end of a message. So endless trailers count too. If a
+    request is answered before all of its body has come, the rest is dropped, for a while.
     """
 
     def __init__(self, *args: Any, max_connections: int | None = None, **options: Any) -> None:
@@ -74,15 +74,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._num_pending = 0
         self._in_head = True
-        self._in_request = True  # a new connection is to send one
+        self._in_request = True  # a new connection must send one
         self._num_body_bytes = 0  # in this window
-        self._has_come_on = False  # by a window, at least
+        self._has_come_on = False  # whether the bytes of a window have come
         self._num_dropped_bytes = 0
         self._num_pieces = self._num_bytes = 0  # of a body
         self._closes_behind_request = False
         self._unanswered: list[RequestResponseCycle] = []
         self._began_at = self._looked_at = self._taken_at = self.loop.time()
-        self._our_seconds = 0.0  # of those since then, in which we kept the client waiting
+        self._our_seconds = 0.0  # the part of that time in which the gateway read nothing
         self._num_unsent = 0
         self._timer = self.loop.call_later(_look_seconds(), self._look)
 
@@ -98,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        # Uvicorn tells only the last of several requests that were sent at once.
+        # Of several requests that were sent at once, uvicorn tells only the last one.
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._num_pending > MAX_HEAD_BYTES:
             self.send_400_response("The head of the request is too large.")
-        elif self._is_dropping:  # slowly, as streams wait for their turns meanwhile
+        elif self._is_dropping:  # slowly, because streams wait meanwhile
             self.flow.pause_reading()
             self.loop.call_later(len(data) / _DROPPED_BYTES_A_SECOND, self._go_on)
 
@@ -167,12 +167,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._progressed()
         for cycle in self._unanswered:
             if cycle.response_complete:
-                cycle.body = bytearray()  # what nobody has read of it
+                cycle.body = bytearray()  # drops what was not read of it
         super().on_response_complete()
 
     @property
     def _is_dropping(self) -> bool:
-        """Whether a body comes whose request has been answered."""
+        """Whether a body is coming whose request has been answered."""
         in_body = self._in_request and not self._in_head
         return in_body and self.cycle is not None and self.cycle.response_complete
 
@@ -188,7 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _progressed(self) -> None:
-        """A phase has ended: a head, a request, an answer."""
+        """Note that a phase has ended: a head, a request or an answer."""
         self._num_pending = self._num_dropped_bytes = 0
         self._has_come_on = False
         self._begin_window()
@@ -199,7 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._began_at = self.loop.time()
 
     def _look(self) -> None:
-        """Now and then, as a timer for each piece would cost more."""
+        """Check the times now and then, because a timer for each piece would cost more."""
         now = self.loop.time()
         if self.flow.read_paused:
             self._our_seconds += now - max(self._looked_at, self._began_at)
@@ -208,7 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not num_unsent or num_unsent < self._num_unsent:
             self._taken_at = now
         self._num_unsent = num_unsent
-        is_closing = self.transport.is_closing()  # which it does when all is sent
+        is_closing = self.transport.is_closing()  # it closes when all is sent
         if now - self._taken_at > (_SILENCE_SECONDS if is_closing else _UNREAD_SECONDS):
             self.transport.abort()
             return
@@ -217,7 +217,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(_look_seconds(), self._look)
 
     def _most_seconds(self) -> float:
-        """What the phase that the connection is in may take."""
+        """How long the current phase of the connection may take."""
         has_cycle = self.cycle is not None
         if self._in_request:
             if self._in_head:
@@ -229,13 +229,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(max_connections: int) -> type[BoundedProtocol]:
-    """What uvicorn makes for each connection of a gateway that takes so many."""
+    """The protocol that uvicorn makes for each connection of a gateway with this limit."""
     making = partial(BoundedProtocol, max_connections=max_connections)
     return cast(type[BoundedProtocol], making)
 
 
 class _ClosedBehindRequest:
-    """The transport of a connection that ends with its answer: but not before its request."""
+    """The transport of a connection that closes after its answer, but not before its request."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol

@@ -56,7 +56,7 @@ def _known_options(given: Any) -> Any:
     """Refuse the first unknown name, as pydantic would report each."""
     for name in given if isinstance(given, dict) else ():
         if name not in _STREAM_OPTIONS:
-            raise ValueError(f"{name[:80]!r} is none of {', '.join(_STREAM_OPTIONS)}")
+            raise ValueError(f"{name[:80]!r} is not one of {', '.join(_STREAM_OPTIONS)}")
     return given
 
 
@@ -201,7 +201,7 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     if options.logprobs:
         fields["logprobs"] = options.top_logprobs or 0
     elif options.top_logprobs:
-        raise InvalidRequestError("top_logprobs: goes with logprobs: true", field="top_logprobs")
+        raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
     _refuse("prompt", fields)
     _check_size(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
@@ -217,11 +217,11 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     if options.echo:
         if fields.get("logprobs") is not None:
             raise InvalidRequestError(
-                "echo: does not go with logprobs, as those of a prompt are not computed",
+                "echo: cannot have logprobs, because those of a prompt are not computed",
                 field="echo",
             )
         if not all(isinstance(prompt, str) for prompt in prompts):
-            raise InvalidRequestError("echo: goes with prompts that are text", field="echo")
+            raise InvalidRequestError("echo: needs prompts that are text", field="echo")
     call = _call(options, fields, len(body), is_chat=False, prompts=prompts)
     return replace(call, echo=options.echo)
 
@@ -260,7 +260,7 @@ def _call(
 ) -> CompletionCall:
     stream_options = options.stream_options or {}
     if stream_options and not options.stream:
-        raise InvalidRequestError("stream_options: goes with stream: true", field="stream_options")
+        raise InvalidRequestError("stream_options: needs stream: true", field="stream_options")
     if len(prompts) * options.n > MAX_CHOICES:
         raise InvalidRequestError(
             f"n: {len(prompts)} prompts with {options.n} answers each are more than the"

@@ -1,10 +1,10 @@
 -- uses: keys, numbers, server, requests, waiting, ending
--- What a crash means to those who were aboard.
+-- What the crash of a worker means for the requests that it held.
 
-local SHARED_CRASHES = 2    -- then it is a suspect and runs alone
+local SHARED_CRASHES = 2    -- after so many a request is a suspect and runs alone
 local MAX_BACKOFF_MS = 60000
 
--- How long a request waits after so many crashes: not at all after the first.
+-- How long a request waits after `num` crashes (ms). After the first it does not wait.
 local function backoff(num)
   if num < 2 then return 0 end
   return math.min(server.number('crash_backoff_ms', 1000) * 2 ^ math.min(num - 2, 20), MAX_BACKOFF_MS)
@@ -12,17 +12,18 @@ end
 
 local function bury(id, num)
   ending.finish_bare(id, 'error', 'dead_letter', string.format(
-    'the request was aboard at %d crashes of workers, the last time alone, and is not tried again',
+    'workers crashed %d times with this request, the last time with it alone; it is not tried again',
     num))
   redis.call('HSET', keys.request(id), 'state', 'dead')
-  -- What is listed nowhere would never be purged.
+  -- A hash that is not listed would never be purged, so it keeps its expiry.
   local is_listed = type(redis.pcall('ZADD', keys.dead, server.now_text, id)) == 'number'
   if is_listed then redis.call('PERSIST', keys.request(id)) end
 end
 
--- Whether to wait with a lost lease that would bury the request: its worker ran it alone and told of itself
--- so lately that it may be slow, not dead. Then the lease goes on until the worker counts as gone. Once an
--- attempt only, for a worker may also live and have lost the request.
+-- Whether to wait although the lease ran out and the request would become a dead letter: its worker ran
+-- it alone, and its heartbeat is so recent that it may be slow and not dead. Then the lease is extended
+-- until the worker counts as gone. This happens once an attempt, because a worker may also live and have
+-- lost the request.
 function crashes.may_live(id, max_crashes)
   local fields = requests.read(id, 'crashes', 'alone', 'worker') or {}
   if fields.alone ~= '1' or numbers.whole(fields.crashes, 0) + 1 < max_crashes then return false end
@@ -33,8 +34,8 @@ function crashes.may_live(id, max_crashes)
   return true
 end
 
--- The worker that held the request crashed. Who was aboard twice is a suspect, to be run alone; only
--- one that was alone with its worker at a crash is known to have caused it. Returns the new state.
+-- Count a crash of the worker that held the request. After two crashes the request is a suspect and runs
+-- alone. Only a request that was alone at a crash is known to have caused it. Returns the new state.
 function crashes.count(id, score, max_crashes)
   local fields = requests.read(id, 'crashes', 'alone') or {}
   local num, key = numbers.whole(fields.crashes, 0) + 1, keys.request(id)

@@ -1,13 +1,13 @@
 -- uses: keys, numbers, server, requests, waiting
--- The one end of a request: its last event, the result that its log is folded into, and what is let go of.
+-- Every request ends here: it gets its last event and a result made of its log, and its holds are dropped.
 
 local STATE_AFTER = {
   stop = 'completed', length = 'completed', cancelled = 'cancelled', expired = 'expired',
   error = 'failed',
 }
 local OUTPUTS = keys.prefix .. 'outputs'
-local MAX_OUTPUTS = 128 -- how many finished requests the measured p90 of output looks back on
--- So long a result is kept for whoever calls webhooks, at least: all attempts take a day.
+local MAX_OUTPUTS = 128 -- the p90 of output is measured over so many finished requests
+-- A request with a webhook is kept at least so long, because all attempts to deliver it take a day.
 local WEBHOOK_MS = 26 * 3600000
 
 local finished_outputs = {} -- newest last
@@ -18,7 +18,7 @@ server.at_the_end(function()
   finished_outputs = {}
 end)
 
--- When requests finished and with how many tokens, newest first: {{ms, count}, ...}.
+-- The last requests that finished, newest first: {{time (ms), output tokens}, ...}.
 function ending.read_outputs()
   local entries, found = redis.pcall('LRANGE', OUTPUTS, 0, -1), {}
   for _, entry in ipairs(entries.err and {} or entries) do
@@ -28,18 +28,18 @@ function ending.read_outputs()
   return found
 end
 
--- For how long logs and hashes outlive the end (ms): a hash at least as long as its log, as an id whose
--- hash is gone may be used again.
+-- How long logs and hashes are kept after the end (ms). A hash is kept at least as long as its log, because
+-- an id may be used again once its hash is gone.
 local function log_ttl() return server.number('log_ttl_ms', 60000) end
 function ending.result_ttl() return math.max(log_ttl(), server.number('result_ttl_ms', 3600000)) end
 
--- Whether somebody is to be told of the end by HTTP. A claim notes it as the request's field `webhook`,
--- so that no end has to read a payload that may be large.
+-- Whether a payload asks for a webhook. A claim notes it in the request's field `webhook`, so that the end
+-- need not read the payload, which may be large.
 function ending.wants_webhook(payload)
   return payload and string.find(payload, '"webhook_url"', 1, true) ~= nil
 end
 
--- Whether a decoded entry of a log is an event as workers write it: anybody who may write to the server
+-- Whether a decoded entry of a log is an event as workers write it. Anybody who may write to the server
 -- may have put something else there.
 local function is_event(value)
   if type(value) ~= 'table' or type(value.text) ~= 'string' or type(value.token_ids) ~= 'table' then
@@ -52,14 +52,14 @@ local function is_event(value)
   return true
 end
 
--- JSON of a decoded value; nil of what JSON cannot say, as a number that was too large for one.
+-- JSON of a decoded value, or nil if JSON cannot express it, such as a number that became infinite.
 local function encoded(value)
   local worked, text = pcall(cjson.encode, value)
   return worked and text or nil
 end
 
--- The log and the last event as one result; entries that are no events are left out. Built by hand where
--- cjson would turn an empty array into {}.
+-- The log and the last event as one result. Entries that are not events are left out. Arrays are built by
+-- hand, because cjson would turn an empty one into {}.
 local function fold_log(id, last_event)
   local texts, token_ids, logprobs, last = {}, {}, {}, {}
   local events = requests.log_events(id)
@@ -88,7 +88,7 @@ local function fold_log(id, last_event)
   return '{' .. table.concat(parts, ',') .. '}'
 end
 
--- A last event that no worker made: nothing but the reason, and the usage so far.
+-- A last event that no worker made. It has only the reason, the usage so far and, if given, an error.
 local function bare_last_event(index, attempt, prompt_tokens, reason, error_type, message)
   local event = string.format(
     '{"index":%d,"token_ids":[],"text":"","logprobs":null,"finish_reason":"%s","attempt":%d,' ..
@@ -101,8 +101,8 @@ local function bare_last_event(index, attempt, prompt_tokens, reason, error_type
   return event .. '}'
 end
 
--- Append and publish the last event (`count`, as text, tokens come before its end), keep the result, let go
--- of every hold. `result` is given by a worker that has it at hand; otherwise the log is folded into it,
+-- Append and publish the last event, store the result and drop every hold. `count`, as text, is how many
+-- tokens there are up to the event's end. A worker may pass the `result`; otherwise it is made of the log
 -- before anything is written.
 function ending.finish(id, reason, count, event, tenant, result)
   result = result or fold_log(id, event)
@@ -125,7 +125,7 @@ function ending.finish(id, reason, count, event, tenant, result)
   end
 end
 
--- End a request without a worker: cancelled, expired, or an error. Returns whether it had not ended yet.
+-- End a request without a worker: cancelled, expired, or an error. Returns false if it had ended already.
 function ending.finish_bare(id, reason, error_type, message)
   local fields = requests.read(id, 'attempt', 'prompt_tokens', 'state', 'tenant', 'tokens', 'payload') or {}
   local count, ended = requests.log_top(id)

@@ -1,10 +1,10 @@
 -- uses: keys, numbers, server, requests, tenants
--- How tenants share what is claimed.
+-- In which order a claim takes the requests of several tenants.
 
-local MAX_TENANTS = 256 -- as many of them does one call look at; it bounds the time of one
+local MAX_TENANTS = 256 -- one call looks at no more of them, which bounds its time
 
--- The tenants whose requests wait, each with a walk through its own queue. `id` is where the walk
--- stands, nil at its end; behind its first page it goes on at `skip`.
+-- The tenants whose requests wait. Each has a walk through its own queue: `id` is the request where the walk
+-- stands, or nil at its end. After its first page the walk continues at the position `skip`.
 local queues, skip = {}, 0
 fair_share.is_shared = false
 
@@ -27,7 +27,7 @@ end
 local function open(tenant, page)
   local queue = {
     tenant = tenant, key = keys.pending_of(tenant), page = page, ids = {}, at = 0, seen = 0, services = {},
-    num_gone = 0, -- how many leave it with this call
+    num_gone = 0, -- how many requests this call takes out of it
   }
   fair_share.step(queue)
   queues[#queues + 1] = queue
@@ -61,7 +61,7 @@ function fair_share.priority_at(queue)
   return queue.priority
 end
 
-local clocks, served = {}, {} -- by counters; `served` has what is to be written
+local clocks, served = {}, {} -- by the key of the counters; `served` has the counters to be written
 
 local function clock_of(key)
   clocks[key] = clocks[key] or server.score_in(key, '*') or 0
@@ -75,9 +75,9 @@ local function service_of(queue, key)
   return queue.services[key]
 end
 
--- Whose request is looked at next, and the score whose turn it is. The lowest score of all says which
--- priority is served; of the tenants that wait with this priority, the one with the least service goes
--- first.
+-- The queue to look at next, and the lowest score of all if tenants share. The request with this score
+-- decides which priority is served. Among the tenants that wait at this priority, the one with the least
+-- service is next.
 function fair_share.next_queue()
   if not fair_share.is_shared then return queues[1].id and queues[1] end
   local first
@@ -98,7 +98,7 @@ function fair_share.next_queue()
   return best, first.score
 end
 
--- Count a prompt as service; the clock shows what its tenant had before.
+-- Count a prompt as service. The clock moves up to what its tenant had received before.
 function fair_share.charge(queue, priority, prompt_tokens)
   local key = tenants.counters_of(priority)
   local before = service_of(queue, key)
@@ -112,8 +112,8 @@ local function waits_at(queue, key)
   return queue and queue.id and tenants.counters_of(fair_share.priority_at(queue)) == key
 end
 
--- Write the counters and the clock of each priority, and forget the counters that the clock has passed,
--- except of those who still wait there (they may have been given back what an estimate took).
+-- Write the counters and the clock of each priority. Remove the counters that the clock has passed, except
+-- those of tenants that still wait there: correcting an estimate may have lowered them.
 function fair_share.settle()
   for key, services in pairs(served) do
     local changes, by_tenant, most, anyone = {}, {}, 0, false
@@ -126,7 +126,7 @@ function fair_share.settle()
       by_tenant[queue.tenant] = queue
       anyone = anyone or waits_at(queue, key)
     end
-    if not anyone then clocks[key] = math.max(clocks[key], most) end -- nobody is behind
+    if not anyone then clocks[key] = math.max(clocks[key], most) end -- no tenant waits there
     changes[#changes + 1] = numbers.precise(clocks[key])
     changes[#changes + 1] = '*'
     server.for_all(redis.pcall, 'ZADD', key, changes)
@@ -137,7 +137,7 @@ function fair_share.settle()
   end
 end
 
--- How many the walk that went farthest has gone past and left where they are.
+-- How many requests the longest walk has passed and left in their queue.
 function fair_share.num_passed()
   local most = 0
   for _, queue in ipairs(queues) do
@@ -146,8 +146,8 @@ function fair_share.num_passed()
   return most
 end
 
--- How many wait now. Forgets tenants that have nothing left, and what was counted of them once nothing
--- waits at all.
+-- Returns how many requests wait now. Removes tenants of which none waits, and the counts of the backlog
+-- once nothing waits at all.
 function fair_share.count_waiting(num_claims)
   local sum, gone = 0, {}
   for _, queue in ipairs(queues) do
@@ -162,7 +162,7 @@ function fair_share.count_waiting(num_claims)
       redis.call('DEL', keys.tenants_waiting)
     end
   elseif fair_share.is_shared then
-    redis.call('SADD', keys.tenants_waiting, '') -- from now on the tenant without a name pays too
+    redis.call('SADD', keys.tenants_waiting, '') -- from now on the tenant without a name is charged too
   end
   return sum
 end

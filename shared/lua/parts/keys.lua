@@ -1,24 +1,24 @@
--- What the queue's keys are called. KEYS[1] is always the queue's `pending`; all other names are built on
--- its prefix, which carries the queue as hash tag, so that a script stays on one cluster shard.
+-- The names of the queue's keys. KEYS[1] is always the queue's `pending`, and all other names begin with its
+-- prefix. The prefix has the queue as a hash tag, so all keys of a script are on one shard of a cluster.
 
 local prefix = string.sub(KEYS[1], 1, -8)
 keys.prefix, keys.pending = prefix, KEYS[1]
 keys.leases, keys.deadlines = prefix .. 'leases', prefix .. 'deadlines'
 keys.delayed, keys.dead = prefix .. 'delayed', prefix .. 'dead'
-keys.backlog = prefix .. 'backlog' -- what waits, for the limits of `enqueue`
-keys.tenants_waiting = prefix .. 'tenants:waiting' -- who has something waiting, for claims to look at
+keys.backlog = prefix .. 'backlog' -- counts what waits, for the limits of `enqueue`
+keys.tenants_waiting = prefix .. 'tenants:waiting' -- the tenants of which requests wait, for claims
 
 function keys.request(id) return prefix .. 'request:' .. id end
 function keys.tokens(id) return prefix .. 'tokens:' .. id end
 function keys.events(id) return prefix .. 'events:' .. id end
 
--- A tenant's name; that of the tenant without a name for what no key should hold.
+-- A tenant's name, or '' (the tenant without a name) for a value that no key may contain.
 function keys.tenant_name(value)
   if value and #value <= 64 and string.find(value, '^[%w_.%-]+$') then return value end
   return ''
 end
 
--- The ids of a tenant that wait; plain `pending` is that of the tenant without a name.
+-- The key of a tenant's queue. The tenant without a name has plain `pending`.
 function keys.pending_of(tenant)
   tenant = keys.tenant_name(tenant)
   return tenant == '' and keys.pending or keys.pending .. ':' .. tenant

@@ -1,20 +1,20 @@
--- Numbers as keys, fields and payloads hold them: text.
+-- Numbers are text in keys, fields and payloads.
 
 -- Lua would print large numbers as 1.2e+15; keys and scores need every digit.
 function numbers.exact(number) return string.format('%.0f', number) end
 
--- With its fraction.
+-- The same with the fraction.
 function numbers.precise(number) return string.format('%.17g', number) end
 
--- A field as a whole number; the default where it is missing or a stranger wrote something else.
+-- A field as a whole number, or the default if it is missing or a stranger wrote something else.
 function numbers.whole(value, default)
   if value and #value <= 15 and string.find(value, '^%-?%d+$') then return tonumber(value) end
   return default
 end
 
--- A number of a payload that plain commands enqueued, which is known by its JSON alone. Bare quotes
--- cannot stand inside a JSON string, so a match is a key; at worst one of a nested object, and what
--- is read this way is only an estimate. A pattern alone would look at each of 8 million bytes in turn.
+-- A number in the JSON of a payload that plain commands enqueued, found without decoding it. Quotes cannot be
+-- bare inside a JSON string, so a match is a key. It may belong to a nested object, so the value is only an
+-- estimate. A pattern alone would try each of up to 8 million bytes.
 function numbers.in_json(payload, name)
   local key, stop = '"' .. name .. '"', 0
   while stop do

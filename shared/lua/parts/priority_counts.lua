@@ -1,9 +1,9 @@
 -- uses: keys, numbers, requests, waiting
--- How many wait at each priority, over all tenants: exactly as long as few wait; of more, the fronts of
--- the queues and an even sample of what stands behind them, so that one call looks at a bounded number.
+-- How many requests wait at each priority, over all tenants. Few requests are counted exactly. Of many, a
+-- call looks at the fronts of the queues and an even sample of the rest, so that its work is bounded.
 
 local MAX_LOOKED_AT = 1000
-local MAX_SEARCHED_PAYLOAD = 65536 -- bytes; a longer one that plain commands put in counts at 0
+local MAX_SEARCHED_PAYLOAD = 65536 -- bytes; a longer payload of plain commands counts as priority 0
 
 local function priority_of_waiting(id)
   local fields = requests.read(id, 'priority') or {}

@@ -1,14 +1,14 @@
 -- uses: keys, numbers, server
--- What a holder, such as an API key, may take a minute. Each rate is a bucket that holds a minute's worth
--- and fills evenly (generic cell rate algorithm, ATM Forum TM 4.0): what is stored is the time at which it
--- is full again. More than a minute from now, the bucket is overdrawn, and gives nothing until it is not.
+-- How much a holder, such as an API key, may take per minute. Each rate is a bucket that holds the amount of
+-- one minute and fills evenly (generic cell rate algorithm, ATM Forum TM 4.0). The time at which it is full
+-- again is stored. If that is more than a minute away, the bucket is overdrawn and gives nothing.
 
 rates.MINUTE = 60000
-local LONGEST_DEBT_MS = 365 * 86400000 -- so that whatever a stranger wrote stays a time
+local LONGEST_DEBT_MS = 365 * 86400000 -- bounds a value that a stranger wrote
 
 function rates.key(holder) return keys.prefix .. 'rate:' .. holder end
 
--- When a bucket is full again: now, for one that is.
+-- The time at which a bucket is full again, or now if it is full.
 function rates.full_at(key, name)
   local stored = redis.pcall('HGET', key, name)
   local at = type(stored) == 'string' and tonumber(stored) or server.now
@@ -16,11 +16,11 @@ function rates.full_at(key, name)
   return math.max(server.now, math.min(at, server.now + LONGEST_DEBT_MS))
 end
 
--- The same once so much more was taken.
+-- The same after `amount` more was taken.
 function rates.full_after(at, amount, limit) return at + amount * rates.MINUTE / limit end
 
--- Write that down, with the fractions of small amounts, for as long as any bucket of the holder's is not
--- full. `call` is redis.call, or redis.pcall where nothing may stop what comes after.
+-- Store that time with its fraction, because amounts may be small. The key is kept until all buckets of the
+-- holder are full. `call` is redis.call, or redis.pcall where an error must not stop the rest of the script.
 function rates.set_full_at(call, key, name, at)
   call('HSET', key, name, numbers.precise(math.min(at, server.now + LONGEST_DEBT_MS)))
   local fields, latest = redis.pcall('HGETALL', key), server.now + rates.MINUTE

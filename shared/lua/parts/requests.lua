@@ -1,5 +1,5 @@
 -- uses: keys, numbers, server
--- A request's hash and log, what it is estimated to need, and how it is forgotten.
+-- A request's hash and log, estimates of its tokens, and how it is deleted.
 
 local IS_FINAL = {completed = true, failed = true, cancelled = true, expired = true, dead = true}
 local HOLDS = {keys.leases, keys.deadlines, keys.delayed}
@@ -16,7 +16,7 @@ function requests.read(id, ...)
   return fields
 end
 
--- How many tokens the log holds, and whether its last event is there.
+-- How many tokens the log has, and whether it has its last event.
 function requests.log_top(id)
   local top = redis.pcall('XREVRANGE', keys.tokens(id), '+', '-', 'COUNT', 1)
   if top.err or #top == 0 then return 0, false end
@@ -35,7 +35,7 @@ local publish_command = server.config('pubsub') == 'sharded' and 'SPUBLISH' or '
 
 function requests.publish_event(id, event) redis.call(publish_command, keys.events(id), event) end
 
--- Whether a request's deadline has passed. Mostly none has, so that is asked first, once a call.
+-- Whether a request's deadline has passed. Usually none has, so each call first checks once whether any has.
 local some_have_passed
 function requests.is_past_deadline(id)
   if some_have_passed == nil then some_have_passed = #server.due(keys.deadlines, server.now_text, 1) > 0 end
@@ -43,10 +43,10 @@ function requests.is_past_deadline(id)
   return deadline and deadline <= server.now
 end
 
--- Length of a prompt by that of its payload, until a tokenizer has seen it.
+-- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it.
 function requests.estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
 
--- Tokens that a request counts as while it waits.
+-- The number of tokens that a waiting request counts as.
 function requests.estimated_tokens(payload)
   local max_tokens = numbers.in_json(payload, 'max_tokens') or requests.DEFAULT_OUTPUT
   return requests.estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
@@ -57,7 +57,7 @@ function requests.drop_holds(id, tenant)
   for i = 1, #HOLDS do server.remove_later(HOLDS[i], id) end
 end
 
--- Delete a dead letter and all that is kept of it; false if it is none.
+-- Delete a dead letter and all that is kept of it. Returns false if the id is not a dead letter.
 function requests.purge(id)
   if redis.call('ZREM', keys.dead, id) == 0 then return false end
   -- A stranger may have put it into a queue again.

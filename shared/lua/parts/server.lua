@@ -1,13 +1,13 @@
 -- uses: keys, numbers
 -- The server's clock, the queue's settings, and commands on many values at once.
--- Redis errors inside a script keep what came before and lose what comes after, so whatever a
--- stranger's key may have the wrong type for is reached with pcall.
+-- After an error of Redis inside a script, the writes before it remain and the rest is not run. So pcall is
+-- used for keys to which a stranger may have given another type.
 
 local time = redis.call('TIME')
 server.now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 server.now_text = numbers.exact(server.now)
 
--- A setting of the queue; each is read once a call at most.
+-- A setting of the queue. Each is read at most once a call.
 local settings = {}
 function server.config(name, default)
   if settings[name] == nil then settings[name] = redis.call('HGET', keys.prefix .. 'config', name) or false end
@@ -15,22 +15,22 @@ function server.config(name, default)
 end
 function server.number(name, default) return numbers.whole(server.config(name), default) end
 
--- Redis refuses a write for want of memory, as a replica or with a full disk only as long as its
--- script has not written; once a first write was let through, all are. So each script begins with one
--- that changes nothing, and is refused whole or not at all. Those that only keep order, and do not
--- add to what is stored, are not refused for want of memory.
+-- Without memory, as a replica or with a full disk, Redis refuses the first write of a script. Once it has
+-- accepted a first write, it accepts all others. So each script begins with a write that changes nothing, and
+-- is refused as a whole or not at all. Scripts that only keep order and add no data begin with a write that
+-- needs no memory.
 function server.write_needs_memory() redis.call('ZADD', keys.leases, 'XX', 0, '') end
 function server.write_needs_no_memory() redis.call('ZREM', keys.leases, '') end
 
--- One command for many values, by redis.call, or by redis.pcall in the midst of writing, where a key of
--- another type must not stop what comes after. In pieces: Lua's stack takes some thousands at once.
+-- One command for many values, in pieces, because Lua's stack takes only some thousands at once. `call` is
+-- redis.call, or redis.pcall after the first writes, where a key of another type must not stop the rest.
 function server.for_all(call, command, key, values)
   for from = 1, #values, 1000 do
     call(command, key, unpack(values, from, math.min(from + 999, #values)))
   end
 end
 
--- The first members of a sorted set whose score is no more than that.
+-- The first `limit` members of a sorted set whose score is at most `score`.
 function server.due(key, score, limit)
   local members = redis.pcall('ZRANGE', key, '-inf', score, 'BYSCORE', 'LIMIT', 0, limit)
   return members.err and {} or members
@@ -41,8 +41,8 @@ function server.score_in(key, member)
   return type(score) == 'string' and tonumber(score) or nil
 end
 
--- What a script does once for all its requests instead of once for each. Parts gather it, and say with
--- `at_the_end` how it is done; every script that moves requests carries it out.
+-- Work that a script does once for all its requests instead of once for each. Parts collect it, and register
+-- with `at_the_end` a function that does it. Every script that moves requests calls `carry_out`.
 local actions, removals = {}, {}
 function server.at_the_end(action) actions[#actions + 1] = action end
 function server.carry_out()

@@ -1,11 +1,11 @@
 -- uses: keys, numbers, server, requests
--- What a tenant is counted: the service that it received. Each priority shares its tokens among those who
--- wait at it. The member `*` of its counters is the clock: what the tenant that was served last had
--- received, the least of all who waited. Who has no counter starts there, so that time spent idle is
--- neither saved up nor held against anyone.
+-- Counts the service that each tenant received. Each priority has its own counters, because the tenants
+-- that wait at it share its tokens. The member `*` is the clock: what the tenant that was served last had
+-- received before, which was the least of all that waited. A tenant without a counter starts at the clock,
+-- so idle time neither earns nor costs it anything.
 
-tenants.PROMPT_WEIGHT, tenants.OUTPUT_WEIGHT = 1, 2 -- of a token's service, as in the paper (OSDI 2024)
-tenants.COUNTERS_TTL_MS = 3600000                   -- of a priority at which nobody was served so long
+tenants.PROMPT_WEIGHT, tenants.OUTPUT_WEIGHT = 1, 2 -- service per token (Sheng et al., OSDI 2024)
+tenants.COUNTERS_TTL_MS = 3600000                   -- counters are kept so long after the last service
 
 function tenants.counters_of(priority)
   priority = math.max(-1000, math.min(1000, math.floor(priority)))
@@ -17,8 +17,8 @@ function tenants.weight_of(tenant)
   return weight and weight >= 1e-6 and weight <= 1e6 and weight or 1
 end
 
--- Service that was given meanwhile. Tenants share only what was claimed while there were any.
-local charges = {} -- by counters and tenant
+-- Count service at the end of the call. It counts only for requests that were claimed while tenants shared.
+local charges = {} -- by the key of the counters and tenant
 function tenants.charge_later(tenant, priority, service)
   local key = tenants.counters_of(priority)
   tenant = keys.tenant_name(tenant)
@@ -42,8 +42,8 @@ server.at_the_end(function()
   charges = {}
 end)
 
--- Write a prompt's exact length, and set right what was charged by an estimate. `tenant` is nil for
--- those who are not charged.
+-- Write a prompt's exact length, and correct what was charged by an estimate. `tenant` is nil for a request
+-- that is not charged.
 function tenants.tell_prompt_tokens(id, prompt_tokens, tenant, priority)
   local key = keys.request(id)
   if redis.call('HSET', key, 'prompt_tokens', prompt_tokens) == 1 and tenant then

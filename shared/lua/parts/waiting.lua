@@ -1,10 +1,10 @@
 -- uses: keys, numbers, server, requests
--- Where a request waits, and how it gets there and back; what waits is counted for the limits of
--- `enqueue`, from when a script makes a request's state `waiting` until a script makes it another one.
+-- The queues in which requests wait, and how requests get there and back. For the limits of `enqueue`, a
+-- request is counted from the script that sets its state to `waiting` to the script that sets another.
 
 local MAX_HISTORY = 16
 
-local changes = {} -- of the backlog, by field
+local changes = {} -- to the counts of the backlog, by field
 function waiting.count_later(kind, tenant, change)
   if change == 0 then return end
   local field = kind .. ':' .. keys.tenant_name(tenant)
@@ -19,14 +19,14 @@ server.at_the_end(function()
   changes = {}
 end)
 
--- A request stops waiting. `fields`: state, tenant and tokens as they were before.
+-- Count that a request stops waiting. `fields` has its state, tenant and tokens from before.
 function waiting.leave(id, fields)
   if fields.state ~= 'waiting' then return end
   waiting.count_later('tokens', fields.tenant, -numbers.whole(fields.tokens, 0))
   if server.score_in(keys.delayed, id) then waiting.count_later('delayed', fields.tenant, -1) end
 end
 
--- Put an id into its tenant's queue; into plain `pending` where a stranger spoilt that.
+-- Put an id into its tenant's queue, or into plain `pending` if a stranger gave that key another type.
 function waiting.put(id, score, tenant)
   tenant = keys.tenant_name(tenant)
   local known = tenant ~= '' and redis.pcall('SADD', keys.tenants_waiting, tenant)
@@ -44,7 +44,7 @@ function waiting.queues()
   return found
 end
 
--- The queue in which an id waits: its tenant's, or wherever a stranger put it; nil for none.
+-- The key of the queue in which an id waits: its tenant's, or another where a stranger put it. nil for none.
 function waiting.queue_of(id, tenant)
   local home = keys.pending_of(tenant)
   if server.score_in(home, id) then return home end
@@ -53,16 +53,16 @@ function waiting.queue_of(id, tenant)
   end
 end
 
--- What a level of priority is worth in the queue's scores. Aging lets it overtake by at most so long;
--- a strict level is wider than any time.
+-- How much one level of priority changes a score (ms). With aging, a request overtakes only those that came
+-- at most so much earlier. With strict priority, a level is larger than any time.
 function waiting.priority_level()
   return server.config('strict_priority') == '1' and 2199023255552 or server.number('aging_ms', 60000)
 end
 
--- The queue score of a request that arrives now: lower runs first.
+-- The score of a request that arrives now. Lower scores run first.
 function waiting.score_of(priority) return server.now + priority * waiting.priority_level() end
 
--- A place in the queue as it was kept; the end of the queue where a stranger spoilt it.
+-- A stored score as text, or that of the end of the queue if a stranger wrote something else.
 function waiting.place(score)
   local number = tonumber(score or nil)
   if not number or number ~= number then number = server.now end
@@ -95,8 +95,8 @@ function waiting.note_end_of_attempt(id, how)
   if encoded then redis.call('HSET', keys.request(id), 'history', text) end
 end
 
--- Put a request that is not held (any more) in its old place, after `delay_ms` if that is given.
--- `how` says how the attempt at it ended, if that is worth a note.
+-- Put a request that no worker holds back at its old place, after `delay_ms` if that is given.
+-- `how` says how its attempt ended. Without it, the history gets no entry.
 function waiting.put_back(id, score, how, delay_ms)
   if how then waiting.note_end_of_attempt(id, how) end
   local fields = requests.read(id, 'state', 'tenant', 'tokens') or {}
@@ -109,7 +109,7 @@ function waiting.put_back(id, score, how, delay_ms)
   local waits = delay_ms and delay_ms > 0
     and redis.pcall('ZADD', keys.delayed, numbers.exact(server.now + delay_ms), id)
   if type(waits) == 'number' then
-    server.remove_later(keys.pending, id) -- where a plain client may have put it in again meanwhile
+    server.remove_later(keys.pending, id) -- a plain client may have put it there again
     server.remove_later(keys.pending_of(fields.tenant), id)
     waiting.count_later('delayed', fields.tenant, 1)
   else

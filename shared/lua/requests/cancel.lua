@@ -1,7 +1,7 @@
 -- uses: keys, server, requests, waiting, ending
--- Cancel requests: one that waits ends now, one that runs is flagged and its worker told.
--- ARGV  1 'any'; 'waiting' to leave alone what a worker holds; 'flagged' to end only what waits and
---         bears the flag already (a plain client set it); then ids
+-- Cancel requests. A waiting one ends now. A running one is flagged, and its worker is told.
+-- ARGV  1 'any'; 'waiting' to leave requests alone that a worker holds; 'flagged' to end only waiting
+--         requests that a plain client has flagged; then ids
 -- Reply a status for each: cancelled (ended now), flagged (its worker ends it), active (left alone),
 --       finished (was over before), unknown
 
@@ -30,7 +30,7 @@ local function cancel(id)
     ending.finish_bare(id, 'cancelled')
     return 'cancelled'
   end
-  -- A plain client's flag for what was never enqueued, or not yet.
+  -- A plain client flagged a request that was never enqueued, or not yet.
   if fields.cancelled then redis.call('PEXPIRE', keys.request(id), ending.result_ttl()) end
   return 'unknown'
 end

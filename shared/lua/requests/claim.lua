@@ -2,26 +2,26 @@
 -- Give a worker the requests it has room for, in queue order.
 -- ARGV  1 worker id           2 lease (ms)
 --       3 max count           4 token budget: KV tokens that are free
---       5 capacity: KV tokens that one request may take at most; none costs more than that
+--       5 capacity: the most KV tokens that one request may take; no cost is higher
 --       6 nonce: random, new for each call
 --       7 protocol version that the worker reads
 --       8 model name          9 model fingerprint ('' and '': any model)
 --      10 preemptible: 'priority:tokens ...' of running sequences; a more urgent request may
 --         count their slots and tokens as free, since it will preempt them
---      11 seed base: requests without a seed get one made of this and their id; '': of the nonce of the
---         call that enqueued them and their id, so that it is the same again where a claim was lost
+--      11 seed base: a request without a seed gets one made of this and its id. '': made of its id and the
+--         nonce of the call that enqueued it, so that it is the same again after a claim was lost
 --      12 how many requests the worker holds; left out: it never gets a suspect
---      13 session: random, the same for all calls of a worker that makes one at a time; '' or left out
---         for one that makes several at once
+--      13 session: random, the same for all calls of a worker that makes one call at a time; '' or left out
+--         for a worker that makes several at once
 --      14 nonce of the last call of the session that gave something, as far as the worker knows
---      15 how many to skip behind the first few: 0 at first, then what the last reply said
---      16 number of the call within its session, from 1 on; left out: a call that is late is not known
---      17 how the model writes the call of a tool, as JSON; '' or left out: not told
+--      15 how many requests to skip after the first few: 0 at first, then what the last reply said
+--      16 number of the call within its session, from 1 on; left out: a late call is not recognised
+--      17 how the model writes a tool call, as JSON; '' or left out: not given
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
---        log, turn, tenant}; the last two are left out where there are no tenants: the score whose turn
---        it was when this one was taken (its own where it is given once more), and whose queue it was in
+--        log, turn, tenant}. Without tenants the last two are left out. `turn` is the lowest score when
+--        this request was taken (its own if it is given once more), `tenant` the queue it was in
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
@@ -36,10 +36,10 @@ local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled 
 
 if max_count > 0 or ARGV[10] ~= '' then server.write_needs_memory() else server.write_needs_no_memory() end
 
--- The last call that gave something, and this one. If the worker does not know what that gave, its
--- reply was lost; the worker lives, so this is no crash. If it is this very call, which was sent twice,
--- it gives the same once more, whichever of the two the worker hears. If it came later than this one,
--- nobody waits for this one any more.
+-- Compare this call with the last one that gave something. If the worker has not seen the last one's reply,
+-- the reply was lost. Its requests go back; that is no crash, because the worker lives. If the last one is
+-- this call, sent twice, it gives the same once more, whichever reply the worker reads. If the last one has
+-- a higher number, this call is late, and nobody waits for it any more.
 local claimed_key, number = keys.prefix .. 'claimed:' .. session, tonumber(ARGV[16]) or 0
 local is_late, given_before = false, {}
 local function look_at_last_call()
@@ -70,9 +70,9 @@ end
 if is_late then return {'ok', server.now_text, 0, 0} end
 if #given_before == 0 and server.config('paused') == '1' then return {'paused'} end
 
--- What the queue serves, as its first worker said. Earlier releases look for that in `config`, which a
--- worker with a role of its own may only read. So it is there too where a stranger made something else of
--- the key.
+-- The queue's model, as its first worker named it. Earlier releases read it from `config`, so it is written
+-- there too, unless the worker's role may only read that key. From there it is also read if a stranger gave
+-- the key `model` another type.
 local model_key, config_key = keys.prefix .. 'model', keys.prefix .. 'config'
 local function tell_model(...)
   redis.pcall('HSET', model_key, ...)
@@ -134,7 +134,7 @@ local function cost_of(fields, output)
   return math.max(0, math.min(prompt_tokens_of(fields) + math.min(max_tokens, output), capacity))
 end
 
--- A number below 2^46 for a text; who samples mixes it further, so it need only be different.
+-- A number below 2^46 made of a text. Sampling mixes it further, so it need only differ between texts.
 local function seed_of(text)
   local seed = 0
   for i = 1, #text do seed = (seed * 127 + string.byte(text, i)) % 70368744177643 end
@@ -143,10 +143,11 @@ end
 
 local expiry, new_leases = numbers.exact(server.now + lease_ms), {}
 
--- The suspect that was handed out last, which is known only while it is asked for.
+-- Names the suspect that was handed out last. The key expires unless claims ask for it.
 local alone_key, ALONE_MS = keys.prefix .. 'alone', 10000
 
--- Whether some worker runs a suspect: one at a time is enough to keep others from serving the rest.
+-- Whether some worker runs a suspect. Then no room is kept for another one, so that other workers serve the
+-- rest.
 local function some_suspect_runs()
   local id = redis.pcall('GET', alone_key)
   if type(id) ~= 'string' or not redis.call('ZSCORE', keys.leases, id) then return false end
@@ -156,7 +157,7 @@ end
 
 local taken = {} -- a stranger may have put an id into the queues of two tenants
 
--- What is said of a claim. Its lease begins with it.
+-- The reply for one claim. Its lease begins here.
 local function reply_of(id, fields, cost, has_log, turn, tenant)
   new_leases[#new_leases + 1] = expiry
   new_leases[#new_leases + 1] = id
@@ -204,7 +205,7 @@ local function refuse(id, message)
   ending.finish_bare(id, 'error', 'invalid_request', message)
 end
 
--- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays there.
+-- Take, end or pass over the request where a tenant's walk stands. Returns whether it stays in the queue.
 local function examine(queue, turn)
   local id = queue.id
   if #id > 200 or string.find(id, '[^\33-\126]') then
@@ -252,8 +253,8 @@ local function examine(queue, turn)
     if passed >= MAX_PASSES and not (must_wait and some_suspect_runs()) then walking = false end
     return true
   end
-  if fields.suspect then walking = false end -- nothing beside it
-  -- Those that were passed over count it once something behind them was taken.
+  if fields.suspect then walking = false end -- it runs alone
+  -- Requests that were passed over count this only when something behind them is taken.
   for _, overtaken in ipairs(passed_over) do
     redis.call('HSET', keys.request(overtaken[1]), 'passed', overtaken[2] + 1)
   end
@@ -287,7 +288,7 @@ server.for_all(redis.call, 'ZADD', keys.leases, new_leases)
 fair_share.settle()
 server.carry_out()
 
--- Where the next call goes on: behind what only newer workers take, so that it hides nothing.
+-- Where the next call continues: after requests that only newer workers take, so that they hide nothing.
 local next_skip = 0
 if examined >= MAX_EXAMINED and #claims == 0 and #passed_over == 0 then
   next_skip = fair_share.num_passed()

@@ -1,14 +1,14 @@
 -- uses: keys, numbers, server, requests, tenants, waiting, ending
--- Take requests in, all or none.
--- ARGV  1 idempotency time (ms), and behind a space how many arguments each request has, 6 if left out
+-- Enqueue requests, all or none.
+-- ARGV  1 idempotency time (ms), then a space and how many arguments each request has (6 if left out)
 --       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
---       idempotency key ('' for none), tenant ('' for none), account ('' for none: LIMIT HOLDER of the
---       token rate that its output is charged to)
---       then the call's nonce, or nothing: a call that is sent again because its reply was lost is
---       known by it
+--       idempotency key ('' for none), tenant ('' for none), account ('' for none, else LIMIT HOLDER of
+--       the token rate that its output is charged to)
+--       then the call's nonce, or nothing. It identifies a call that is sent again because its reply was
+--       lost
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
 --       {'exists', id}            an id is taken; nothing was enqueued
---       {'full', retry_after_ms, setting, limit}   a limit is reached, that of this setting;
+--       {'full', retry_after_ms, setting, limit}   the limit of this setting is reached;
 --                                 nothing was enqueued
 
 local idempotency_ms, num_fields = string.match(ARGV[1], '^(%d+) ?(%d*)$')
@@ -18,7 +18,7 @@ local nonce = (#ARGV - 1) % num_fields == 1 and ARGV[#ARGV] or nil
 
 local function idempotency_key(name) return keys.prefix .. 'idempotency:' .. name end
 
--- Who is known by an idempotency key: as long as the request is kept, which a purge may end early.
+-- The id that an idempotency key stands for, as long as the request is kept. A purge may delete it early.
 local function known_by(name)
   local id = redis.call('GET', idempotency_key(name))
   return id and redis.pcall('HEXISTS', keys.request(id), 'payload') == 1 and id
@@ -31,8 +31,8 @@ for n = 0, count - 1 do
   local known = key ~= '' and (keys_here[key] or known_by(key))
   ids[#ids + 1] = known or id
   if not known then
-    -- A cancel may come before its request: a hash without payload is no request yet, unless an id
-    -- that waited without one was ended.
+    -- A cancel may come before its request, so a hash without a payload is no request yet, unless its
+    -- state is final: then an id that waited without a payload was ended.
     local fields = requests.read(id, 'payload', 'state', 'nonce')
     if ids_here[id] then return {'exists', id} end
     if fields and not fields.payload and not requests.is_final(fields.state) then
@@ -50,7 +50,7 @@ for n = 0, count - 1 do
   end
 end
 
--- What would wait with the new ones: {requests, tokens} of each tenant, and of the whole queue.
+-- What the new requests would add: {requests, tokens} for each tenant and for the whole queue.
 local added, added_in_all = {}, {0, 0}
 local function add(sums, tokens) sums[1], sums[2] = sums[1] + 1, sums[2] + tokens end
 for _, request in ipairs(fresh) do
@@ -75,8 +75,8 @@ local function num_waiting_in_all()
   return num
 end
 
--- How long, at the rate of the last finishes, until so many have left. Of that rate a tenant has its
--- share beside the others that wait.
+-- How long it takes until `excess` requests have left, at the rate of the last finishes (ms). A tenant gets
+-- its share of that rate beside the other tenants that wait.
 local function retry_after(excess, tenant)
   local finished = ending.read_outputs()
   if #finished < 2 then return 1000 end
@@ -95,8 +95,8 @@ end
 
 local function limit(name, default) return server.number(name, default and server.number(default, 0) or 0) end
 
--- The answer if a limit keeps the new ones out. `count` gives how many requests wait, `tokens` their
--- tokens; both are looked at only where there is a limit.
+-- The reply if a limit keeps the new requests out, else nil. `count` returns how many requests wait, `tokens`
+-- how many tokens they count as. Both are called only if there is a limit.
 local function refusal(name, default, new, count, tokens, tenant)
   local tokens_name = string.gsub(name, '^max_pending', 'max_pending_tokens')
   local max_requests, max_tokens = limit(name, default), limit(tokens_name, default and default .. '_tokens')
@@ -107,7 +107,7 @@ local function refusal(name, default, new, count, tokens, tenant)
     return {'full', retry_after(excess, tenant), name, numbers.exact(max_requests)}
   end
   if max_tokens <= 0 then return nil end
-  local sum = num > 0 and tokens() or 0 -- where nothing waits, nothing is left to be counted
+  local sum = num > 0 and tokens() or 0 -- if nothing waits, a count that is left over is wrong
   excess = sum + new[2] - max_tokens
   if excess > 0 then
     local mean = (sum + new[2]) / (num + new[1])
@@ -135,7 +135,7 @@ if #fresh > 0 and has_limits() then
 end
 
 server.write_needs_memory()
--- Where one is of another type, all is refused.
+-- If one of these keys has another type, this fails before anything is enqueued.
 for _, key in ipairs({keys.deadlines, keys.delayed}) do redis.call('ZREM', key, '') end
 local arrived = {}
 for _, request in ipairs(fresh) do
@@ -144,7 +144,7 @@ for _, request in ipairs(fresh) do
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
     'priority', request.priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')
-  redis.call('PERSIST', keys.request(id)) -- a cancel that came before gave it an end
+  redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
   waiting.count_later('tokens', tenant, request.tokens)

@@ -1,18 +1,18 @@
 -- uses: keys, numbers, server, requests, tenants, ending, rates
--- Send a whole step: check, append, publish and finish its rows, renew the worker's leases.
+-- Publish a whole step: check, append, publish and finish its rows, and renew the worker's leases.
 -- ARGV  1 lease (ms)          2 number of rows
 --       for each row: id, fence, index, end, event JSON, finish reason ('' unless it is the last),
 --         result JSON (likewise; '' folds the log)
---       for each id held: id, fence, prompt tokens ('' if told before); an id may be held and have rows
+--       for each id held: id, fence, prompt tokens ('' if sent before); an id may be held and have rows
 -- Reply {{row status, ...}, {held status, ...}}
 --       ok         row written; lease renewed
 --       duplicate  the log has it already (a lost reply was retried); nothing was done
 --       gap        the log ends before `index`; nothing was done
 --       finished   the request has its last event; nothing was done
---       fenced     another attempt holds the request, or nobody; nothing was done
+--       fenced     another attempt or nobody holds the request; nothing was done
 --       cancelled, expired   the request got its last event now, without this row's tokens
--- Statuses of all rows are settled before the first write. A row that the log does not take answers
--- `error <message>`, ends its request, as nobody could go on with it, and does not stop the others.
+-- The statuses of all rows are decided before the first write. If the log does not accept a row, the row's
+-- status is `error <message>` and its request ends, because nobody could continue it. Other rows go on.
 
 local lease_ms, num_rows = tonumber(ARGV[1]), tonumber(ARGV[2])
 if num_rows > 0 then server.write_needs_memory() else server.write_needs_no_memory() end
@@ -20,8 +20,8 @@ local ROW, HELD = 7, 3
 local held_from = 3 + num_rows * ROW
 local num_held = (#ARGV - held_from + 1) / HELD
 
-local has_tenants = redis.call('EXISTS', keys.tenants_waiting) == 1 -- until nothing waits nor runs
-local known = {} -- id -> what the server says of it, and how far its log will be
+local has_tenants = redis.call('EXISTS', keys.tenants_waiting) == 1 -- exists until nothing waits or runs
+local known = {} -- id -> what is stored of it, and how many tokens its log will have
 
 local function look_up(id)
   if not known[id] then
@@ -38,13 +38,13 @@ local function look_up(id)
   return known[id]
 end
 
--- What stands in the way of a holder, whatever it wants to do.
+-- Why a holder may not continue a request, or nil if it may.
 local function obstacle(id, fence)
   local request = look_up(id)
   if request.finished then return 'finished' end
   if request.fence ~= fence then return 'fenced' end
   if not (request.cancelled or request.expired) then return nil end
-  request.finished = true -- with this call
+  request.finished = true -- this call ends it
   return request.cancelled and 'cancelled' or 'expired'
 end
 
@@ -82,9 +82,9 @@ local function tell(id)
   end
 end
 
-local accounts = {} -- tokens to be charged, by the field that says to whom
+local accounts = {} -- tokens to be charged, by the request's field `account`
 
--- Count a row's tokens as service that its tenant received, and to the account that pays for them.
+-- Count a row's tokens as service to its tenant, and charge them to the account that pays for them.
 local function charge_row(id, index, count)
   local tokens, request = tonumber(count) - tonumber(index), known[id]
   if request.account then accounts[request.account] = (accounts[request.account] or 0) + tokens end
@@ -93,7 +93,7 @@ local function charge_row(id, index, count)
   tenants.charge_later(request.tenant, numbers.whole(priority_of(id), 0), service)
 end
 
--- Take from the accounts' buckets, which may be overdrawn by it: nobody's stream is cut for that.
+-- Charge the accounts' buckets. This may overdraw a bucket, because no stream is cut off for its rate.
 local function charge_accounts()
   for account, tokens in pairs(accounts) do
     local limit, holder = string.match(account, '^(%d+) ([%w_.%-:]+)$')
@@ -106,7 +106,7 @@ local function charge_accounts()
   end
 end
 
--- When a request got its first token: once in its life.
+-- Note when a request got its first token. That happens once in its life.
 local function note_first_token(id, at)
   if ARGV[at + 2] == '0' and ARGV[at + 3] ~= '0' then
     redis.pcall('HSET', keys.request(id), 'first_token_at', server.now_text)

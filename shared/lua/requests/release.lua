@@ -1,10 +1,10 @@
 -- uses: server, requests, tenants, waiting, ending, crashes
 -- Give held requests back, with their progress, at their old place in the queue.
 -- ARGV  for each request: id, fence, prompt tokens ('' if unknown)
---       then, only if the worker's engine failed with them: max crashes (see reap); it counts as a
---         crash of each, at once
---       or else '' and, with a space between, for how many ms each is kept from being claimed again: its
---         preparation takes long, and the worker has no place for it yet. This is no end of an attempt.
+--       then, only if the worker's engine failed with them: max crashes (see reap). Each request gets a
+--         crash at once
+--       or else '' and a delay (ms) for each, with spaces between, before which it cannot be claimed again:
+--         its preparation takes long, and the worker has no place for it yet. The attempt does not end
 -- Reply a status for each: waiting, fenced (not held any more), finished, cancelled, dead
 
 local HELD = 3

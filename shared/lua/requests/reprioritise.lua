@@ -1,9 +1,9 @@
 -- uses: keys, numbers, server, requests, waiting
--- Give a waiting request another priority: its place becomes what it would be, had it come with it.
+-- Give a waiting request another priority, and the place that it would have had with it from the start.
 -- ARGV  1 id   2 priority
 --       3 the payload as the caller read it   4 that payload with the new priority
 -- Reply changed; active (a worker holds it, it stays as it is), finished, unknown (it waits nowhere),
---       stale (the payload is another one by now: read it again)
+--       stale (the payload has changed: read it again)
 
 local id, priority = ARGV[1], tonumber(ARGV[2])
 local fields = requests.read(id, 'state', 'payload', 'priority', 'score', 'tenant')

@@ -1,7 +1,7 @@
 -- uses: keys, numbers, server, requests, waiting, ending
--- Run a dead letter again, as a new request. It stays a suspect, so that it harms nobody else.
+-- Run a dead letter again, as a new request. It stays a suspect and runs alone, so it harms no other request.
 -- ARGV  1 id of the dead letter   2 id of the new request
--- Reply {'ok'}      also where that was done before: a call that is sent again because its reply was lost
+-- Reply {'ok'}      also if it was done before and the call is sent again because its reply was lost
 --       {'unknown'} there is no such dead letter
 --       {'exists'}  the new id is taken
 

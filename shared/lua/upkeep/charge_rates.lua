@@ -1,7 +1,7 @@
 -- uses: server, rates
--- Take from the rates of one holder, all of them or none.
+-- Take amounts from the rates of one holder, all of them or none.
 -- ARGV  1 holder   then for each rate: name, amount, limit a minute
--- Reply {milliseconds to wait, or 0 where all was taken, or -1 where it never can be;
+-- Reply {milliseconds to wait, or 0 if all was taken, or -1 if an amount is more than its limit;
 --        for each rate: how much is left, milliseconds until all of it is back}
 
 local key = rates.key(ARGV[1])

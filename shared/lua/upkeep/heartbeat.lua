@@ -1,5 +1,5 @@
 -- uses: keys, numbers, server
--- Tell that a worker lives and how it fares; forget those that have not told for long.
+-- Report that a worker lives, with its statistics. Remove workers that have not reported for long.
 -- ARGV  1 worker id   2 time until it counts as gone (ms); 0: it leaves now   then field, value, ...
 --       the field `slots`, its batch as JSON, goes into the hash `slots:WID` instead of `worker:WID`
 -- Reply how many workers live

@@ -1,15 +1,15 @@
 -- uses: keys, server
 -- Take, keep or let go of a lease that one holder has at a time, such as the right to run a batch.
--- ARGV  1 lease: its name behind the queue's prefix   2 holder, a word of its own
+-- ARGV  1 lease: its key without the queue's prefix   2 holder: a unique word
 --       3 for how long (ms) it is taken or kept, 0 to let go of it
--- Reply 1 if it is the holder's now, or was until it let go; 0 if it is somebody else's, or nobody's to
---       let go of
--- A lease that ran out is taken again, unless another holder was first. Reading and writing in one step
--- is what keeps two processes from holding one lease.
+-- Reply 1 if the holder has the lease now, or had it until it let go; 0 if another holder has it, or nobody
+--       had it to let go of
+-- A holder can take its lease again after it ran out, unless another holder was first. The script reads and
+-- writes in one step, so two processes never hold one lease.
 
 local key, holder, ttl_ms = keys.prefix .. ARGV[1], ARGV[2], tonumber(ARGV[3])
 local held_by = redis.pcall('GET', key)
-if type(held_by) == 'table' then held_by = false end -- what a stranger made of it is no holder
+if type(held_by) == 'table' then held_by = false end -- a stranger gave the key another type
 server.write_needs_no_memory()
 if ttl_ms == 0 then
   if held_by ~= holder then return 0 end

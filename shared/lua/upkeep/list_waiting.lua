@@ -1,7 +1,7 @@
 -- uses: waiting
--- What waits, over all tenants; changes nothing.
+-- List the requests of all tenants that wait. Changes nothing.
 -- ARGV  1 how many ids from the front of each tenant's queue   2 an id to look for ('' for none)
--- Reply {how many wait, 1 if the id does, id, ...}, the ids by their score
+-- Reply {how many wait, 1 if the id waits else 0, id, ...}, the ids in the order of their scores
 
 local limit, wanted = tonumber(ARGV[1]), ARGV[2]
 local num, found, entries = 0, 0, {}

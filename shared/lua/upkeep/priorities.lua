@@ -1,7 +1,7 @@
 -- uses: priority_counts
--- What waits at each priority, over all tenants; changes nothing.
--- Reply {how many wait, priority, how many, priority, how many, ...}; of more than some hundreds the
---       numbers at the single priorities are estimates
+-- Count the requests of all tenants that wait at each priority. Changes nothing.
+-- Reply {how many wait, priority, how many, priority, how many, ...}; if more than some hundreds wait, the
+--       counts of the single priorities are estimates
 
 local total, counts = priority_counts.count()
 local reply = {total}

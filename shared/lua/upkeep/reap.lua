@@ -1,8 +1,8 @@
 -- uses: keys, numbers, server, requests, waiting, ending, crashes
--- Tidy up behind whoever is gone: leases that ran out, deadlines that passed, delays that are over,
--- dead letters that were kept for their time.
--- ARGV  1 max crashes: so many lost leases, the last of them while it ran alone, make a request a
---         dead letter   2 limit a call
+-- Handle leases that ran out, deadlines that passed, delays that are over, and dead letters that were kept
+-- long enough.
+-- ARGV  1 max crashes: a request becomes a dead letter after so many lost leases, if it ran alone at the
+--         last of them   2 limit a call
 -- Reply {requests back to waiting, ended, dead, purged}
 
 local max_crashes, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -27,7 +27,7 @@ for _, id in ipairs(server.due(keys.leases, server.now_text, limit)) do
 end
 server.carry_out() -- what has just ended has no deadline any more
 for _, id in ipairs(server.due(keys.deadlines, server.now_text, limit)) do
-  local is_held = redis.call('ZSCORE', keys.leases, id) -- who holds it ends it
+  local is_held = redis.call('ZSCORE', keys.leases, id) -- its worker ends it
   if not is_held and ending.finish_bare(id, 'expired') then ended = ended + 1 end
 end
 if dead_ttl > 0 then

@@ -1,14 +1,14 @@
 -- uses: keys, numbers, server, priority_counts
--- Add to the queue's statistics: one entry of the stream `statistics` for each 5 s, whoever calls.
+-- Add to the queue's statistics. The stream `statistics` gets one entry for each 5 s, however many call.
 -- ARGV  1 tokens that were generated   2 prompt tokens that were computed   3 requests that ended
 --       4 times to first token (ms), with spaces between   5 times in the queue (ms), likewise;
 --       all of them since the caller's last call
 -- Reply how many entries were written: 0 or 1
--- What waits and runs is counted by the first call of each 5 s, the rest is summed up in the hash
--- `statistics:open` until the first call after them, which writes the entry.
+-- The first call of each 5 s counts what waits and runs. The rest is summed up in the hash `statistics:open`
+-- until the first call after those 5 s, which writes the entry.
 
 local BUCKET_MS, MAX_ENTRIES, KEPT_MS = 5000, 720, 3600000
-local BIN_WIDTH = math.log(1.05) -- times are known to some 2%: in bins, they add up over workers
+local BIN_WIDTH = math.log(1.05) -- times are counted in bins, to some 2%, so that workers add up
 local stream, open = keys.prefix .. 'statistics', keys.prefix .. 'statistics:open'
 local WORDS = {'generated_tokens', 'prompt_tokens', 'finished'}
 
@@ -18,7 +18,7 @@ local function read_open()
   return fields
 end
 
--- The times of a kind that stand at these shares of all, by their bins; '' where there are none.
+-- The percentiles `shares` of the times of a kind, from their bins, or '' if there are no times.
 local function percentiles(fields, kind, shares)
   local bins, total, found = {}, 0, {}
   for name, num in pairs(fields) do
@@ -51,7 +51,7 @@ local function close(fields)
     'prompt_tokens_per_second', string.format('%.1f', (tonumber(fields.prompt_tokens) or 0) / seconds),
     'finished', fields.finished or '0', 'ttft_p50_ms', ttft_p50, 'ttft_p95_ms', ttft_p95,
     'queue_p50_ms', queue_p50, 'queue_p95_ms', queue_p95)
-  return type(added) == 'string' and 1 or 0 -- a server's clock that went back writes no entry twice
+  return type(added) == 'string' and 1 or 0 -- 0: it was written before the server's clock went back
 end
 
 local function begin(bucket)

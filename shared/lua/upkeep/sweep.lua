@@ -1,18 +1,18 @@
 -- uses: keys, numbers, server, requests, waiting, ending
--- Let go of what nothing refers to: a flag for a request that never came, a log without its hash, a hash
--- in no queue. Plain clients leave such things behind. Looks at a page of the server's keys at a time.
--- What is found is noted, and let go if it is still so when as long has passed as results are kept: who
--- puts a request in by several commands may be in between.
+-- Remove keys that nothing refers to: a flag for a request that never came, a log without its hash, a hash
+-- in no queue. Plain clients leave such keys behind. Each call looks at one page of the server's keys. What
+-- it finds is noted, and removed if it is still so after the time for which results are kept, because a
+-- client may be in the middle of enqueueing a request with several commands.
 -- ARGV  1 cursor: 0 at first, then what the last reply said   2 about how many keys to look at
--- Reply {cursor (0: that was the last page), how many were let go, and if the server's access rules do
---       not let this user see what keys there are, how the server says so}
+-- Reply {cursor (0: that was the last page), how many were removed, and the server's message if its access
+--       rules do not let this user list the keys}
 
 local cursor, limit = ARGV[1], tonumber(ARGV[2])
 local orphans, grace_ms = keys.prefix .. 'orphans', server.number('result_ttl_ms', 3600000)
 server.write_needs_no_memory()
 
--- Whether something is kept for ever of an id that nobody holds and that stands in no queue. What has
--- ended expires by itself; whoever keeps a result longer may do so.
+-- Whether an id that nobody holds and that is in no queue has a key without an expiry. Requests that ended
+-- do not count: they expire by themselves, and a client may keep a result longer.
 local function is_orphan(id)
   local fields = requests.read(id, 'state', 'tenant') or {}
   local stays = redis.call('PTTL', keys.request(id)) == -1 or redis.call('PTTL', keys.tokens(id)) == -1
@@ -21,7 +21,7 @@ local function is_orphan(id)
     and not waiting.queue_of(id, fields.tenant)
 end
 
--- What was once a request gets its last event, for those who may wait for it.
+-- A former request gets its last event, because a client may wait for it. Other keys are deleted.
 local function let_go(id)
   local fields = requests.read(id, 'state', 'payload', 'cancelled')
   if not fields or not (fields.state or fields.payload) then
@@ -31,7 +31,7 @@ local function let_go(id)
   if fields.cancelled == '1' then
     ending.finish_bare(id, 'cancelled')
   else
-    ending.finish_bare(id, 'error', 'internal_error', 'request: it stood in no queue, and nobody held it')
+    ending.finish_bare(id, 'error', 'internal_error', 'request: it was in no queue, and no worker held it')
   end
   for _, key in ipairs({keys.request(id), keys.tokens(id)}) do
     if redis.call('PTTL', key) == -1 then redis.call('PEXPIRE', key, grace_ms) end

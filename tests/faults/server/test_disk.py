@@ -43,8 +43,8 @@ def test_a_full_disk_refuses_writes_until_there_is_room(disk: SmallDisk, tmp_pat
         stream = client.stream(request_id)
         text = "".join(next(stream).text for _ in range(20))
         disk.fill()
-        until(lambda: worker.logged("Redis does not take it, trying again"))
-        (told,) = worker.logged("Redis does not take it, trying again")
+        until(lambda: worker.logged("Redis does not accept a call, trying again"))
+        (told,) = worker.logged("Redis does not accept a call, trying again")
         assert "MISCONF" in told["error"]
         assert "No space left on device" in told["error"]
         with pytest.raises(RedisSideError, match="MISCONF"):

@@ -178,7 +178,7 @@ def test_a_server_that_refuses_writes_for_a_while_loses_nothing(
         until(lambda: num_tokens(queue, requests[0]) > 20)
         (server.folder / "dump.rdb").mkdir()  # no snapshot can take its place
         client.config_set(setting, bad)
-        until(lambda: worker.logged("Redis does not take it, trying again"))
+        until(lambda: worker.logged("Redis does not accept a call, trying again"))
         so_far = num_tokens(queue, requests[0])
         time.sleep(0.5)
         assert num_tokens(queue, requests[0]) == so_far

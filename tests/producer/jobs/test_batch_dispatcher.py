@@ -165,5 +165,5 @@ def test_long_entries_are_cut_in_the_log(leader: Leader) -> None:
     with capture_logs() as logs:
         leader.deliveries.go_on()
         leader.dispatcher.hand_out_batches()
-    assert [entry["event"] for entry in logs] == ["webhook struck off", "batch struck off"]
+    assert [entry["event"] for entry in logs] == ["webhook entry removed", "batch entry removed"]
     assert {len(entry["entry"]) for entry in logs} == {100}

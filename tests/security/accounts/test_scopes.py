@@ -129,12 +129,12 @@ def test_the_commands(redis_url: str) -> None:
     for args, error in (
         (
             ["x", "--scope", "admin"],
-            "scope: 'admin' is none of completions, files, batches, models",
+            "scope: 'admin' is not one of completions, files, batches, models",
         ),
         (["x", "--expires-in", "0d"], "expires-in: '0d' is not more than 0"),
         (["x", "--expires-in", "soon"], "expires-in: 'soon' is not a number of"),
         (["x", "--expires-at", "2001-02-03"], "expires-at: '2001-02-03' is over already"),
-        (["x", "--tenant", "nightly"], "tenant: 'nightly' is the key 'nightly' alone"),
+        (["x", "--tenant", "nightly"], "tenant: 'nightly' belongs to the key 'nightly' alone"),
     ):
         refused = run("create", *args)
         assert refused.returncode == 1

@@ -132,7 +132,7 @@ def test_a_name_that_would_let_keys_see_each_other_is_refused(
     make_key("shop-2", tenant="shop")  # keys of one tenant share on purpose
     for name in ("web", "old"):
         with pytest.raises(
-            ConfigurationError, match=rf"tenant: '{name}' is the key '{name}' alone"
+            ConfigurationError, match=rf"tenant: '{name}' belongs to the key '{name}' alone"
         ):
             make_key("late", tenant=name)
     with pytest.raises(ConfigurationError, match="name: 'shop' is the tenant of the key 'shop-1'"):

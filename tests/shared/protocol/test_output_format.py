@@ -63,8 +63,8 @@ JSON = "response_format: json_schema: "
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"response_format": {}}, "response_format: type None is none of"),
-        ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is none of text"),
+        ({"response_format": {}}, "response_format: type None is not one of"),
+        ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is not one of text"),
         ({"response_format": {"type": "text", "a": 1}}, "response_format: 'a' is not known"),
         ({"response_format": {"type": "json_schema"}}, JSON + "must be an object"),
         (
@@ -84,8 +84,8 @@ JSON = "response_format: json_schema: "
             },
             JSON + "strict must be true, false or null, not 1",
         ),
-        ({"tool_choice": "auto"}, "tool_choice: goes with tools"),
-        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is none of"),
+        ({"tool_choice": "auto"}, "tool_choice: needs tools"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is not one of"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice: {'type'"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},

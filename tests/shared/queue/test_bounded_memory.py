@@ -111,7 +111,7 @@ def test_a_request_that_is_nowhere_ends_and_expires(
     age(client, queue)
     assert sweep(queue) == 1
     assert queue.state("x") is RequestState.FAILED
-    assert "stood in no queue" in last_event(queue, "x")["error"]["message"]
+    assert "was in no queue" in last_event(queue, "x")["error"]["message"]
     assert 0 < client.pttl(queue.keys.request("x")) <= 3_600_000
     assert 0 < client.pttl(queue.keys.tokens("x")) <= 60_000
     assert queue.take_batch(ROOM) == []

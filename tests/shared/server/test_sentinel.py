@@ -111,5 +111,5 @@ async def test_sentinels_and_server_speak_tls(tmp_path: Path) -> None:
     ):
         until(lambda: is_found(watcher))
         await check_both_clients(f"{url}?{authority}")
-        with pytest.raises(RedisUnavailableError, match="takes the connection"):
+        with pytest.raises(RedisUnavailableError, match="refuses the connection"):
             Client(url)  # which does not know who vouches for them

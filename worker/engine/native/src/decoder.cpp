@@ -4,7 +4,7 @@
 //   each layer: hidden += o(attention(qkv(norm(hidden)))); hidden += down(silu(gate) * up)(norm(hidden))
 //   logits = head(norm(hidden of the sampling rows))
 //
-// Python builds it (native/decoder.py) and holds it against the library's own model at load.
+// Python builds it (native/decoder.py) and compares it with the library's own model at load.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
@@ -71,9 +71,9 @@ class Decoder : public torch::CustomClassHolder {
   }
 
  private:
-  // Columns that slices of weights end at.
+  // Slices of weights end at multiples of so many columns.
   static constexpr int64_t kGranule = 64;
-  // Of a thread, so that a slice's logits stay in the core's cache until they are where they belong.
+  // Slices of the head for each thread. A slice's logits stay in the core's cache until they are copied.
   static constexpr int64_t kHeadSlices = 8;
 
   static int64_t num_slices() { return at::get_num_threads(); }
@@ -161,8 +161,8 @@ class Decoder : public torch::CustomClassHolder {
         });
   }
 
-  // Norm and rotate some heads of a row, of which the model's first is `first`, and put them where
-  // they belong: queries to `query` [T, num_heads * head_size], K and V into the cache.
+  // Norm and rotate `count` heads of a row, from the model's head `first` on, and store them: queries in
+  // `query` [T, num_heads * head_size], K and V in the cache.
   template <typename T>
   void place_heads(
       T* head, int64_t first, int64_t count, int64_t row, const Layer& layer,
@@ -203,7 +203,7 @@ void keep_freed_memory() {
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
-// Attention of packed rows [T, num_heads, size] over one layer's K and V, which hold theirs already.
+// Attention of packed rows [T, num_heads, size] over one layer's cache, which has their K and V already.
 at::Tensor attend_packed(
     const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
     const at::Tensor& query_starts, const at::Tensor& context_lens, const at::Tensor& block_tables,
@@ -233,7 +233,7 @@ TORCH_LIBRARY(promptq, library) {
       .def("add_layer", &Decoder::add_layer)
       .def("logits", &Decoder::logits);
   library.def("keep_freed_memory", &promptq::keep_freed_memory);
-  // What decoders call; by name, and on any processor that can, it can be held against others.
+  // Decoders use the same code. Under these names it can be compared on any processor that can run it.
   library.def("paged_attention", &promptq::attend_packed);
   library.def("widening_linear", &promptq::linear<promptq::WideningWeight>);
 #ifdef __AMX_BF16__

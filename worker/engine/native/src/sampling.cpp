@@ -1,6 +1,6 @@
-// Choosing tokens and reporting log-probabilities, a row at a time and rows over threads.
+// Chooses tokens and reports log-probabilities. Threads share the rows, and each takes a row at a time.
 //
-// What is computed is defined by sampling/filters.py, draw.py and logprobs.py.
+// sampling/filters.py, draw.py and logprobs.py define what is computed.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -22,8 +22,8 @@ namespace promptq {
 // A token this far below the likeliest is never drawn (filters.py).
 constexpr float kLowest = -60.0f;
 
-// What one row asks for: FILTERS of filters.py in their order, as the schema has them where a row
-// does not use one.
+// The filters of one row: FILTERS of filters.py in their order. A filter that the row does not use has the
+// schema's default.
 struct Asked {
   double min_p, top_k, top_p;
 };
@@ -70,7 +70,7 @@ int64_t draw(float threshold, double uniform, int64_t size, Workspace& space) {
     total += space.sums[block] = sum;
   });
   const double target = uniform * total;
-  // Should rounding have lifted the target to the total, the last that adds anything is taken.
+  // If rounding has lifted the target to the total, the last token that adds anything is taken.
   double cumulative = 0.0, before = 0.0;
   int64_t block = 0, token = 0;
   for (int64_t i = 0; i < num_blocks(size) && cumulative <= target; ++i) {
@@ -118,8 +118,8 @@ void for_rows(int64_t count, int64_t size, Action action) {
   });
 }
 
-// Tokens [R] and whether each is sound, of `logits` [R, vocabulary]. `filters` are [R, kNumFilters],
-// the others [R] or [R, 1].
+// Tokens [R] chosen by `logits` [R, vocabulary], and whether each is sound. `filters` are
+// [R, kNumFilters], the others [R] or [R, 1].
 std::tuple<at::Tensor, at::Tensor> choose(
     const at::Tensor& logits, const at::Tensor& is_sampled, const at::Tensor& temperature,
     const at::Tensor& filters, const at::Tensor& uniforms) {
@@ -189,8 +189,8 @@ void report_row(
   }
 }
 
-// Of `rows` [L] of `logits` [R, vocabulary]: log-probability and rank [L] of what was `chosen` [R],
-// and ids and log-probabilities [L, num_top] of the likeliest, in descending order.
+// For `rows` [L] of `logits` [R, vocabulary]: log-probability and rank [L] of the tokens `chosen` [R],
+// and ids and log-probabilities [L, num_top] of the likeliest tokens, in descending order.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> report_logprobs(
     const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& chosen, int64_t num_top) {
   const int64_t count = rows.size(0), size = logits.size(1);

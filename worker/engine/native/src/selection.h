@@ -1,8 +1,7 @@
-// Finding the greatest numbers of a row, or the one that a descending order would find at some place,
-// without sorting.
+// Finds the greatest numbers of a row, or the number at some place in descending order, without sorting.
 //
-// A row is looked at in blocks: the blocks' maxima tell which few of them hold the greatest numbers.
-// Where many are needed, histograms over the bits of the numbers find the one sought.
+// A row is looked at in blocks. The blocks' maxima show which few of them have the greatest numbers. If
+// many are needed, histograms over the bits of the numbers find the number at the place.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +26,7 @@ inline uint32_t bits_of(float value) {
 
 inline int64_t num_blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
 
-// What a thread works with; kept from step to step, as fresh pages are dear.
+// A thread's memory. It is kept from step to step, because fresh pages are expensive.
 struct Workspace {
   std::vector<float> scaled;           // [vocabulary]
   std::vector<float> highest;          // [blocks], the greatest of a row's numbers, or of `scaled`
@@ -59,7 +58,7 @@ inline float block_maximum(const T* row, int64_t begin, int64_t end) {
   return highest;
 }
 
-// A row's greatest number, NaN if one of its numbers is; `highest` gets the blocks' greatest.
+// A row's greatest number, or NaN if one of its numbers is NaN. `highest` gets each block's greatest.
 template <typename T>
 float scan(const T* row, int64_t size, std::vector<float>& highest) {
   uint32_t greatest_bits = 0;
@@ -82,7 +81,7 @@ int64_t first_of(const T* row, int64_t size, float best, const std::vector<float
   return token;
 }
 
-// A number that at least `count` of a row's numbers reach: mostly not many more do.
+// A number that at least `count` of a row's numbers reach. Usually not many more do.
 float reached_by(int64_t count, Workspace& space) {
   if (count > static_cast<int64_t>(space.highest.size())) return kNothing;
   space.best = space.highest;
@@ -91,7 +90,8 @@ float reached_by(int64_t count, Workspace& space) {
   return *last;
 }
 
-// `values`, or `tokens`, get what of a row reaches the threshold; returns how many do.
+// Writes the numbers of a row that reach the threshold to `values`, or their tokens to `tokens`. Returns
+// how many there are.
 template <bool AsTokens, typename T>
 int64_t gather(const T* row, int64_t size, float threshold, Workspace& space) {
   int64_t count = 0;
@@ -107,18 +107,18 @@ int64_t gather(const T* row, int64_t size, float threshold, Workspace& space) {
   return count;
 }
 
-// The bits of a float's magnitude that a histogram is made over.
+// The bits of a float's magnitude over which a histogram is made.
 struct Digit {
   int shift;
   uint32_t num_values;
 };
 constexpr Digit kDigits[] = {{20, 1 << 11}, {10, 1 << 10}, {0, 1 << 10}};
 
-// In descending order of the first `count` of `values`, none of them above 0: the value with which
-// the running sum of `weights` reaches what is wanted, or the last. Both are used up.
+// Goes through the first `count` of `values`, none of them above 0, in descending order. Returns the value
+// with which the running sum of `weights` reaches `wanted`, or the last. Both arrays are overwritten.
 //
-// Magnitudes are ordered as their bits are, so that a histogram over the upper bits tells where the
-// value sought is among them, one over the next bits where in there, and so on.
+// Magnitudes have the order of their bits. So a histogram over the upper bits shows in which part the
+// value is, a histogram over the next bits in which part of that, and so on.
 float value_that_reaches(double wanted, int64_t count, Workspace& space) {
   float *values = space.values.data(), *weights = space.weights.data();
   double before = 0.0;

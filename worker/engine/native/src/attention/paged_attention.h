@@ -1,9 +1,9 @@
 // Attention over the paged KV cache, straight through the block tables.
 //
-// Neighbouring rows of a sequence attend together and read each K and V once. What is computed for
-// a row, and in which order, depends on its own query and context alone, not on the rows beside it:
-// the same bits come out for a decode, a drafted token and a row of a chunk. (Where K and V are finite:
-// what only the rows beside it see is weighted with zero.)
+// Neighbouring rows of a sequence attend together and read each K and V once. What is computed for a
+// row, and in which order, depends only on its own query and context, not on the rows beside it. So a
+// decode, a drafted token and a row of a chunk give the same bits. (K and V must be finite, because
+// positions that only the rows beside it see are weighted with zero.)
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ template <int Group, int NumSpans, typename T>
 void accumulate(
     const Factor<T>* weights, const T* const* rows, int64_t offset, int64_t size, float* sums,
     int64_t stride) {
-  // Spans whose sums fit into the registers; a number that the compiler knows, so that they stay.
+  // How many spans' sums fit into the registers. It is a constant, so the compiler keeps them there.
   constexpr int kTile =
       std::max(1, std::min(NumSpans, kRegisters / (4 * std::max(2, Group))));
   const int64_t num_spans = NumSpans ? NumSpans : spans_of(size);
@@ -84,8 +84,8 @@ void in_groups(int64_t num_queries, const Work& work) {
 }
 
 // Calls work(group, query, i, rows, offset) for `Group` queries at a time, each kLanes positions from
-// `begin` + i on and each KV head, whose rows lie `offset` behind `rows`. Block by block and through
-// the heads within a block, as they lie in memory: what the processor reads ahead comes next.
+// `begin` + i on and each KV head, whose rows are `offset` after `rows`. It goes block by block, and
+// through the heads within a block, in the order of memory, so that the processor reads ahead well.
 template <typename T, typename Work>
 void over_blocks(
     const Piece<T>& piece, const std::vector<Stretch>& stretches, const T* cache, int64_t begin,
@@ -103,7 +103,7 @@ void over_blocks(
     }
 }
 
-// `scratch` is reused.
+// Attention of one piece. `scratch` is reused.
 template <int NumSpans, typename T>
 void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   const std::vector<Stretch> stretches = piece.stretches();
@@ -113,7 +113,7 @@ void attend(const Piece<T>& piece, std::vector<float>& scratch) {
   scratch.assign(num_queries * (2 * padded_size + length), 0.0f);
   float* sums = scratch.data();                      // [num_queries, padded_size]
   float* scores = sums + num_queries * padded_size;  // [num_queries, length], and then the weights
-  auto* queries = reinterpret_cast<Factor<T>*>(scores + num_queries * length);  // likewise as sums
+  auto* queries = reinterpret_cast<Factor<T>*>(scores + num_queries * length);  // [num_queries, padded_size]
 
   for (int64_t query = 0; query < num_queries; ++query)
     lay_out(
@@ -146,7 +146,7 @@ void attend_sized(const Piece<T>& piece, std::vector<float>& scratch) {
   if constexpr (std::is_same_v<T, Bf16>)
     if (has_tiles()) return TileAttention(piece, scratch).run();
 #endif
-  switch (piece.size) {  // the usual ones, known to the compiler
+  switch (piece.size) {  // the usual sizes, as constants
     case 64: return attend<64 / kSpan>(piece, scratch);
     case 128: return attend<128 / kSpan>(piece, scratch);
     default: return attend<0>(piece, scratch);

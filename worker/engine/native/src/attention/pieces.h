@@ -33,7 +33,7 @@ struct LayerCache {
   Pattern pattern;
 };
 
-// Where a step's rows lie (StepLayout in attention/backend.py); int64 tensors, contiguous.
+// Where a step's rows are (StepLayout in attention/backend.py). The tensors are int64 and contiguous.
 struct Layout {
   at::Tensor query_starts, context_lens;   // [num_sequences + 1], [num_sequences]
   at::Tensor block_tables;                 // [num_sequences, max_blocks]
@@ -53,11 +53,12 @@ struct Stretch {
   int64_t first_query, num_queries;
 };
 
-constexpr int64_t kSharingQueries = 8;  // of each KV head in a row that may share, at most
+constexpr int64_t kSharingQueries = 8;  // most queries of a KV head in a row that may share
 
 // Some rows and some neighbouring KV heads, which attend together. The rows are neighbours in one
-// sequence, or one row each of sequences whose first `shared` positions lie in the same blocks: a
-// multiple of kLanes, so that these stand in the same lanes for all, and no row's own position.
+// sequence, or one row each of sequences whose first `shared` positions are in the same blocks. This
+// is a multiple of kLanes, so that each position has the same lane for all rows. No row's own position
+// is among them.
 template <typename T>
 struct Piece {
   const T* query;  // of the step's first row, the first query head
@@ -89,7 +90,7 @@ struct Piece {
     return most;
   }
 
-  // Scores of a query stand in whole vectors, the first of which holds first().
+  // The scores of a query are whole vectors. The first of these has the score of first().
   int64_t begin() const { return first() / kLanes * kLanes; }
   int64_t num_scores() const { return at::round_up<int64_t>(last() - begin(), kLanes); }
 
@@ -97,14 +98,14 @@ struct Piece {
   template <typename W>
   void weigh(int64_t query, int64_t begin, float* scores) const {
     const int64_t position = position_of(query);
-    // What is read for it goes on to the last row of its sequence.
+    // Its scores go on to the position of the last row of its sequence.
     const int64_t last = (shared > 0 ? position : rows[num_rows - 1].position) + 1;
     softmax<W>(
         scores, at::round_up<int64_t>(last - begin, kLanes), pattern.first(position) - begin,
         position + 1 - begin, scale);
   }
 
-  // For each query by ascending position: what is shared, and what its sequence has for itself.
+  // For each query by ascending position: the shared positions, then those of its own sequence.
   std::vector<Stretch> stretches() const {
     std::vector<Stretch> found;
     const int64_t first = this->first();
@@ -123,8 +124,8 @@ struct Piece {
     return stretch.blocks[position / block_size] * block_stride + position % block_size * size;
   }
 
-  // The first KV head's rows of kLanes positions from `start` on; a position that is not of the stretch
-  // is replaced by one that is.
+  // The first KV head's rows for kLanes positions from `start` on. A position outside of the stretch is
+  // replaced by one inside.
   void find_rows(const Stretch& stretch, const T* head, int64_t start, const T** found) const {
     const int64_t last = stretch.last - 1, place = std::clamp(start, stretch.first, last);
     int64_t block = place / block_size, offset = place % block_size;
@@ -135,10 +136,10 @@ struct Piece {
   }
 };
 
-// A step's pieces, those that take longest first, none much longer than a thread's share.
+// A step's pieces. Those that take longest are first. None takes much longer than a thread's share.
 class Pieces {
  public:
-  // `cache` is any layer's; `group` query heads have a KV head.
+  // `cache` is that of any layer. `group` query heads have one KV head.
   Pieces(const Layout& layout, const LayerCache& cache, int64_t group, int64_t num_threads)
       : num_kv_heads_(cache.key.size(1)), group_(group), block_size_(cache.key.size(2)) {
     const int64_t* starts = data<int64_t>(layout.query_starts);
@@ -176,10 +177,10 @@ class Pieces {
   }
 
  private:
-  static constexpr int64_t kPieceRows = 16;    // that attend together, at most
-  static constexpr int64_t kFewRows = 4;       // whose heads stay together
-  static constexpr int64_t kLeastShared = 64;  // positions; for fewer, it is faster to read them often
-  static constexpr int64_t kLeastShare = 4;    // likewise, one in so many of a row's
+  static constexpr int64_t kPieceRows = 16;    // most rows that attend together
+  static constexpr int64_t kFewRows = 4;       // most rows whose heads stay together
+  static constexpr int64_t kLeastShared = 64;  // positions; it is faster to read fewer for each row
+  static constexpr int64_t kLeastShare = 4;    // at least one in so many of a row's positions is shared
 
   struct Part {
     int64_t first_row, num_rows = 0, shared = 0, kv_head = 0, num_kv_heads = 0, cost = 0;
@@ -191,14 +192,14 @@ class Pieces {
     rows_.push_back(row);
   }
 
-  // One row each of sequences, at most so many in a part.
+  // Add one row each of several sequences, at most `most` in a part.
   void add_sharing(std::vector<Row>& lone, int64_t most) {
-    const auto final_blocks = [&](const Row& row) { return row.position / block_size_; };  // not the last
+    const auto final_blocks = [&](const Row& row) { return row.position / block_size_; };  // without the last
     std::sort(lone.begin(), lone.end(), [&](const Row& one, const Row& other) {
       return std::lexicographical_compare(
           one.blocks, one.blocks + final_blocks(one), other.blocks, other.blocks + final_blocks(other));
     });
-    const Row* before = nullptr;  // those that share the most are side by side now
+    const Row* before = nullptr;  // rows that share the most are side by side now
     for (const Row& row : lone) {
       int64_t shared = 0, least = kLeastShared;
       if (before != nullptr) {
@@ -208,7 +209,7 @@ class Pieces {
         if (parts_.back().num_rows > 1) shared = std::min(shared, parts_.back().shared);
         least = std::max(least, std::max(row.position, before->position) / kLeastShare);
       }
-      // Not with those who share more than twice as much without it.
+      // A row does not join rows that share more than twice as much without it.
       const bool joins = shared >= least && 2 * shared >= parts_.back().shared &&
                          parts_.back().num_rows < std::min(most, kPieceRows);
       add(row, !joins);
@@ -217,7 +218,7 @@ class Pieces {
     }
   }
 
-  // Heads lie side by side in a block, so they stay together where that keeps nobody waiting.
+  // Heads are side by side in a block, so they stay together if no thread has to wait for that.
   void split(const Pattern& pattern, int64_t num_threads) {
     int64_t total = 0;
     for (Part& part : parts_) {
@@ -227,7 +228,7 @@ class Pieces {
     }
     const int64_t share = total / (4 * num_threads) + 1;
     for (Part part : std::exchange(parts_, {})) {
-      // The scores of many rows are large, and stay nearer head by head.
+      // The scores of many rows are large. Head by head, they stay in a nearer cache.
       const bool has_many = part.num_rows > kFewRows;
       const int64_t pieces = has_many ? num_kv_heads_ : std::min(num_kv_heads_, part.cost / share + 1);
       part.num_kv_heads = (num_kv_heads_ + pieces - 1) / pieces;

@@ -1,9 +1,9 @@
-// Attention of a piece in tile registers, with K and V as they lie in the cache.
+// Attention of a piece in tile registers, with K and V as they are in the cache.
 //
-// A product sums over the numbers in its rows and over the pairs in its columns. Keys are rows: their
-// numbers are summed over. Values are columns: positions are summed over, but the pairs that they lie
-// in are two numbers of one position. So each weight goes in twice, once before a zero and once behind
-// one, which gives the even and the odd numbers of the head.
+// A product sums over the numbers in its rows and over the pairs in its columns. Keys are rows, so the
+// sum is over their numbers. Values are columns, and the sum should be over positions, but a pair in
+// the cache is two numbers of one position. So each weight is used twice, once before a zero and once
+// after one. This gives the even and the odd numbers of the head.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -23,7 +23,7 @@ namespace promptq {
 
 class TileAttention {
  public:
-  // `scratch` is reused.
+  // `scratch` is reused memory.
   TileAttention(const Piece<Bf16>& piece, std::vector<float>& scratch)
       : piece_(piece), stretches_(piece.stretches()), begin_(piece.begin()),
         num_scores_(piece.num_scores()),
@@ -86,13 +86,13 @@ class TileAttention {
   static_assert(kLanes == kTileRows, "Piece::find_rows finds those of a tile");
   static_assert(kSharingQueries <= kHalf, "a row's own positions need no more than one tile of weights");
 
-  // kTileRows positions of a stretch, from `start` on, and where those of the first head lie in the cache.
+  // kTileRows positions of a stretch from `start` on, and the offset of the first head's rows in the cache.
   struct Tile {
     const Stretch& stretch;
     int64_t start, offset;
   };
 
-  // Rows of K or V for kTileRows positions, and those that come a little and a little more later.
+  // Rows of K or V for kTileRows positions, and rows that are used soon (`near`) and later (`far`).
   struct CacheTile {
     TilePlace rows;
     const Bf16 *near, *far;
@@ -100,7 +100,7 @@ class TileAttention {
     TilePlace at(int64_t span) const {
       return {static_cast<const Bf16*>(rows.first) + span * kTileInputs, rows.stride};
     }
-    // A span's share of it.
+    // Reads a span's share of these rows ahead.
     void read_ahead(int64_t span) const {
 #pragma GCC unroll 16
       for (int64_t i = span * kTileSize; i < (span + 1) * kTileSize; i += kLine)
@@ -108,8 +108,8 @@ class TileAttention {
     }
   };
 
-  // Call work(tile, head, rows) for all tiles and all KV heads, as they lie in memory, and before those of
-  // each stretch configure(num_queries).
+  // Calls work(tile, head, rows) for all tiles and all KV heads, in the order of memory. Before the tiles
+  // of each stretch it calls configure(num_queries).
   template <typename Configure, typename Work>
   void for_tiles(const Bf16* cache, const Configure& configure, const Work& work) {
     const int64_t num_heads = piece_.num_kv_heads, stride = piece_.head_stride;
@@ -134,8 +134,8 @@ class TileAttention {
     }
   }
 
-  // What is not in one place, in whole spans, or not seen by any row, is copied: zero times what
-  // nobody has written need not be zero.
+  // Copies a tile whose rows are not in one place, not whole spans, or partly outside of the stretch.
+  // Memory outside may not be written yet, and zero times that need not be zero.
   TilePlace copy_rows(const Tile& tile, const Bf16* head) {
     const Bf16* rows[kTileRows];
     piece_.find_rows(tile.stretch, head, tile.start, rows);
@@ -212,7 +212,7 @@ class TileAttention {
     });
   }
 
-  // Two rows of weights for each query: before zeros, and behind them.
+  // Two rows of weights for each query: one with the weights before zeros, one with them after zeros.
   void lay_out_weights(const Tile& tile, int64_t head, int64_t half) {
     const Stretch& stretch = tile.stretch;
     for (int64_t i = 0; i < std::min(kHalf, stretch.num_queries); ++i) {
@@ -238,7 +238,7 @@ class TileAttention {
       }
   }
 
-  // Call work(1 or 2, first) so that all of `count` are covered.
+  // Calls work(1 or 2, first) so that all of `count` are covered.
   template <typename Work>
   static void for_pairs(int64_t count, const Work& work) {
     int64_t first = 0;
@@ -260,11 +260,11 @@ class TileAttention {
   const Piece<Bf16>& piece_;
   const std::vector<Stretch> stretches_;
   int64_t begin_, num_scores_, num_spans_;         // the piece's, and spans of a head's size
-  int64_t queries_each_, num_columns_, num_sums_;  // of a KV head; the last two with what pads them
+  int64_t queries_each_, num_columns_, num_sums_;  // of a KV head; the last two with padding
   std::vector<Tile> tiles_;
   float* sums_;    // [num_kv_heads, spans, num_sums, kTileRows], two rows a query
   float* scores_;  // [num_kv_heads * queries_each, num_scores], and then the weights
-  Bf16* weights_;  // [halves] of tiles, at some positions
+  Bf16* weights_;  // [halves] of tiles, for some positions
   Bf16* copy_;     // [kTileRows, spans * kTileInputs]
   Bf16* queries_;  // [num_kv_heads, spans, pairs, num_columns, 2]
 };

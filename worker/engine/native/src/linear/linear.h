@@ -1,7 +1,6 @@
 // A linear layer, cut into slices of its output so that the threads of a team can share it.
 //
-// A slice is multiplied on one thread, and what comes out for a row does not depend on the rows
-// beside it.
+// A slice is multiplied on one thread, and the result of a row does not depend on the rows beside it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,11 +17,11 @@ namespace promptq {
 
 using OptionalTensor = c10::optional<at::Tensor>;
 
-// Rows that every way of multiplying can do with.
+// The fewest rows with which every way of multiplying works.
 constexpr int64_t kLeastRows = 2;
 
-// How weights are laid out, and what rows are multiplied with them so laid out: x w' + b for `x` of
-// [rows, in], of which there are `least_rows`, and `columns` outputs.
+// How weights are packed, and how rows are multiplied with packed weights: x w' + b for `x` of
+// [rows, in], which has at least `least_rows`, and `columns` outputs.
 struct Products {
   at::Tensor (*pack)(const at::Tensor& weight);
   at::Tensor (*multiply)(
@@ -30,7 +29,7 @@ struct Products {
   int64_t least_rows = 1;
 };
 
-// The library's, oneDNN. One row alone would be summed in another order than among others.
+// The library's products (oneDNN). They would sum one row alone in another order than among others.
 inline at::Tensor pack_for_library(const at::Tensor& weight) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
@@ -63,13 +62,13 @@ inline Products products_of(at::ScalarType type) {
 #ifdef __AMX_BF16__
     if (has_tiles()) return {TileWeight::pack, TileWeight::multiply};
 #endif
-    // The library would multiply them one number at a time.
+    // The library would multiply bf16 one number at a time.
     if (!library_multiplies_bf16()) return {WideningWeight::pack, WideningWeight::multiply};
   }
   return {pack_for_library, multiply_by_library, kLeastRows};
 }
 
-// x w' + b of bf16 in one go: [rows, in], [columns, in] and [columns].
+// x w' + b of bf16 in one call: [rows, in], [columns, in] and [columns].
 template <typename Weight>
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
   return Weight::multiply(x, Weight::pack(weight), bias, weight.size(0));
@@ -81,9 +80,9 @@ struct Range {
 
 class Linear {
  public:
-  // `stacked` are weights [columns, in] of one size; a slice holds the same columns of each, in
-  // order. `bias` is for a single one of them. Slices end at multiples of `granule` columns, of
-  // which there may be at most `num_slices`.
+  // `stacked` are weights [columns, in] of one size. A slice has the same columns of each, in order.
+  // `bias` is for a single weight only. Slices end at multiples of `granule` columns. There are at most
+  // `num_slices`.
   Linear(
       const std::vector<at::Tensor>& stacked, const OptionalTensor& bias, int64_t granule,
       int64_t num_slices)
@@ -103,8 +102,8 @@ class Linear {
     }
   }
 
-  // One phase: use(y, rows, columns) is given y = x w' + b for some rows of `x`, [rows, stacked *
-  // columns]. Of `x`, which holds kLeastRows at least, the first `num_rows` count.
+  // One phase: use(y, rows, columns) is called with y = x w' + b [rows, stacked * columns] for some rows
+  // of `x`. `x` has at least kLeastRows; only the first `num_rows` count.
   template <typename Use>
   void multiply(Team& team, const at::Tensor& x, int64_t num_rows, const Use& use) const {
     const int64_t num_slices = slices_.size(), num_parts = (num_rows + kMostRows - 1) / kMostRows;
@@ -125,7 +124,7 @@ class Linear {
     int64_t width;  // of all of them
   };
 
-  // Rows of one item, at most: enough to read weights seldom, few enough to stay in the cache.
+  // The most rows of one item: enough to read weights rarely, few enough to stay in the cache.
   static constexpr int64_t kMostRows = 256;
 
   Products products_;

@@ -1,7 +1,7 @@
 // Products with bf16 weights in tile registers.
 //
-// What comes out for a row does not depend on the rows beside it, which the library's kernels, chosen
-// by the number of rows, do not give there.
+// The result of a row does not depend on the rows beside it. The library does not ensure that there,
+// because it chooses its kernels by the number of rows.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -21,8 +21,8 @@ namespace promptq {
 
 class TileWeight {
  public:
-  // Of `weight` [columns, in], panels of two tiles' columns, each [steps, 2, pairs, columns, 2] as the
-  // products read them, zeros behind the last column and the last input.
+  // Packs `weight` [columns, in] into panels of two tiles' columns. Each is [steps, 2, pairs, columns, 2],
+  // as the products read them, with zeros after the last column and the last input.
   static at::Tensor pack(const at::Tensor& weight) {
     const int64_t columns = weight.size(0), in = weight.size(1);
     const int64_t num_panels = at::ceil_div(columns, kColumns), num_steps = at::ceil_div(in, kTileInputs);
@@ -34,8 +34,8 @@ class TileWeight {
     return empty_in_huge_pages(panels.sizes(), panels.options()).copy_(panels);
   }
 
-  // y = x w' + b, [rows, columns] of bf16; `x` is [rows, in] and `bias` holds `columns` numbers or is
-  // not there.
+  // y = x w' + b, [rows, columns] of bf16. `x` is [rows, in], and `bias` has `columns` numbers if it is
+  // given.
   static at::Tensor multiply(
       const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
       int64_t columns) {
@@ -60,10 +60,10 @@ class TileWeight {
           configured = num_rows;
         }
         const Bf16* from = inputs + row * num_steps * kTileInputs;
-        // Each block of rows reads its share of what comes next: all at once would keep products waiting.
+        // Each block of rows reads a share of the next weights ahead. All at once would delay the products.
         const int64_t first = block * kStepLines / num_blocks, last = (block + 1) * kStepLines / num_blocks;
         const auto ahead = [&](int64_t step) {
-          // A line off: to touch a page's last line early makes the processor go on to the next one.
+          // One line further: a touch of a page's last line makes the processor go on to the next page.
           for (int64_t i = first; i < last; ++i)
             read_ahead(
                 weights + (step + kStepsNear) * kStep + i * kLine, next + step * kStep + (i + 1) * kLine);
@@ -83,7 +83,7 @@ class TileWeight {
   static constexpr int64_t kColumns = 2 * kTileRows, kStep = 2 * kTileSize;
   static constexpr int64_t kStepLines = kStep / kLine, kStepsNear = 2;
 
-  // `x` with whole steps of inputs.
+  // `x`, padded to whole steps of inputs.
   static at::Tensor in_steps(const at::Tensor& x) {
     const int64_t rows = x.size(0), in = x.size(1);
     if (in % kTileInputs == 0) return x;
@@ -121,8 +121,8 @@ class TileWeight {
     std::memcpy(to, &rounded, sizeof rounded);
   }
 
-  // The rows of all panels, [rows, columns]. They were written panel by panel, for rows that far apart
-  // take the processor's mind off the weights that it reads ahead.
+  // The rows of all panels, [rows, columns]. They were written panel by panel, because writing to rows so
+  // far apart would keep the processor from reading weights ahead.
   static at::Tensor in_rows(const at::Tensor& panels, int64_t columns) {
     const int64_t rows = panels.size(1);
     at::Tensor y = at::empty({rows, columns}, panels.options());

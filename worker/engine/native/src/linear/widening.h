@@ -1,8 +1,7 @@
-// Products with bf16 weights on processors that multiply fp32 alone.
+// Products with bf16 weights on processors that can multiply only fp32.
 //
-// Weights stay in bf16, so that memory is read as little as elsewhere, and are widened in registers.
-// Each sum is taken through the inputs in order: what comes out for a row does not depend on the
-// rows beside it.
+// Weights stay in bf16, so that little memory is read, and are widened in registers. Each sum goes
+// through the inputs in order, so the result of a row does not depend on the rows beside it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,18 +16,18 @@ namespace promptq {
 
 class WideningWeight {
  public:
-  // Of `weight` [columns, in], tiles of kColumns columns, each [in, kColumns], zeros behind the last.
+  // Packs `weight` [columns, in] into tiles [in, kColumns], with zeros after the last column.
   static at::Tensor pack(const at::Tensor& weight) {
     const int64_t columns = weight.size(0), in = weight.size(1);
     const int64_t num_tiles = (columns + kColumns - 1) / kColumns;
     at::Tensor padded = at::zeros({num_tiles * kColumns, in}, weight.options());
     padded.narrow(0, 0, columns).copy_(weight);
-    // So that widen() gives the columns of the first half, then those of the second.
+    // In this order widen() gives the columns of the first half, then those of the second.
     return padded.view({num_tiles, 2, kLanes, in}).permute({0, 3, 2, 1}).contiguous();
   }
 
-  // y = x w' + b, [rows, columns] of bf16; `x` is [rows, in] and `bias` holds `columns` numbers or is
-  // not there.
+  // y = x w' + b, [rows, columns] of bf16. `x` is [rows, in], and `bias` has `columns` numbers if it is
+  // given.
   static at::Tensor multiply(
       const at::Tensor& x, const at::Tensor& packed, const c10::optional<at::Tensor>& bias,
       int64_t columns) {
@@ -36,7 +35,7 @@ class WideningWeight {
     at::Tensor y = at::empty({rows, columns}, x.options());
     const at::Tensor wide = widen_rows(x);
     for (int64_t tile = 0, step; tile < num_tiles; tile += step) {
-      // A tile alone has too few sums of one or two rows to keep the processor busy.
+      // With one or two rows, one tile alone has too few sums to keep the processor busy.
       step = rows <= kFewRows && tile + 1 < num_tiles ? 2 : 1;
       const Bf16* weights = data<Bf16>(packed) + tile * in * kColumns;
       const int64_t first = tile * kColumns;
@@ -55,7 +54,7 @@ class WideningWeight {
 
  private:
   static constexpr int64_t kColumns = 2 * kLanes;
-  // Two sums each fit into the registers, beside the weights and a number of x.
+  // Two sums for each row fit into the registers, beside the weights and a number of x.
   static constexpr int64_t kRows = kRegisters / 2 - 2, kFewRows = 2;
 
   // Where the results of some rows go, and how many columns are left.

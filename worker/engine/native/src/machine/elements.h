@@ -1,6 +1,6 @@
 // Loads and stores of bf16 and fp32 as fp32, and the small row-wise operations of a decoder layer.
 //
-// The loops are plain, so that the compiler makes vectors of them for whatever processor it is on.
+// The loops are simple, so that the compiler can vectorise them on any processor.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,7 +26,7 @@ inline float load(Bf16 value) {
 
 inline void store(float& place, float value) { place = value; }
 
-// Rounds to the nearest, ties to even; what is not a number stays so.
+// Rounds to the nearest, ties to even. NaN stays NaN.
 inline void store(Bf16& place, float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);

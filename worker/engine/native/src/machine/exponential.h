@@ -1,5 +1,5 @@
-// e^x that loops over become vectors of, on any processor; the C library's has vector variants on
-// few, and compilers find them in few places.
+// An e^x with which compilers can vectorise loops on any processor. The C library's has vector variants
+// on few processors, and compilers find them in few places.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace promptq {
 
-// Within 4e-7 of e^x, relative to it; e^-87 for what is less, e^88 for what is more.
+// e^x with a relative error of at most 4e-7. Below -87 it gives e^-87, above 88 it gives e^88.
 //
-// It is 2^n of the nearest n, times a Taylor series for what is left.
+// It is 2^n for the nearest n, times a Taylor series for the rest.
 inline float exponential(float x) {
   constexpr float kLog2 = 0.693147180559945f;
   x = std::min(std::max(x, -87.0f), 88.0f);

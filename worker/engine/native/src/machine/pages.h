@@ -1,5 +1,5 @@
-// Memory for what is read through from end to end, in pages of 2 MiB where the system has them: the
-// processor reads ahead within a page, and looks each of them up.
+// Memory that is read from end to end, in pages of 2 MiB if the system has them. The processor reads
+// ahead only within a page, and has to look up each page.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,7 +17,7 @@ inline at::Tensor empty_in_huge_pages(at::IntArrayRef sizes, const at::TensorOpt
   void* place = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(place != MAP_FAILED, "no memory for ", bytes, " bytes of packed weights");
   char* first = static_cast<char*>(place) + (kPage - reinterpret_cast<uintptr_t>(place) % kPage) % kPage;
-  madvise(first, bytes, MADV_HUGEPAGE);  // a wish: small pages do as well
+  madvise(first, bytes, MADV_HUGEPAGE);  // it may be refused: small pages work, too
   return at::from_blob(first, sizes, [=](void*) { munmap(place, mapped); }, options);
 }
 

@@ -22,27 +22,27 @@ inline bool has_tiles() {
   return is_granted;
 }
 
-constexpr int64_t kTileRows = 16;    // at most
-constexpr int64_t kTileInputs = 32;  // that are multiplied and summed at a time
+constexpr int64_t kTileRows = 16;    // most rows of a tile
+constexpr int64_t kTileInputs = 32;  // inputs that are multiplied and summed at a time
 constexpr int64_t kTileSize = kTileRows * kTileInputs;
-constexpr int64_t kLine = 64 / sizeof(Bf16);  // numbers that the processor's caches take at a time
+constexpr int64_t kLine = 64 / sizeof(Bf16);  // numbers in a cache line
 
-// Where a tile's rows lie, `stride` bytes apart.
+// Where a tile's rows are, `stride` bytes apart.
 struct TilePlace {
   const void* first;
   int64_t stride = kTileInputs * sizeof(Bf16);
 };
 
-// Starts to bring the line at `near` into the first cache, and that at `far` into the second: the first
-// alone has too few requests under way to keep memory busy. (No intrinsics: compilers leave out calls of
-// functions that do nothing but this.)
+// Starts to bring the line at `near` into the first-level cache and that at `far` into the second. The
+// first level alone allows too few requests at once to keep memory busy. (It is in assembler because
+// compilers remove calls of functions that only use the intrinsics.)
 inline void read_ahead(const Bf16* near, const Bf16* far) {
   asm volatile("prefetcht1 %1\n\tprefetcht0 %0" : : "m"(*near), "m"(*far));
 }
 
-// Products of up to two tiles of rows with up to two of columns: each tile is read once for two of
-// them, which keeps the processor busiest. Rows are [rows, kTileInputs], columns are
-// [kTileInputs / 2, columns, 2], the sums [rows, columns] in fp32. One at a time on a thread.
+// Products of up to two tiles of rows with up to two tiles of columns. Each tile is read once for two
+// products, which keeps the processor busiest. Rows are [rows, kTileInputs], columns are
+// [kTileInputs / 2, columns, 2], the sums [rows, columns] in fp32. A thread has one at a time.
 class TileProducts {
  public:
   TileProducts() = default;
@@ -50,7 +50,7 @@ class TileProducts {
   TileProducts(const TileProducts&) = delete;
   TileProducts& operator=(const TileProducts&) = delete;
 
-  // So many rows in the first and in the second tile of rows, and columns in each of theirs.
+  // Sets how many rows the first and the second tile of rows have, and how many columns the others.
   void configure(int64_t first_rows, int64_t second_rows, int64_t columns) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -71,8 +71,8 @@ class TileProducts {
     _tile_loadconfig(&config);
   }
 
-  // Add rows(step, i) times columns(step, j) of all steps, which say where these tiles lie, to sums(i, j),
-  // or set those to it; their rows are `stride` bytes apart.
+  // Adds rows(step, i) times columns(step, j) of all steps to sums(i, j), or sets the sums to that. The
+  // functions say where the tiles are. The rows of sums are `stride` bytes apart.
   template <int Rows, int Columns, bool FromZero, typename RowsAt, typename ColumnsAt, typename SumsAt>
   [[gnu::always_inline]] static void add(
       int64_t num_steps, const RowsAt& rows, const ColumnsAt& columns, const SumsAt& sums,
@@ -113,7 +113,7 @@ class TileProducts {
   }
 
  private:
-  // Compilers do not know what the instructions above read: here it has to be written.
+  // Compilers do not know what the instructions above read. Here it must have been written.
   static void written() { asm volatile("" ::: "memory"); }
 };
 

@@ -1,4 +1,4 @@
-// As many fp32 numbers as a register of the processor holds, as one value.
+// Vectors of as many fp32 numbers as a register of the processor holds.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ inline void store_pair(float* place, const Pair& pair) {
 
 inline Pair widen(const float* place) { return load_pair(place); }
 
-// Numbers at even places first, then those at odd ones: one operation for each half of a span.
+// The numbers at even places, then those at odd places. This takes one operation for each half.
 inline Pair widen(const Bf16* place) {
   const Words words = load_as<Words>(place);
   return {reinterpret_cast<Vector>(words << 16), reinterpret_cast<Vector>(words & 0xffff0000u)};
@@ -67,8 +67,8 @@ int64_t widened_from(int64_t index) {
   return std::is_same_v<T, float> ? index : index % kLanes * 2 + index / kLanes;
 }
 
-// Where span `index` of a row of `size` numbers lies; a part of one is copied to `padded`, with
-// zeros behind it.
+// Where span `index` of a row of `size` numbers is. An incomplete one is copied to `padded`, with zeros
+// after it.
 template <typename T>
 const T* whole_span(const T* row, int64_t index, int64_t size, T* padded) {
   const int64_t left = size - index * kSpan;
@@ -95,11 +95,11 @@ inline void add_products(Vector& sum, __m512bh a, __m512bh b) {
 constexpr bool kMultipliesBf16 = false;
 #endif
 
-// What is multiplied with many numbers of type T: a query with keys, weights with values.
+// The type of what is multiplied with many numbers of type T: queries (with keys), weights (with values).
 template <typename T>
 using Factor = std::conditional_t<kMultipliesBf16, T, float>;
 
-// Lay a row of `size` numbers out for add_dot(), with zeros behind it to the end of the span.
+// Lay a row of `size` numbers out for add_dot(), with zeros after it to the end of the span.
 template <typename T>
 void lay_out(const T* row, int64_t size, Factor<T>* to) {
   for (int64_t s = 0; s < spans_of(size); ++s) {
@@ -137,7 +137,7 @@ struct TwoValues {
     sums.b += weights[1] * other.b;
   }
 
-  // The index within a span of what lies at `place` of the sums.
+  // The index within a span of the number at `place` of the sums.
   static int64_t index_of(int64_t place) { return widened_from<T>(place); }
 
   Pair one, other;
@@ -218,10 +218,10 @@ inline Vector sum_each(const Vector* vectors) {
 }
 #endif
 
-// Turn scores into weights that sum to 1, those outside of [first, last) into zeros. `length` is a
-// multiple of kLanes. The weights lie where the scores were, as numbers of type W.
+// Turn scores into weights that sum to 1, and those outside of [first, last) into zeros. `length` is a
+// multiple of kLanes. The weights replace the scores, as numbers of type W.
 //
-// Lanes stand for fixed places, so that the result does not depend on what lies outside.
+// Each place has a fixed lane, so the result does not depend on what is outside.
 template <typename W>
 void softmax(float* scores, int64_t length, int64_t first, int64_t last, float scale) {
   constexpr float kNever = -std::numeric_limits<float>::infinity();
