@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, tenants, ending, rates
+-- uses: keys, numbers, server, requests, tenants, ending, rate_buckets
 -- Publish a whole step: check, append, publish and finish its rows, and renew the worker's leases.
 -- ARGV  1 lease (ms)          2 number of rows
 --       for each row: id, fence, index, end, event JSON, finish reason ('' unless it is the last),
@@ -99,9 +99,9 @@ local function charge_accounts()
     local limit, holder = string.match(account, '^(%d+) ([%w_.%-:]+)$')
     limit = numbers.whole(limit, 0)
     if limit > 0 then
-      local key = rates.key(holder)
-      local full_at = rates.full_after(rates.full_at(key, 'tokens'), tokens, limit)
-      rates.set_full_at(redis.pcall, key, 'tokens', full_at)
+      local key = rate_buckets.key(holder)
+      local full_at = rate_buckets.full_after(rate_buckets.full_at(key, 'tokens'), tokens, limit)
+      rate_buckets.set_full_at(redis.pcall, key, 'tokens', full_at)
     end
   end
 end
