@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.device.async_copies import to_device
 
 BANNED = float("-inf")
 
@@ -38,7 +39,7 @@ class Constraints:
             if int(token_id) < vocab_size
         }
         if bias:
-            values = torch.tensor([*bias.values()], dtype=torch.float32, device=device)
+            values = to_device(np.array([*bias.values()], dtype=np.float32), device)
             self._bias = _pairs(np.array([*bias]), device), values
 
     def __bool__(self) -> bool:
@@ -116,5 +117,5 @@ _Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 def _pairs(pairs: npt.NDArray[np.int64], device: torch.device) -> _Pairs:
-    rows, tokens = torch.from_numpy(pairs.T.copy()).to(device)
+    rows, tokens = to_device(pairs.T.copy(), device)
     return rows, tokens

@@ -6,9 +6,11 @@ treated alike, and the result does not depend on the rest of the batch.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from promptq.shared.protocol.request import NEUTRAL, SamplingParams
+from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.sampling.draw import totals
 
 FILTERS = ("min_p", "top_k", "top_p")
@@ -31,7 +33,7 @@ class Filters:
             (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
             for each in params
         ]
-        self.table = torch.tensor(rows, dtype=torch.float64, device=device)
+        self.table = to_device(np.array(rows, dtype=np.float64), device)
         """[R, len(FILTERS)]: the values of all filters."""
 
         values = [{*each} for each in zip(*rows, strict=True)]
@@ -61,13 +63,19 @@ def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> t
     threshold = scaled.new_zeros(len(scaled), 1).log() if min_p is None else min_p.log()
     if top_k is None and top_p is None:
         return threshold
-    candidates = max(asked.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
+    sorts_for_top_p = top_p is not None and scaled.device.type == "cpu"
+    candidates = max(asked.max_top_k, FIRST_CANDIDATES if sorts_for_top_p else 0)
     likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
     if top_k is not None:
         kth = likeliest.gather(1, (top_k - 1).clamp_min(0))
         threshold = torch.maximum(threshold, kth.masked_fill(top_k == 0, float("-inf")))
-    if top_p is not None:
+    if top_p is not None and sorts_for_top_p:
         threshold = _top_p(scaled, likeliest, threshold, top_p, scratch)
+    elif top_p is not None:
+        # The sorted way would wait for the device. Triton is not installed everywhere.
+        from promptq.worker.engine.sampling.top_p_kernel import top_p_thresholds
+
+        threshold = top_p_thresholds(scaled, threshold, top_p, _LOWEST)
     return threshold
 
 

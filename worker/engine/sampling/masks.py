@@ -11,6 +11,7 @@ import torch
 
 from promptq.worker.engine.api.grammar import Grammar
 from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.sampling.constraints import BANNED
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -37,12 +38,12 @@ class PendingMasks:
         """
         masks, errors = self.words.result()
         if masks.dtype == torch.int32:
-            masks = _unpack(masks.to(logits.device))
+            masks = _unpack(to_device(masks.numpy(), logits.device))
         bias = masks[:, : logits.shape[1]]
         if len(self.rows) == self.num_rows:
             logits.add_(bias)
         else:
-            logits.index_add_(0, torch.tensor(self.rows, device=logits.device), bias)
+            logits.index_add_(0, to_device(self.rows, logits.device), bias)
         return {self.rows[index]: reason for index, reason in errors.items()}
 
 

@@ -8,6 +8,7 @@ import torch
 
 from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.core.sequence import Sequence
+from promptq.worker.engine.device.async_copies import to_device
 
 _Occurrences = tuple[torch.Tensor, torch.Tensor]
 """For each occurrence: the index of its sequence among those with penalties, and the token id."""
@@ -29,7 +30,7 @@ class Penalties:
         self._repetition = self._tensor([each.repetition_penalty for each in params])
         self._presence = self._tensor([each.presence_penalty for each in params])
         self._frequency = self._tensor([each.frequency_penalty for each in params])
-        self._row_of = torch.tensor(self._rows, dtype=torch.int64, device=device)
+        self._row_of = to_device(self._rows, device)
         if self._rows:
             prompts = [
                 np.unique(np.array(sequence.request.prompt_token_ids, dtype=np.int64))
@@ -72,7 +73,7 @@ class Penalties:
         index, tokens = self._output
         self._output = (
             torch.cat([index, torch.arange(len(last), device=self._device)]),
-            torch.cat([tokens, torch.tensor(last, device=self._device)]),
+            torch.cat([tokens, to_device(last, self._device)]),
         )
         self._lengths = lengths  # set last, in case there was no memory for the tokens
 
@@ -86,8 +87,7 @@ class Penalties:
 
     def _occurrences(self, tokens: list[npt.NDArray[np.int64]]) -> _Occurrences:
         index = np.repeat(np.arange(len(tokens)), [len(each) for each in tokens])
-        flat = torch.from_numpy(np.concatenate(tokens))
-        return torch.from_numpy(index).to(self._device), flat.to(self._device)
+        return to_device(index, self._device), to_device(np.concatenate(tokens), self._device)
 
     def _tensor(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return to_device(np.array(values, dtype=np.float32), self._device)

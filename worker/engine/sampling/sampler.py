@@ -133,7 +133,7 @@ class _Rows:
         temperature = [max(each.temperature, _COLDEST) for each in params]
         self.distributions = Distributions(
             any_is_sampled=any(is_sampled),
-            is_sampled=torch.tensor(is_sampled, device=device),
-            temperature=torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1),
+            is_sampled=to_device(np.array(is_sampled), device),
+            temperature=to_device(np.array(temperature, dtype=np.float32), device).unsqueeze(1),
             filters=Filters(params, vocab_size, device),
         )

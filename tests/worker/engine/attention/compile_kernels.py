@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.cases import Case, Shape
 from promptq.worker.engine.attention.backend import Pattern, Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.sampling.top_p_kernel import top_p_thresholds
 
 
 class NoDriver:
@@ -52,6 +53,8 @@ def main() -> None:
             case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
             sinks = None if softcap is None else case.sinks
             case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
+    column = torch.zeros(4, 1)
+    top_p_thresholds(torch.zeros(4, 150_000), column, column.double(), lowest=-60.0)
 
 
 if __name__ == "__main__":

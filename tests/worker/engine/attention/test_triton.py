@@ -275,4 +275,5 @@ def test_kernels_compile(architecture: int) -> None:
         "_decode_kernel",
         "_reduce_kernel",
         "_prefill_kernel",
+        "_top_p_kernel",
     }
