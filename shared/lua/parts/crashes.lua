@@ -12,7 +12,7 @@ end
 
 local function bury(id, num)
   ending.finish_bare(id, 'error', 'dead_letter', string.format(
-    'workers crashed %d times with this request, the last time with it alone; it is not tried again',
+    'the request is not tried again after %d crashes of workers, the last of them while it ran alone',
     num))
   redis.call('HSET', keys.request(id), 'state', 'dead')
   -- A hash that is not listed would never be purged, so it keeps its expiry.
