@@ -83,8 +83,9 @@ class StartedWorker:
         return self._errors.read_text()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """Lines of the log whose event has these words."""
-        lines = [line for line in self.said.splitlines() if line.startswith("{")]
+        """Lines of the log whose event has these words. The last line may still be written."""
+        whole, _, _ = self.said.rpartition("\n")
+        lines = [line for line in whole.splitlines() if line.startswith("{")]
         return [entry for entry in map(json.loads, lines) if event in entry["event"]]
 
     def terminate(self) -> None:

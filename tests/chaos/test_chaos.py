@@ -43,7 +43,7 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
         Fault.KILL: 0.6,
     }  # so that many streams go both ways in so short a time
     options = {"queues": [Queue.VOLUME], "means": often, "earlier": earlier}
-    run = Run(seed, 14, tmp_path / "run", 3.0, **options)
+    run = Run(seed, 20, tmp_path / "run", 3.0, **options)
     outcome = await run.run()
     print(report(outcome))
     assert not outcome.violations, report(outcome)
