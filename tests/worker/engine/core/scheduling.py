@@ -57,15 +57,20 @@ def shares(batch: Batch) -> list[tuple[Sequence, int]]:
     return [(share.sequence, share.num_tokens) for share in batch.scheduled]
 
 
-def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    """Schedule and commit as the engine does, every sample giving one token."""
-    batch = scheduler.schedule()
+def commit(scheduler: Scheduler, batch: Batch) -> None:
+    """Note that a batch was computed; each sequence that samples gains a token."""
     for share in batch.scheduled:
         end = share.start + share.num_tokens
         share.sequence.num_computed_tokens = end
         scheduler.block_manager.mark_computed(share.sequence, share.start, end)
         if share.samples:
             share.sequence.token_ids.append(7)
+
+
+def step(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+    """Schedule and commit as the engine does, every sample giving one token."""
+    batch = scheduler.schedule()
+    commit(scheduler, batch)
     scheduler.check_integrity()
     scheduler.block_manager.check_integrity(scheduler.running)
     return shares(batch)

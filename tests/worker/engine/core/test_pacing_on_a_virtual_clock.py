@@ -11,7 +11,7 @@ from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.prefill_pacing import STRETCH, Pacing
 from promptq.worker.engine.core.scheduler import Scheduler
 from promptq.worker.engine.core.sequence import Sequence
-from tests.worker.engine.core.scheduling import make_sequence
+from tests.worker.engine.core.scheduling import commit, make_sequence
 
 DECODE = 0.0065
 """Seconds of a step of 64 decodes that is replayed as a graph."""
@@ -60,12 +60,8 @@ def run(step_seconds: Callable[[int], float], prompts: list[tuple[float, int]]) 
             pacing.note(batch, seconds)
             result.step_seconds.append(seconds)
         is_first = False
+        commit(scheduler, batch)
         for share in batch.scheduled:
-            end = share.start + share.num_tokens
-            share.sequence.num_computed_tokens = end
-            scheduler.block_manager.mark_computed(share.sequence, share.start, end)
-            if share.samples:
-                share.sequence.token_ids.append(7)
             if share.samples and share.sequence in arrived:
                 result.first_token_seconds.append(now - arrived.pop(share.sequence))
                 scheduler.remove(share.sequence)
