@@ -29,7 +29,7 @@ from promptq.shared.server.connection import explain, open_async_redis, without_
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.liveness.standstill import EngineStuckError
 from promptq.worker.liveness.watchdog import watched
-from promptq.worker.prometheus import MetricsServer
+from promptq.worker.metrics_server import MetricsServer
 from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker
 from promptq.worker.telemetry.start_up import StartUp

@@ -19,12 +19,16 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _LUA = resources.files("promptq.shared") / "lua"
-_PATHS = {
-    path.name.removesuffix(".lua"): path
-    for folder in ("requests", "upkeep")
-    for path in (_LUA / folder).iterdir()
-    if path.name.endswith(".lua")
-}
+
+
+def _files_in(*folders: str) -> dict[str, Traversable]:
+    """The Lua files of some folders, by their names without the suffix."""
+    files = (path for folder in folders for path in (_LUA / folder).iterdir())
+    return {path.name.removesuffix(".lua"): path for path in files if path.name.endswith(".lua")}
+
+
+_PATHS = _files_in("requests", "upkeep")
+_PARTS = _files_in("basics", "parts")
 _USES = "-- uses: "
 
 SCRIPT_NAMES = tuple(sorted(_PATHS))
@@ -51,7 +55,7 @@ def _text_behind(path: Traversable, parts: dict[str, str], users: tuple[str, ...
         if name in users:
             raise ValueError(f"parts use each other in a circle: {' -> '.join((*users, name))}")
         if name not in parts:
-            part = _text_behind(_LUA / "parts" / f"{name}.lua", parts, (*users, name))
+            part = _text_behind(_PARTS[name], parts, (*users, name))
             parts[name] = f"local {name} = {{}} do\n{part}end\n"
     return text
 

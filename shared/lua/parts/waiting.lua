@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests
+-- uses: keys, numbers, server, requests, scores
 -- The queues in which requests wait, and how requests get there and back. For the limits of `enqueue`, a
 -- request is counted from the script that sets its state to `waiting` to the script that sets another.
 
@@ -53,29 +53,13 @@ function waiting.queue_of(id, tenant)
   end
 end
 
--- How much one level of priority changes a score (ms). With aging, a request overtakes only those that came
--- at most so much earlier. With strict priority, a level is larger than any time.
-function waiting.priority_level()
-  return server.config('strict_priority') == '1' and 2199023255552 or server.number('aging_ms', 60000)
-end
-
--- The score of a request that arrives now. Lower scores run first.
-function waiting.score_of(priority) return server.now + priority * waiting.priority_level() end
-
--- A stored score as text, or that of the end of the queue if a stranger wrote something else.
-function waiting.place(score)
-  local number = tonumber(score or nil)
-  if not number or number ~= number then number = server.now end
-  return numbers.precise(number)
-end
-
 -- Move delayed requests whose time has come to pending. Returns how many.
 function waiting.promote_delayed()
   local ids = server.due(keys.delayed, server.now_text, 100)
   for _, id in ipairs(ids) do
     local fields = requests.read(id, 'score', 'state', 'tenant') or {}
     if fields.state == 'waiting' then waiting.count_later('delayed', fields.tenant, -1) end
-    waiting.put(id, waiting.place(fields.score), fields.tenant)
+    waiting.put(id, scores.read(fields.score), fields.tenant)
     redis.call('ZREM', keys.delayed, id)
   end
   return #ids
@@ -113,6 +97,6 @@ function waiting.put_back(id, score, how, delay_ms)
     server.remove_later(keys.pending_of(fields.tenant), id)
     waiting.count_later('delayed', fields.tenant, 1)
   else
-    waiting.put(id, waiting.place(score), fields.tenant)
+    waiting.put(id, scores.read(score), fields.tenant)
   end
 end

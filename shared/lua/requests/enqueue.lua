@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, tenants, waiting, ending
+-- uses: keys, numbers, server, requests, scores, tenants, waiting, ending
 -- Enqueue requests, all or none.
 -- ARGV  1 idempotency time (ms), then a space and how many arguments each request has (6 if left out)
 --       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
@@ -140,7 +140,7 @@ for _, key in ipairs({keys.deadlines, keys.delayed}) do redis.call('ZREM', key, 
 local arrived = {}
 for _, request in ipairs(fresh) do
   local id, tenant = request.id, request.tenant
-  local score = numbers.exact(waiting.score_of(request.priority))
+  local score = numbers.exact(scores.at_arrival(request.priority))
   redis.call('HSET', keys.request(id), 'payload', request.payload, 'state', 'waiting', 'score', score,
     'priority', request.priority, 'enqueued_at', server.now_text, 'tokens', numbers.exact(request.tokens),
     'nonce', nonce or '')

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting
+-- uses: keys, numbers, server, requests, scores, waiting
 -- Give a waiting request another priority, and the place that it would have had with it from the start.
 -- ARGV  1 id   2 priority
 --       3 the payload as the caller read it   4 that payload with the new priority
@@ -15,8 +15,8 @@ if not queue and not server.score_in(keys.delayed, id) then return 'unknown' end
 if fields.payload ~= ARGV[3] then return 'stale' end
 
 local before = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
-local score = tonumber(waiting.place(queue and redis.call('ZSCORE', queue, id) or fields.score))
-local text = numbers.precise(score + (priority - before) * waiting.priority_level())
+local score = tonumber(scores.read(queue and redis.call('ZSCORE', queue, id) or fields.score))
+local text = numbers.precise(score + (priority - before) * scores.priority_level())
 server.write_needs_memory()
 redis.call('HSET', keys.request(id), 'payload', ARGV[4], 'priority', numbers.exact(priority), 'score', text)
 if queue then redis.call('ZADD', queue, text, id) end

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, requests, waiting, ending
+-- uses: keys, numbers, server, requests, scores, waiting, ending
 -- Run a dead letter again, as a new request. It stays a suspect and runs alone, so it harms no other request.
 -- ARGV  1 id of the dead letter   2 id of the new request
 -- Reply {'ok'}      also if it was done before and the call is sent again because its reply was lost
@@ -12,7 +12,7 @@ if not redis.call('ZSCORE', keys.dead, old) or not fields then return {'unknown'
 if redis.call('EXISTS', keys.request(new)) == 1 then return {'exists'} end
 server.write_needs_memory()
 local priority = numbers.whole(fields.priority) or numbers.in_json(fields.payload, 'priority') or 0
-local score, tokens = numbers.exact(waiting.score_of(priority)), requests.estimated_tokens(fields.payload)
+local score, tokens = numbers.exact(scores.at_arrival(priority)), requests.estimated_tokens(fields.payload)
 redis.call('HSET', keys.request(new), 'payload', fields.payload, 'state', 'waiting', 'score', score,
   'priority', priority, 'enqueued_at', server.now_text, 'requeued_from', old, 'suspect', 1,
   'tokens', numbers.exact(tokens))

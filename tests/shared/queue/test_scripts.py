@@ -12,7 +12,7 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from tests.paths import ROOT
 
 LUA = ROOT / "shared" / "lua"
-PARTS = sorted(path.stem for path in (LUA / "parts").iterdir())
+PARTS = {path.stem: path for each in ("basics", "parts") for path in (LUA / each).iterdir()}
 FILES = sorted(path.relative_to(LUA).as_posix() for path in LUA.rglob("*.lua"))
 
 
@@ -32,7 +32,7 @@ def put_together(text: str) -> str:
         nonlocal made
         for name in used_by(text):
             if name not in there:
-                part = (LUA / "parts" / f"{name}.lua").read_text()
+                part = PARTS[name].read_text()
                 add_parts_of(part)
                 there.append(name)
                 made += f"local {name} = {{}} do\n{part}end\n"
@@ -48,7 +48,7 @@ def test_the_description_makes_what_the_package_sends(name: str) -> None:
 
 
 def test_every_script_is_sent() -> None:
-    scripts = [Path(file).stem for file in FILES if not file.startswith("parts/")]
+    scripts = [Path(file).stem for file in FILES if not file.startswith(("basics/", "parts/"))]
     assert sorted(scripts) == sorted(SCRIPT_NAMES)
 
 
@@ -57,7 +57,7 @@ def test_a_file_names_just_the_parts_that_it_uses(file: str) -> None:
     text = (LUA / file).read_text()
     code = re.sub(r"--[^\n]*|'(?:[^'\\\n]|\\.)*'", "", text)
     used = set(re.findall(r"(?<![\w.])(\w+)\.\w", code)) & set(PARTS)
-    if file.startswith("parts/"):
+    if file.startswith(("basics/", "parts/")):
         used.discard(Path(file).stem)
     assert set(used_by(text)) == used
 
@@ -70,11 +70,10 @@ def test_a_script_carries_no_part_that_it_does_not_need() -> None:
 def test_parts_that_use_each_other_in_a_circle_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "parts").mkdir()
     for name, used in (("one", "two"), ("two", "three"), ("three", "two")):
-        (tmp_path / "parts" / f"{name}.lua").write_text(f"-- uses: {used}\n")
+        (tmp_path / f"{name}.lua").write_text(f"-- uses: {used}\n")
+        monkeypatch.setitem(call._PARTS, name, tmp_path / f"{name}.lua")
     (tmp_path / "script.lua").write_text("-- uses: one\nreturn 1\n")
-    monkeypatch.setattr(call, "_LUA", tmp_path)
     monkeypatch.setitem(call._PATHS, "script", tmp_path / "script.lua")
     with pytest.raises(ValueError, match="in a circle: one -> two -> three -> two"):
         script_text("script")

@@ -18,7 +18,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime import metrics
-from promptq.worker.prometheus import MetricsServer
+from promptq.worker.metrics_server import MetricsServer
 from promptq.worker.service import Worker
 from tests.model_free_worker import running_worker, served_model_free, text_of
 from tests.processes import read_line, running

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 
-from promptq.shared.errors import ConfigurationError
-from promptq.worker.engine.attention.backend import AttentionBackend
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.model.loading import LoadedModel
@@ -41,6 +42,21 @@ def backends_on(device: torch.device, name: str) -> list[AttentionBackend]:
     if not usable:
         raise ConfigurationError(f"--attention: {name!r} {why_not}")
     return usable
+
+
+def first_that_serves(
+    family: str, backends: Sequence[AttentionBackend], specs: list[LayerSpec]
+) -> AttentionBackend:
+    """The first backend that serves every layer of a model.
+
+    Raises UnsupportedModelError if none does, with the reason of each.
+    """
+    reasons = []
+    for backend in backends:
+        if not (why_not := backend.why_not(specs)):
+            return backend
+        reasons.append(f"{backend.name}: {why_not}")
+    raise UnsupportedModelError(f"{family}: no attention backend serves it: {'; '.join(reasons)}")
 
 
 def resolve_device(name: str) -> torch.device:

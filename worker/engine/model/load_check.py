@@ -29,6 +29,7 @@ from promptq.worker.engine.attention.packed_step import Packer
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.precision import in_float32
+from promptq.worker.engine.model.backend_choice import first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel, RowStarts, set_attention
@@ -136,7 +137,7 @@ def check_model(
         with torch.inference_mode(), shrunk_windows(model) as true_patterns:
             probes = _probes(loaded, max_length)
             _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
-            backend = _first_that_serves(family, backends, specs)
+            backend = first_that_serves(family, backends, specs)
             takes_float32 = torch.float32 in backend.dtypes
             with in_float32(model) if takes_float32 else nullcontext(False) as is_exact:
                 modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)
@@ -165,17 +166,6 @@ def check_model(
         )
     true_specs = [replace(spec, pattern=true_patterns[spec.pattern]) for spec in specs]
     return replace(checked, specs=true_specs)
-
-
-def _first_that_serves(
-    family: str, backends: Items[AttentionBackend], specs: list[LayerSpec]
-) -> AttentionBackend:
-    reasons = []
-    for backend in backends:
-        if not (why_not := backend.why_not(specs)):
-            return backend
-        reasons.append(f"{backend.name}: {why_not}")
-    raise UnsupportedModelError(f"{family}: no attention backend serves it: {'; '.join(reasons)}")
 
 
 def _native_if_it_passes(

@@ -1,0 +1,18 @@
+-- uses: numbers, server
+-- The score of a request, which is its place in its queue. Lower scores run first.
+
+-- How much one level of priority changes a score (ms). With aging, a request overtakes only those that came
+-- at most so much earlier. With strict priority, a level is larger than any time.
+function scores.priority_level()
+  return server.config('strict_priority') == '1' and 2199023255552 or server.number('aging_ms', 60000)
+end
+
+-- The score of a request of this priority that arrives now.
+function scores.at_arrival(priority) return server.now + priority * scores.priority_level() end
+
+-- A stored score as text, or that of the end of the queue if a stranger wrote something else.
+function scores.read(stored)
+  local number = tonumber(stored or nil)
+  if not number or number ~= number then number = server.now end
+  return numbers.precise(number)
+end
