@@ -37,9 +37,16 @@ class TritonPaged(AttentionBackend):
         layout: StepLayout,
         scoring: Scoring,
     ) -> torch.Tensor:
-        query, key, value = (_with_whole_heads(each) for each in (query, key, value))
+        key, value = _with_whole_heads(key), _with_whole_heads(value)
         self._write_cache(key, value, cache, layout)
-        output = value.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        return self.attend_written(query, cache, layout, scoring)
+
+    def attend_written(
+        self, query: torch.Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring
+    ) -> torch.Tensor:
+        """As `attend`, for a step whose K and V are in the cache already."""
+        query = _with_whole_heads(query)
+        output = cache.value.new_empty(*query.shape[:2], cache.value.shape[-1])
         num_decodes = layout.num_decodes
         if num_decodes:
             self._decode(
