@@ -27,8 +27,8 @@ from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import explain, open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
-from promptq.worker.liveness.standstill import EngineStuckError
-from promptq.worker.liveness.watchdog import watched
+from promptq.worker.liveness.engine_watchdog import EngineStuckError
+from promptq.worker.liveness.interpreter_watchdog import watched
 from promptq.worker.metrics_server import MetricsServer
 from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker

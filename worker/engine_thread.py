@@ -171,7 +171,7 @@ class EngineThread:
 
     def _put(self, output: StepOutput) -> None:
         while not self._unfetched.acquire(timeout=_IDLE_TICK_SECONDS):
-            self._last_progress = time.monotonic()  # waiting for the other side is no standstill
+            self._last_progress = time.monotonic()  # waiting for the other side is no hang
             if self._stopping:
                 return
         self.stats = output.stats

@@ -29,10 +29,10 @@ from promptq.worker.intake.prefetcher import Prefetcher
 from promptq.worker.intake.preparation import Preparation
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.leases import Departure, Leases
+from promptq.worker.liveness.engine_watchdog import EngineWatchdog
 from promptq.worker.liveness.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.liveness.lease_timer import LeaseTimer
 from promptq.worker.liveness.reaper import Reaper
-from promptq.worker.liveness.standstill import Standstill
 from promptq.worker.publishing.cancellation import Cancellation
 from promptq.worker.publishing.coalescer import Coalescer, default_rate
 from promptq.worker.publishing.give_back import GiveBack
@@ -113,9 +113,9 @@ class Worker:
             self.meter,
             settings.stuck_seconds,
         )
-        self._standstill = Standstill(self.engine, self.intake, settings.stuck_seconds)
+        self._watchdog = EngineWatchdog(self.engine, self.intake, settings.stuck_seconds)
         self._lease_timer = LeaseTimer(
-            self.leases, self._publisher, self._standstill, self._queue.lease_ms
+            self.leases, self._publisher, self._watchdog, self._queue.lease_ms
         )
         self._told_to_drain = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,7 +149,7 @@ class Worker:
         lease_ms = self._queue.lease_ms
         self._spawn(self._publisher.run())
         self._spawn(self._give_back.run())
-        self._spawn(self._standstill.watch())
+        self._spawn(self._watchdog.watch())
         self._spawn(self._listen())
         self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(self._lease_timer.run())
@@ -196,7 +196,7 @@ class Worker:
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
         await self._survive_redis(self._publisher.flush)
-        broken = self.engine.has_failed or self._standstill.is_in_engine
+        broken = self.engine.has_failed or self._watchdog.is_in_engine
         for lease in self.leases:  # no need to wait for the running step: it writes nothing
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)

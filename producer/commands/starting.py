@@ -92,7 +92,7 @@ def worker(context: typer.Context) -> None:
     promptq worker --model ./my-model --queue chat --max-num-seqs 32
     """
     require("promptq worker", "worker")
-    from promptq.producer.commands.local_fleet.processes import worker_command
+    from promptq.producer.commands.local_fleet.child_process import worker_command
 
     command = worker_command(context.args)
     os.execv(command[0], command)  # noqa: S606 # this Python, with options that the user typed

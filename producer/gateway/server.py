@@ -69,7 +69,7 @@ def run_gateway(settings: GatewaySettings) -> None:
 
     from promptq.producer.clients.connecting import server_url
     from promptq.producer.gateway.app import create_app
-    from promptq.producer.gateway.http.protocol import bounded_protocol
+    from promptq.producer.gateway.http.connection_limits import bounded_protocol
     from promptq.shared.runtime.logs import configure_logs
     from promptq.shared.server.connection import without_password
 

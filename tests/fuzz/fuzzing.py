@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import WorkerProcess
 from promptq.shared.protocol.keys import Keys
 from tests.fuzz.commands import Thrown, control_message, make_request
 from tests.model_free_worker import text_of

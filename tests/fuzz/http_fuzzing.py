@@ -23,7 +23,7 @@ import httpx2
 
 from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
-from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import WorkerProcess
 from tests.fuzz.http_requests import Thrown, all_routes, make_request, make_upload
 from tests.processes import read_line, running
 from tests.roles import as_role

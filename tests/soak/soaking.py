@@ -14,7 +14,7 @@ from pathlib import Path
 import redis.asyncio
 
 from promptq.producer.clients.async_client import AsyncClient
-from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import WorkerProcess
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import SAMPLE_MS
 from promptq.shared.server.embedded import EmbeddedServer

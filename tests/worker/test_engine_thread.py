@@ -181,7 +181,7 @@ async def test_says_how_long_a_step_takes_and_does_not_wait_for_one_that_hangs()
     for _ in range(200):
         idle.append(thread.seconds_without_progress())
         await asyncio.sleep(0.01)
-    assert any(later < before for before, later in pairwise(idle)), "idle is no standstill"
+    assert any(later < before for before, later in pairwise(idle)), "being idle is no hang"
     thread.add(request(1))
     await async_until(entered.is_set)
     await async_until(lambda: thread.seconds_without_progress() >= 0.2)

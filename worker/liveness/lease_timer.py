@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.leases.leases import Leases
-from promptq.worker.liveness.standstill import Standstill
+from promptq.worker.liveness.engine_watchdog import EngineWatchdog
 from promptq.worker.publishing.publisher import Publisher
 
 _RENEWALS_PER_LEASE = 4
@@ -18,11 +18,11 @@ class LeaseTimer:
     """Renews all leases several times within a lease, as long as there is progress."""
 
     def __init__(
-        self, leases: Leases, publisher: Publisher, standstill: Standstill, lease_ms: int
+        self, leases: Leases, publisher: Publisher, watchdog: EngineWatchdog, lease_ms: int
     ) -> None:
         self._leases = leases
         self._publisher = publisher
-        self._standstill = standstill
+        self._watchdog = watchdog
         self._interval = lease_ms / 1000 / _RENEWALS_PER_LEASE
 
     async def run(self) -> None:
@@ -31,7 +31,7 @@ class LeaseTimer:
         while True:
             await asyncio.sleep(self._interval)
             try:
-                if self._standstill.reason:
+                if self._watchdog.reason:
                     log.error("no progress; leases are left to run out", held=len(self._leases))
                 elif held := list(self._leases):
                     await self._publisher.renew(held)

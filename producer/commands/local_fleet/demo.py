@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.live import Live
 
 from promptq.producer.clients.async_client import AsyncClient
-from promptq.producer.commands.local_fleet.fleet import WorkersFailedError
-from promptq.producer.commands.local_fleet.processes import WorkerProcess
+from promptq.producer.commands.local_fleet.child_process import WorkerProcess
+from promptq.producer.commands.local_fleet.supervisor import WorkersFailedError
 from promptq.producer.commands.screens.demo_view import Board, Shown, finished_text, requests_table
 from promptq.producer.commands.screens.render import workers_table
 from promptq.producer.commands.screens.terminal import SafeConsole

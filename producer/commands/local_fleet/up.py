@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.markup import escape
 
-from promptq.producer.commands.local_fleet.fleet import Fleet
-from promptq.producer.commands.local_fleet.processes import promptq_command, worker_command
+from promptq.producer.commands.local_fleet.child_process import promptq_command, worker_command
+from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.advertised import how_to_find, is_free
@@ -74,16 +74,16 @@ def run_up(options: UpOptions, console: Console) -> None:
     try:
         with _server(options) as url:
             _welcome(options, url, console)
-            fleet = Fleet(
+            supervisor = Supervisor(
                 _commands(options),
                 _environment(url),
                 lambda line: console.out(line, highlight=False),
             )
             try:
-                fleet.run(signals.asked_to_drain)
+                supervisor.run(signals.asked_to_drain)
                 console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
             finally:
-                fleet.drain(signals.asked_to_stop)
+                supervisor.drain(signals.asked_to_stop)
     finally:
         signals.restore()
 

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.context.gateway import Gateway
+from promptq.producer.gateway.http.connection_limits import PIECES, Unfinished
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
-from promptq.producer.gateway.http.protocol import PIECES, Unfinished
 from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import failure

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from promptq.producer.gateway.answering.respond import enqueue, prepare
 from promptq.producer.gateway.context.access import ThisAdmin, check_scope, is_of_own_page
 from promptq.producer.gateway.context.gateway import ThisGateway
-from promptq.producer.gateway.context.json_body import json_body
+from promptq.producer.gateway.context.pydantic_body import json_body
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.request_bodies import CompletionCall
 from promptq.shared.errors import RequestNotFoundError

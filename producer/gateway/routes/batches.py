@@ -13,7 +13,7 @@ from promptq.producer.batch_store.files import BATCH_FILE_SECONDS, FileMissingEr
 from promptq.producer.gateway.context.access import ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import ThisGateway
-from promptq.producer.gateway.context.json_body import described_body, json_body
+from promptq.producer.gateway.context.pydantic_body import described_body, json_body
 from promptq.producer.gateway.http.errors import ApiError, described
 from promptq.producer.gateway.routes.files import LEAST_EXPIRY_SECONDS, ThisStore, page_of
 

@@ -258,7 +258,7 @@ def test_a_worker_that_is_cut_off_for_good_exits_with_an_error(
         assert "promptq worker: no Redis server answers" in worker.said
 
 
-def test_generation_pauses_at_the_bound_of_its_buffer_and_is_no_standstill(
+def test_generation_pauses_at_the_bound_of_its_buffer_and_does_not_count_as_hung(
     queue: RequestQueue, network: Network, tmp_path: Path
 ) -> None:
     options = ["--stuck-seconds", "1", "--lease-ms", "60000"]

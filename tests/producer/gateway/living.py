@@ -16,7 +16,7 @@ import uvicorn
 
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.context.access import Caller, caller_of
-from promptq.producer.gateway.http.protocol import bounded_protocol
+from promptq.producer.gateway.http.connection_limits import bounded_protocol
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.server.acl import ROLES
 from promptq.worker.served_model import Served

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from promptq.producer.gateway.http import protocol
-from promptq.producer.gateway.http.protocol import MAX_HEAD_BYTES
+from promptq.producer.gateway.http.connection_limits import MAX_HEAD_BYTES
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason, RequestState
 from promptq.shared.protocol.rows import Row

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from promptq.producer.commands.local_fleet.processes import ChildProcess
+from promptq.producer.commands.local_fleet.child_process import ChildProcess
 from promptq.shared.errors import PromptqError
 
 DRAIN_SECONDS = 30.0
@@ -35,7 +35,7 @@ class _Place:
     restart_at: float | None = None
 
 
-class Fleet:
+class Supervisor:
     """Starts processes, restarts those that die, and ends them all.
 
     The keys of `commands` are names such as `worker 2`. `show` is called with each line to show,

@@ -9,7 +9,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.intake.prefetcher import Prefetcher
 
-_WATCHES_PER_STANDSTILL = 8
+_LOOKS_PER_LIMIT = 8
 _MAX_WATCH_SECONDS = 1.0
 
 
@@ -18,7 +18,7 @@ class EngineStuckError(PromptqError):
     worker gives everything back and ends."""
 
 
-class Standstill:
+class EngineWatchdog:
     """A part counts as hung after it has made no progress for `seconds`."""
 
     def __init__(self, engine: EnginePort, prefetcher: Prefetcher, seconds: float) -> None:
@@ -40,7 +40,7 @@ class Standstill:
     async def watch(self) -> None:
         """Wait until a part hangs. Raises EngineStuckError then."""
         while True:
-            await asyncio.sleep(min(self.seconds / _WATCHES_PER_STANDSTILL, _MAX_WATCH_SECONDS))
+            await asyncio.sleep(min(self.seconds / _LOOKS_PER_LIMIT, _MAX_WATCH_SECONDS))
             if what := self.reason:
                 lease = self._prefetcher.hangs_on
                 of = {} if lease is None else {"request_id": lease.request_id}
