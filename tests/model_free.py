@@ -54,7 +54,7 @@ class ModelFreeRunner(model_free.ModelFreeRunner):
 
     def launch(self, batch: Batch, after: ModelFreeStep | None = None) -> ModelFreeStep:
         pending = _tokens_by_sequence(after) if after is not None else {}
-        _check_batch(batch, pending)
+        _check_batch(batch, pending, after.batch if after is not None else Batch([]))
         self._write(batch, pending)
         for share in batch.sampling:
             self._read_back(share, pending)
@@ -111,16 +111,17 @@ def _token_ids(share: ScheduledSequence, pending: _Pending) -> list[int]:
     return share.token_ids or [pending[share.sequence.sequence_id]]
 
 
-def _check_batch(batch: Batch, pending: _Pending) -> None:
+def _check_batch(batch: Batch, pending: _Pending, before: Batch) -> None:
     slots = [share.sequence.slot for share in batch.scheduled]
     if None in slots or len(set(slots)) != len(slots):
         raise RuntimeError(f"slots {slots} are not one for each sequence")
+    under_way = {share.sequence: share.start + share.num_tokens for share in before.scheduled}
     for share in batch.scheduled:
         sequence, end = share.sequence, share.start + share.num_tokens
-        num_pending = sequence.sequence_id in pending
-        if share.start != sequence.num_computed_tokens + num_pending or share.num_tokens < 1:
+        num_computed = under_way.get(sequence, sequence.num_computed_tokens)
+        if share.start != num_computed or share.num_tokens < 1:
             raise RuntimeError(f"sequence {sequence.sequence_id} has a share that does not follow")
-        num_tokens = sequence.num_tokens + num_pending
+        num_tokens = sequence.num_tokens + (sequence.sequence_id in pending)
         if end > num_tokens or share.samples != (end == num_tokens):
             raise RuntimeError(f"sequence {sequence.sequence_id} samples at {end} tokens")
         if share.draft and not share.samples:

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     )
     async_scheduling: bool | None = Field(
         None,
-        description="launch a step of decodes before the last step's tokens are collected; default:"
+        description="launch a step before the last step's tokens are collected; default:"
         " only on CUDA, where the device would otherwise wait for the host",
     )
     share_prefix_cache: bool = Field(

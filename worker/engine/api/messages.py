@@ -66,6 +66,12 @@ class EngineRequest:
         )
 
     @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token can only be chosen when the engine's thread knows the last one.
+        Penalties count tokens on the device."""
+        return self.grammar is not None or any(len(bad) > 1 for bad in self.bad_token_sequences)
+
+    @property
     def bounds_choice(self) -> bool:
         """Whether the request itself forbids some tokens."""
         return bool(self.grammar or self.bad_token_sequences or self.params.logit_bias)

@@ -53,10 +53,10 @@ class LLMEngine:
     `max_model_len` is lowered to what the model and its KV cache can hold. `prefill_chunk` is how
     many tokens of one prompt a step computes at most, by default the whole token budget of a step.
     `speculative_tokens` is how many tokens are drafted for a sequence in a step at most, unless a
-    request sets its own number. With `async_scheduling`, a step of decodes is launched before the
-    tokens of the step before it are collected, for a runner that computes meanwhile; results for
-    sequences that stopped in between are dropped. With `share_prefix_cache`, tenants share cached
-    prefixes; by default each tenant has its own.
+    request sets its own number. With `async_scheduling`, a step is launched before the tokens of
+    the step before it are collected, for a runner that computes meanwhile; results for sequences
+    that stopped in between are dropped. With `share_prefix_cache`, tenants share cached prefixes;
+    by default each tenant has its own.
 
     Raises ConfigurationError that names the option which cannot work.
     """
@@ -218,7 +218,8 @@ class LLMEngine:
 
     def _launch_after(self, step: _Step) -> _Step | None:
         """Launch the step after one that is not collected yet, if it is known already."""
-        batch = self._scheduler.follow(step.batch)
+        pacing = self._pacing
+        batch = self._scheduler.follow(step.batch, pacing.chunk, pacing.prompt_tokens)
         if batch is None:
             return None
         return _Step(batch, self._runner.launch(batch, after=step.launched))
@@ -262,12 +263,12 @@ class LLMEngine:
         tokens = iter(sampled)
         outputs = []
         for share in batch.scheduled:
+            rows = next(tokens) if share.samples else []
+            if share.sequence.status is SequenceStatus.FINISHED:
+                continue  # it has ended since this step was launched
             if not share.samples:
                 self._advance(share, share.num_tokens)
                 continue
-            rows = next(tokens)
-            if share.sequence.status is SequenceStatus.FINISHED:
-                continue  # it has ended since this step was launched
             output = self._append(share, _accepted(share, rows))
             self._settle_draft(share, output, batch)
             if output.finish_reason is not None:

@@ -76,35 +76,45 @@ class Scheduler:
         Beside decodes, a long prompt gets at most `long_prompt_chunk` tokens, and all prompts
         together get `prompt_tokens`.
         """
-        plan = _Plan(
-            self.max_num_batched_tokens,
-            self.prefill_chunk,
-            long_prompt_chunk or self.prefill_chunk,
-            self.block_manager.block_size,
-        )
+        plan = self._new_plan(long_prompt_chunk)
         self._continue_running(plan, prompt_tokens)
         self._admit_urgent(plan)
         self._admit_in_order(plan)
         self._draft(plan)
         return Batch(list(plan.shares.values()))
 
-    def follow(self, batch: Batch) -> Batch | None:
+    def follow(
+        self,
+        batch: Batch,
+        long_prompt_chunk: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> Batch | None:
         """The step after `batch`, planned before the tokens of that step are known: one more decode
-        of each sequence that its length does not end.
+        of each sequence that samples in it and that its length does not end, and the next chunks of
+        prompts.
 
-        None if there may be other work, or if a choice depends on the tokens.
+        None if a sequence may be admitted, or if a choice depends on the tokens.
         """
-        shares = [it for it in batch.scheduled if it.sequence.status is SequenceStatus.RUNNING]
-        if len(shares) < len(self.running) or self._may_admit or not all(map(_is_free, shares)):
+        shares = {it.sequence: it for it in batch.scheduled if _runs(it)}
+        if self._may_admit or not all(map(_is_free, shares.values())):
             return None
-        following = []
-        for sequence in (share.sequence for share in shares):
-            if sequence.num_tokens + 1 >= sequence.max_num_tokens:
-                continue
-            if not self.block_manager.extend(sequence, 1):
-                return None
-            following.append(ScheduledSequence(sequence, sequence.num_tokens, 1, samples=True))
-        return Batch(following) if following else None
+        plan = self._new_plan(long_prompt_chunk)
+        prefilling = []
+        for sequence in self.running:
+            share = shares.get(sequence)
+            start = (
+                sequence.num_computed_tokens if share is None else share.start + share.num_tokens
+            )
+            if start < sequence.num_tokens:
+                prefilling.append((sequence, start))
+            elif start + 1 < sequence.max_num_tokens:
+                if not self.block_manager.extend(sequence, 1):
+                    return None
+                plan.give(sequence, start)
+        plan.limit_prompts(prompt_tokens)
+        for sequence, start in prefilling:
+            plan.give(sequence, start)
+        return Batch(list(plan.shares.values())) if plan.shares else None
 
     def check_integrity(self) -> None:
         """Audit slots and queues. Raises RuntimeError that names what is inconsistent."""
@@ -122,13 +132,27 @@ class Scheduler:
         if {*map(id, self.waiting)} != {*map(id, self._waiting_by_urgency)}:
             raise RuntimeError("waiting by order and waiting by urgency are not the same sequences")
 
+    def _new_plan(self, long_prompt_chunk: int | None) -> _Plan:
+        return _Plan(
+            self.max_num_batched_tokens,
+            self.prefill_chunk,
+            long_prompt_chunk or self.prefill_chunk,
+            self.block_manager.block_size,
+        )
+
     @property
     def _may_admit(self) -> bool:
-        """Whether a waiting sequence could get a place, a free one or one of another sequence."""
+        """Whether a waiting sequence can get a place, a free one or one of another sequence."""
         if not self.waiting or not self.running:
             return bool(self.waiting)
-        most_urgent = self._waiting_by_urgency[0].request.priority
-        return self._num_places > 0 or most_urgent < self.running[-1].request.priority
+        most_urgent = self._waiting_by_urgency[0]
+        if most_urgent.request.priority < self.running[-1].request.priority:
+            prefix = self.block_manager.find_prefix(most_urgent)
+            if self._find_victims(most_urgent, prefix) is not None:
+                return True
+        return self._num_places > 0 and self._fits(
+            self.waiting[0], self.block_manager.find_prefix(self.waiting[0])
+        )
 
     @property
     def _num_places(self) -> int:
@@ -148,8 +172,7 @@ class Scheduler:
                     break
             else:
                 plan.give(sequence)
-        if plan.shares and prompt_tokens is not None:
-            plan.num_tokens_left = min(plan.num_tokens_left, prompt_tokens)
+        plan.limit_prompts(prompt_tokens)
         for sequence in prefilling:
             plan.give(sequence)
 
@@ -176,9 +199,7 @@ class Scheduler:
             prefix = self.block_manager.find_prefix(sequence)
             if plan.computes_next_block(sequence, prefix):
                 position += 1
-            elif (
-                self._num_needed(sequence, prefix, len(self.running)) <= self.block_manager.num_free
-            ):
+            elif self._fits(sequence, prefix):
                 self._admit(sequence, prefix, plan)
             else:
                 return
@@ -218,6 +239,11 @@ class Scheduler:
             if self._num_needed(sequence, prefix, num_running - len(victims)) <= num_free_then:
                 return victims
         return None
+
+    def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Whether the free blocks hold a waiting sequence."""
+        needed = self._num_needed(sequence, prefix, len(self.running))
+        return needed <= self.block_manager.num_free
 
     def _num_needed(self, sequence: Sequence, prefix: list[int], num_others: int) -> int:
         needed = self.block_manager.num_needed(sequence, prefix)
@@ -271,16 +297,26 @@ class _Plan:
         self._block_size = block_size
         self._prefilling: set[Sequence] = set()
 
-    def give(self, sequence: Sequence) -> None:
-        """Give a sequence a share of the tokens that are left, if any are."""
-        uncomputed = sequence.num_uncomputed_tokens
+    def limit_prompts(self, num_tokens: int | None) -> None:
+        """Leave at most `num_tokens` for prompts, if there are decodes beside them."""
+        if self.shares and num_tokens is not None:
+            self.num_tokens_left = min(self.num_tokens_left, num_tokens)
+
+    def give(self, sequence: Sequence, start: int | None = None) -> None:
+        """Give a sequence a share of the tokens that are left, if any are.
+
+        `start` is how many of its tokens will be computed by then, if a step before this one is
+        still under way. If all known ones will be, the share is for the unknown next one.
+        """
+        start = sequence.num_computed_tokens if start is None else start
+        uncomputed = max(1, sequence.num_tokens - start)
         num_tokens = min(uncomputed, self._prefill_chunk, self.num_tokens_left)
         if self._num_decodes and sequence.num_prompt_tokens > LONG_PROMPT:
             num_tokens = min(num_tokens, self._long_prompt_chunk)
         if num_tokens == 0:
             return
         self.shares[sequence] = ScheduledSequence(
-            sequence, sequence.num_computed_tokens, num_tokens, samples=num_tokens == uncomputed
+            sequence, start, num_tokens, samples=num_tokens == uncomputed
         )
         self.num_tokens += num_tokens
         self.num_tokens_left -= num_tokens
@@ -313,15 +349,18 @@ class _Plan:
         )
 
 
+def _runs(share: ScheduledSequence) -> bool:
+    return share.sequence.status is SequenceStatus.RUNNING
+
+
 def _is_free(share: ScheduledSequence) -> bool:
-    """Whether it is a decode after which another can be planned, whatever its token is."""
+    """Whether the next share of its sequence can be planned, whatever token it samples."""
     sequence = share.sequence
-    return (
-        share.samples
-        and share.num_rows == 1
+    return not share.samples or (
+        not share.draft
         and sequence.may_end
         and sequence.drafter is None
-        and not sequence.request.looks_back
+        and not sequence.request.needs_last_token
     )
 
 

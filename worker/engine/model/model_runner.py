@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -51,13 +51,18 @@ class ModelStep:
     sequences: list[Sequence]
     """The sequence of each row."""
 
-    def tokens_for(self, step: PackedStep) -> torch.Tensor:
-        """[1, T], on the device: the token sampled here for the sequence of each row of `step`."""
+    def fill_in(self, step: PackedStep) -> None:
+        """Write the tokens sampled here into the inputs of `step`, where it continues them."""
+        decodes = step.items[: step.layout.num_decodes]
+        rows = [row for row, item in enumerate(decodes) if not item.token_ids]
+        if not rows:
+            return
         assert self.sampled is not None
-        row_of = {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
-        rows = [row_of[item.sequence.sequence_id] for item in step.items]
+        sampled_at = {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
+        sources = [sampled_at[decodes[row].sequence.sequence_id] for row in rows]
         token_ids = self.sampled.token_ids
-        return token_ids.index_select(0, to_device(rows, token_ids.device)).unsqueeze(0)
+        tokens = token_ids.index_select(0, to_device(sources, token_ids.device))
+        step.input_ids[0].index_copy_(0, to_device(rows, token_ids.device), tokens)
 
 
 class ModelRunner:
@@ -179,14 +184,15 @@ class ModelRunner:
         masks = self._masks.start(sequences)  # computed while the model runs
         step = self._packer.pack(batch)
         if after is not None:
-            step = replace(step, input_ids=after.tokens_for(step))
+            after.fill_in(step)
         # A step without samples still needs a row, because some families cannot compute zero rows.
-        rows = step.sampling_rows(sampling) or [0]
-        logits = self._model.logits(step, to_device(rows, self.device))
+        rows = to_device(step.sampling_rows(sampling) or [0], self.device)
+        logits = self._model.logits(step, rows)
         if not sampling:
             return ModelStep(None, counts, sequences)
         num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
-        sampled = self._sampler.sample(logits, sequences, masks, num_ahead)
+        last_tokens = step.input_ids[0].index_select(0, rows)
+        sampled = self._sampler.sample(logits, sequences, masks, num_ahead, last_tokens)
         return ModelStep(sampled, counts, sequences)
 
     def collect(self, launched: ModelStep) -> list[list[SampledToken]]:

@@ -44,11 +44,21 @@ class Penalties:
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences."""
+    def apply(
+        self,
+        logits: torch.Tensor,
+        num_ahead: list[int] | None = None,
+        last_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Change `logits` [R, vocab_size] in place. Rows are in the order of the sequences.
+
+        Where `num_ahead` [R] is 1, the host does not know the last token of the sequence yet.
+        `last_tokens` [R] has the last token of each row on the device; it may only be left out
+        where the host knows all of them.
+        """
         if not self:
             return
-        self._catch_up()
+        self._catch_up(num_ahead or [0] * len(logits), last_tokens)
         written = []
         for index, tokens in (self._prompt, self._output):
             repetition = self._repetition[index]
@@ -61,19 +71,25 @@ class Penalties:
         logits[rows, tokens] = logits[rows, tokens] - self._presence[index]
         logits.index_put_((rows, tokens), -self._frequency[index], accumulate=True)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, num_ahead: list[int], last_tokens: torch.Tensor | None) -> None:
         """Add the tokens since the last step, mostly one for each sequence."""
-        lengths = [sequence.num_tokens for sequence in self._sequences]
-        if lengths == self._lengths:
-            return
-        if any(now != then + 1 for now, then in zip(lengths, self._lengths, strict=True)):
+        lengths = [
+            sequence.num_tokens + num_ahead[row]
+            for row, sequence in zip(self._rows, self._sequences, strict=True)
+        ]
+        if any(now - then not in (0, 1) for now, then in zip(lengths, self._lengths, strict=True)):
             self._lengths, self._output = self._count_output()
+        grown = [at for at, length in enumerate(lengths) if length > self._lengths[at]]
+        if not grown:
             return
-        last = [sequence.token_ids[-1] for sequence in self._sequences]
+        if last_tokens is None:
+            last = to_device([self._sequences[at].token_ids[-1] for at in grown], self._device)
+        else:
+            last = last_tokens[to_device([self._rows[at] for at in grown], self._device)]
         index, tokens = self._output
         self._output = (
-            torch.cat([index, torch.arange(len(last), device=self._device)]),
-            torch.cat([tokens, to_device(last, self._device)]),
+            torch.cat([index, to_device(grown, self._device)]),
+            torch.cat([tokens, last]),
         )
         self._lengths = lengths  # set last, in case there was no memory for the tokens
 

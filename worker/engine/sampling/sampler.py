@@ -78,11 +78,14 @@ class Sampler:
         sequences: list[Sequence],
         masks: PendingMasks | None = None,
         num_ahead: list[int] | None = None,
+        last_tokens: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Choose from `logits` [R, vocab_size], which are not changed.
 
         Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
-        further. `masks` are for the same rows; None if no sequence has a grammar.
+        further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
+        has the last token of each row on the device, for rows whose last one the host does not know
+        yet.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -91,7 +94,7 @@ class Sampler:
         errors = masks.apply(logits) if masks is not None else {}
         if rows.adjusts:
             rows.constraints.apply(logits)
-            rows.penalties.apply(logits)
+            rows.penalties.apply(logits, num_ahead, last_tokens)
         positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
         if num_ahead is not None:
             positions += np.array(num_ahead, dtype=np.uint64)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.grammar import Masker
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import SampledToken
@@ -23,6 +25,19 @@ from tests.worker.engine.core.stepping import make_request, run_to_end
 from tests.worker.engine.tiny_models import save_model
 
 SEED = 11
+
+
+class AnyToken:
+    """A grammar that allows everything. The model-free runner does not ask for its masks."""
+
+    is_complete = False
+
+    @property
+    def masker(self) -> Masker:
+        raise NotImplementedError
+
+    def accept(self, token_id: int) -> None:
+        pass
 
 
 class RecordingRunner(ModelFreeRunner):
@@ -59,7 +74,7 @@ def test_decodes_are_launched_before_the_last_ones_are_collected() -> None:
     engine.add(make_request(1, max_tokens=4))
     assert run_to_end(engine)[1][0] == tokens_of(1, 4)
     ahead = ["launch ahead [1]", "collect"]
-    assert runner.events == ["launch [1]", "collect", "launch [1]", *ahead, *ahead, "collect"]
+    assert runner.events == ["launch [1]", *ahead, *ahead, *ahead, "collect"]
 
 
 def test_nothing_is_launched_for_a_sequence_that_its_length_ends() -> None:
@@ -74,7 +89,7 @@ def test_nothing_is_launched_for_a_sequence_that_its_length_ends() -> None:
     launched = [event for event in runner.events if event != "collect"]
     assert launched == [
         "launch [1, 2]",
-        "launch [1, 2]",
+        "launch ahead [1, 2]",
         "launch ahead [1, 2]",
         "launch ahead [2]",
         "launch ahead [2]",
@@ -92,7 +107,7 @@ def test_what_was_launched_behind_a_stop_is_dropped() -> None:
     assert ended[1][1].finish_reason is FinishReason.STOP
     assert ended[2][0] == tokens_of(2, 8)
     # Token 3 of both was launched when token 2 of 1 was not known to be a stop.
-    assert runner.events.count("launch ahead [1, 2]") == 2
+    assert runner.events.count("launch ahead [1, 2]") == 3
     assert engine.stats.generation_tokens == 11
     assert engine.stats.num_used_blocks == 0
 
@@ -129,7 +144,7 @@ def test_one_who_waits_for_a_free_slot_is_let_in_at_the_next_step() -> None:
     runner.events.clear()
     engine.step()  # what was under way when it came
     engine.step()
-    assert runner.events == ["collect", "launch [1, 2]", "collect"]
+    assert runner.events == ["collect", "launch [1, 2]", "launch ahead [1, 2]", "collect"]
 
 
 def test_a_batch_of_full_slots_is_launched_ahead_though_others_wait() -> None:
@@ -138,7 +153,7 @@ def test_a_batch_of_full_slots_is_launched_ahead_though_others_wait() -> None:
         engine.add(make_request(sequence_id, max_tokens=4))
     ended = run_to_end(engine)
     assert [ended[key][0] for key in (1, 2)] == [tokens_of(1, 4), tokens_of(2, 4)]
-    assert runner.events.count("launch ahead [1]") == runner.events.count("launch ahead [2]") == 2
+    assert runner.events.count("launch ahead [1]") == runner.events.count("launch ahead [2]") == 3
 
 
 def test_a_more_urgent_one_need_not_wait_for_those_launched_ahead() -> None:
@@ -150,7 +165,70 @@ def test_a_more_urgent_one_need_not_wait_for_those_launched_ahead() -> None:
     runner.events.clear()
     engine.step()
     engine.step()
-    assert runner.events == ["collect", "launch [2]", "collect"]
+    assert runner.events == ["collect", "launch [2]", "launch ahead [2]", "collect"]
+
+
+def test_the_chunks_of_a_prompt_are_launched_ahead_beside_decodes() -> None:
+    engine, runner = make_engine(num_blocks=512)
+    engine.add(make_request(1, max_tokens=200))
+    for _ in range(5):
+        engine.step()
+    engine.add(make_request(2, prompt=[*range(2, 202)], max_tokens=6))
+    runner.events.clear()
+    tokens: list[int] = []
+    while 2 in [it.sequence_id for it in engine.snapshot().sequences]:
+        for output in engine.step().outputs:
+            tokens += output.token_ids if output.sequence_id == 2 else []
+    assert tokens == tokens_of(2, 6)
+    launched = [event for event in runner.events if event.startswith("launch")]
+    assert [event for event in launched if not event.startswith("launch ahead")] == [
+        "launch [1, 2]"  # the one that let it in
+    ]
+    assert launched.count("launch ahead [1, 2]") >= 200 // 32 + 5
+
+
+def test_an_abort_in_the_middle_of_a_prompt_counts_nothing_of_what_is_under_way() -> None:
+    engine, runner = make_engine(num_blocks=512)
+    engine.add(make_request(1, max_tokens=20))
+    engine.add(make_request(2, prompt=[*range(2, 202)], max_tokens=6))
+    for _ in range(3):
+        engine.step()
+    assert runner.events[-2:] == ["launch ahead [1, 2]", "collect"]
+    counted = engine.stats.prompt_tokens
+    assert engine.abort(2)
+    engine.step()
+    assert engine.stats.prompt_tokens == counted
+    engine.check_integrity()
+    engine.add(make_request(3, prompt=[*range(2, 202)], max_tokens=2))
+    assert run_to_end(engine)[3][0] == tokens_of(3, 2)
+
+
+def test_a_batch_is_launched_ahead_while_memory_is_short_for_those_who_wait() -> None:
+    engine, runner = make_engine(num_blocks=24)  # of 4 tokens
+    for sequence_id in (1, 2):
+        engine.add(make_request(sequence_id, max_tokens=30))
+    for _ in range(10):
+        engine.step()
+    engine.add(make_request(3, prompt=[*range(2, 72)], max_tokens=2))  # 18 blocks
+    runner.events.clear()
+    assert run_to_end(engine)[3][0] == tokens_of(3, 2)
+    first_of_the_third = next(at for at, event in enumerate(runner.events) if "3" in event)
+    before = [event for event in runner.events[:first_of_the_third] if event != "collect"]
+    assert before == ["launch ahead [1, 2]"] * 19
+    assert engine.stats.num_preemptions == 0
+
+
+def test_a_more_urgent_one_that_no_room_can_be_made_for_does_not_hold_up_the_others() -> None:
+    engine, runner = make_engine(num_blocks=24)
+    engine.add(make_request(1, max_tokens=40, priority=-2))
+    engine.add(make_request(2, max_tokens=40))
+    for _ in range(30):
+        engine.step()
+    engine.add(make_request(3, prompt=[*range(2, 78)], max_tokens=2, priority=-1))
+    runner.events.clear()
+    for _ in range(5):
+        engine.step()
+    assert runner.events.count("launch ahead [1, 2]") == 5
 
 
 @pytest.mark.parametrize(
@@ -159,13 +237,28 @@ def test_a_more_urgent_one_need_not_wait_for_those_launched_ahead() -> None:
         SamplingParams(repetition_penalty=1.1),
         SamplingParams(presence_penalty=0.5),
         SamplingParams(frequency_penalty=0.5),
-        SamplingParams(min_tokens=20),
     ],
     ids=lambda params: next(iter(params.model_fields_set)),
 )
-def test_a_choice_that_hangs_on_the_last_token_waits_for_it(params: SamplingParams) -> None:
+def test_penalties_do_not_keep_a_step_from_being_ahead(params: SamplingParams) -> None:
     engine, runner = make_engine()
     engine.add(make_request(1, max_tokens=20, params=params))
+    assert run_to_end(engine)[1][0] == tokens_of(1, 20)
+    assert runner.events.count("launch ahead [1]") == 19
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"params": SamplingParams(min_tokens=20)},
+        {"bad_token_sequences": ((1, 2),)},
+        {"grammar": AnyToken()},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_choice_that_hangs_on_the_last_token_waits_for_it(asked: dict[str, Any]) -> None:
+    engine, runner = make_engine()
+    engine.add(make_request(1, max_tokens=20, **asked))
     assert run_to_end(engine)[1][0] == tokens_of(1, 20)
     assert "launch ahead [1]" not in runner.events
 
@@ -188,14 +281,14 @@ def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
 
 
 def test_a_model_gives_the_same_tokens_and_logprobs(tmp_path: Path) -> None:
-    """Greedy and seeded, with stops, beside one whose penalties keep steps from being ahead."""
+    """Greedy and seeded, with stops and with penalties, which count tokens on the device."""
     print(f"seed {SEED}")
     directory = save_model(tmp_path, "qwen3", SEED)
     kinds = [
         SamplingParams(temperature=0.0, logprobs=2),
         SamplingParams(temperature=1.0, top_p=0.9),
         SamplingParams(temperature=0.7, top_k=5, logprobs=0),
-        SamplingParams(temperature=1.0, frequency_penalty=0.8),
+        SamplingParams(temperature=1.0, frequency_penalty=1.8, repetition_penalty=1.3),
     ]
 
     def outputs_of(*, async_scheduling: bool, ends: dict[int, int]) -> dict[int, list[object]]:
