@@ -286,6 +286,31 @@ def test_penalties_and_constraints_change_just_what_they_should() -> None:
         torch.testing.assert_close(scores, reference(before, row))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_penalties_count_tokens_that_only_the_device_knows(seed: int) -> None:
+    """The host learns a row's tokens at once or a step late, in turns."""
+    print(f"seed {seed}")
+    vocab_size, rows = 80, 30
+    random = np.random.default_rng(seed)
+    sequences = random_sequences(rows, vocab_size, seed)
+    penalties = Penalties(sequences, CPU)
+    last = torch.tensor([row.token_ids[-1] for row in sequences])
+    late: list[int | None] = [None] * rows  # the token that the host does not know
+    for step in range(12):
+        logits = random_logits(rows, vocab_size)
+        on_device, on_host = logits.clone(), logits.clone()
+        penalties.apply(on_device, [int(token is not None) for token in late], last)
+        for row, token in zip(sequences, late, strict=True):
+            row.token_ids += [] if token is None else [token]
+        Penalties(sequences, CPU).apply(on_host)
+        torch.testing.assert_close(on_device, on_host)
+        last = torch.from_numpy(random.integers(0, vocab_size, rows))
+        late = last.tolist()
+        for at in random.permutation(rows)[: 0 if step % 3 == 0 else rows if step % 3 == 1 else 9]:
+            sequences[at].token_ids.append(int(last[at]))
+            late[at] = None
+
+
 def test_penalties_that_found_no_memory_miss_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the step that failed, which is then computed again."""
     vocab_size = 80
