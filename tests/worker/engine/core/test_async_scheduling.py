@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,15 @@ class RecordingRunner(ModelFreeRunner):
         return super().collect(launched)
 
 
-def make_engine(num_blocks: int = 64, max_num_seqs: int = 4) -> tuple[LLMEngine, RecordingRunner]:
+def make_engine(
+    num_blocks: int = 64, max_num_seqs: int = 4, max_num_batched_tokens: int = 32
+) -> tuple[LLMEngine, RecordingRunner]:
     runner = RecordingRunner(num_blocks)
     engine = LLMEngine(
-        runner, max_num_seqs=max_num_seqs, max_num_batched_tokens=32, async_scheduling=True
+        runner,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        async_scheduling=True,
     )
     return engine, runner
 
@@ -216,6 +223,31 @@ def test_a_batch_is_launched_ahead_while_memory_is_short_for_those_who_wait() ->
     before = [event for event in runner.events[:first_of_the_third] if event != "collect"]
     assert before == ["launch ahead [1, 2]"] * 19
     assert engine.stats.num_preemptions == 0
+
+
+def test_under_load_almost_every_step_is_ahead_that_neither_admits_nor_preempts() -> None:
+    """Memory for about half of the slots, requests that always wait, and penalties in some."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    engine, runner = make_engine(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=512)
+    for number in range(150):
+        params = SamplingParams(presence_penalty=rng.choice([0.0, 0.0, 0.5]))
+        length, max_tokens = rng.randint(4, 30), rng.randint(10, 90)
+        engine.add(make_request(number, length, max_tokens=max_tokens, params=params))
+    running: set[int] = set()
+    num_preemptions = num_ahead = num_late = 0
+    while engine.has_work:
+        runner.events.clear()
+        engine.step()
+        for event in runner.events[:-1]:  # the last one is to collect
+            batch = set(json.loads(event[event.index("[") :]))
+            is_ahead = event.startswith("launch ahead")
+            makes_room = engine.stats.num_preemptions > num_preemptions
+            num_ahead += is_ahead
+            num_late += not (is_ahead or batch - running or makes_room)
+            running = batch
+        num_preemptions = engine.stats.num_preemptions
+    assert num_late <= num_ahead / 30
 
 
 def test_a_more_urgent_one_that_no_room_can_be_made_for_does_not_hold_up_the_others() -> None:
