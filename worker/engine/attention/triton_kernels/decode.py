@@ -15,7 +15,9 @@ import triton.language as tl
 
 from promptq.worker.engine.attention.triton_kernels.common import (
     LOG2_E,
+    NUM_STAGES,
     attend_tile,
+    block_ids,
     first_visible,
     keys_per_tile,
     num_processors,
@@ -28,7 +30,6 @@ from promptq.worker.engine.attention.triton_kernels.common import (
 if TYPE_CHECKING:
     from promptq.worker.engine.attention.backend import LayerCache, Scoring
 
-NUM_STAGES = 2
 MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 128
 """A shorter part is not worth a program of its own."""
@@ -89,7 +90,6 @@ def decode(
         VALUE_TILE=padded(value_size),
         TOKEN_TILE=keys_per_tile(
             cache,
-            NUM_STAGES,
             # Not all of it, so that a processor can hold more than one program.
             shared_memory_bytes(query.device) * 2 // 3,
         ),
@@ -177,11 +177,12 @@ def _decode_kernel(
         weight = tl.where(split == 0, 1.0, weight)
     total = tl.zeros((HEAD_TILE, VALUE_TILE), dtype=tl.float32)
     table = block_tables + sequence * table_stride
+    block = block_ids(table, first_token + tl.arange(0, TOKEN_TILE), last_token, BLOCK_SIZE)
     for tile in range(first_token, last_token, TOKEN_TILE):
         token = tile + tl.arange(0, TOKEN_TILE)
         is_seen = token < last_token
-        block = tl.load(table + token // BLOCK_SIZE, mask=is_seen, other=0)
         place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+        block = block_ids(table, token + TOKEN_TILE, last_token, BLOCK_SIZE)
         key = tl.load(
             key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
             mask=is_seen[:, None] & is_key_column,
