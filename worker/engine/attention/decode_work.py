@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +94,7 @@ class DecodeWork:
             self._write(pattern)
 
     def parts(self, pattern: Pattern) -> torch.Tensor:
-        """The list (see `cut`) for layers of this pattern. Rows after its last part mean nothing."""
+        """The list (see `cut`) for layers of this pattern. Rows after its end mean nothing."""
         if pattern not in self._lists:
             shape = (1 + self.max_parts, FIELDS)
             self._lists[pattern] = torch.empty(shape, dtype=torch.int32, device=self._device)
@@ -104,12 +105,12 @@ class DecodeWork:
         """The memory for the parts of a layer of this shape. All such layers share it."""
         shape = (num_heads, num_kv_heads, value_size)
         if shape not in self._results:
+            places, counters = self.max_parts, (self._num_sequences, num_kv_heads)
+            in_fp32: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
             self._results[shape] = PartResults(
-                torch.empty(self.max_parts, num_heads, value_size, device=self._device),
-                torch.empty(self.max_parts, num_heads, device=self._device),
-                torch.zeros(
-                    self._num_sequences, num_kv_heads, dtype=torch.int32, device=self._device
-                ),
+                sums=torch.empty(places, num_heads, value_size, **in_fp32),
+                log_weights=torch.empty(places, num_heads, **in_fp32),
+                num_finished=torch.zeros(*counters, dtype=torch.int32, device=self._device),
             )
         return self._results[shape]
 

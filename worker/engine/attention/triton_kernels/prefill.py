@@ -17,8 +17,10 @@ import triton.language as tl
 from promptq.worker.engine.attention.triton_kernels.common import (
     CHUNKED,
     LOG2_E,
+    MAX_KEYS_PER_TILE,
     NUM_STAGES,
     SLIDING,
+    architecture,
     attend_tile,
     block_ids,
     first_visible,
@@ -52,12 +54,15 @@ def prefill(
     _, num_kv_heads, block_size, value_size = cache.value.shape
     group = num_heads // num_kv_heads
     itemsize = cache.key.element_size()
-    most = MAX_QUERY_TILE
+    most_queries, most_keys = MAX_QUERY_TILE, MAX_KEYS_PER_TILE
     if max(key_size, value_size) > 128:
-        most //= 2
+        most_queries //= 2
     if itemsize >= 4:
-        most //= 4
-    query_tile = max(padded(group), min(most, padded(longest_chunk(layout) * group)))
+        most_queries //= 4
+    # More would spill registers. Before capability 9, products take K and V from registers too.
+    if max(key_size, value_size) > 128 or architecture(query.device) < 90:
+        most_keys //= 2
+    query_tile = max(padded(group), min(most_queries, padded(longest_chunk(layout) * group)))
     tiles = tiles_of(layout, query_tile // group)
     _prefill_kernel[(tiles.shape[0], num_kv_heads)](
         query,
@@ -84,7 +89,9 @@ def prefill(
         KEY_TILE=padded(key_size),
         VALUE_TILE=padded(value_size),
         TOKEN_TILE=keys_per_tile(
-            cache, shared_memory_bytes(query.device) - query_tile * padded(key_size) * itemsize
+            cache,
+            shared_memory_bytes(query.device) - query_tile * padded(key_size) * itemsize,
+            most_keys,
         ),
         num_warps=8 if query_tile >= 128 else 4,
         num_stages=NUM_STAGES,
