@@ -109,9 +109,9 @@ class StepLayout:
     """What a backend computes once per step and uses in every layer."""
 
 
-DECODE_CONTEXTS = "decode contexts"
-"""The key in a layout's plans for the context lengths of decodes: [num_decodes], int32, on the
-device. Code that replays a step with other lengths puts its own tensor there."""
+DECODE_WORK = "decode work"
+"""The key in a layout's plans for the DecodeWork of its decodes. Code that replays a step with
+other lengths puts its own there."""
 
 
 class AttentionBackend(ABC):
@@ -126,7 +126,7 @@ class AttentionBackend(ABC):
     """A package that it needs and that may not be installed."""
     takes_padding: ClassVar[bool] = False
     """Whether decodes may be padded to the size of a CUDA graph. A padding row has the write block
-    -1 and the context 0 (in DECODE_CONTEXTS). It reads and writes nothing."""
+    -1 and the context 0 (in DECODE_WORK). It reads nothing, and its output is zero."""
     refuses: ClassVar[Set[str]] = frozenset()
     """The names in LayerSpec.features that it does not know."""
 

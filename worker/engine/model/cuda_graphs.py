@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from promptq.worker.engine.attention.backend import DECODE_CONTEXTS, StepLayout
+from promptq.worker.engine.attention.backend import DECODE_WORK, StepLayout
+from promptq.worker.engine.attention.decode_work import DecodeWork
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.core.block_manager import num_blocks_for
-from promptq.worker.engine.device.async_copies import to_device
 
 MAX_GRAPH_SIZE = 256
 """Larger batches keep the device busy for longer than their launches take."""
@@ -44,26 +44,26 @@ class DecodeBuffers:
 
     input_ids: torch.Tensor  # [max_num_seqs]
     positions: torch.Tensor  # [max_num_seqs]
-    context_lens: torch.Tensor  # [max_num_seqs], int32; 0: a padding row
     write_blocks: torch.Tensor  # [max_num_seqs]; -1: written nowhere
     write_offsets: torch.Tensor  # [max_num_seqs]
     block_tables: torch.Tensor  # [max_num_seqs, max_blocks]
+    work: DecodeWork  # of contexts up to max_model_len; 0: a padding row
     block_size: int
 
     @classmethod
     def of(
         cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> DecodeBuffers:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         return cls(
             input_ids=zeros(max_num_seqs),
             positions=zeros(max_num_seqs),
-            context_lens=zeros(max_num_seqs, dtype=torch.int32),
             write_blocks=zeros(max_num_seqs) - 1,
             write_offsets=zeros(max_num_seqs),
             block_tables=zeros(max_num_seqs, num_blocks_for(max_model_len, block_size)),
+            work=DecodeWork([max_model_len] * max_num_seqs, device),
             block_size=block_size,
         )
 
@@ -73,20 +73,21 @@ class DecodeBuffers:
         num_rows, width = layout.block_tables.shape
         self.input_ids[:num_rows] = step.input_ids[0]
         self.positions[:num_rows] = step.positions[0]
-        self.context_lens[:num_rows] = to_device(layout.context_lens, self.context_lens.device)
         self.write_blocks[:num_rows] = layout.write_blocks
         self.write_offsets[:num_rows] = layout.write_offsets
         self.block_tables[:num_rows, :width] = layout.block_tables
         for buffer, nothing in (
             (self.input_ids, 0),
             (self.positions, 0),
-            (self.context_lens, 0),
             (self.write_blocks, -1),
         ):
             buffer[num_rows:size] = nothing
+        self.work.fill([*layout.context_lens, *[0] * (size - num_rows)])
 
     def step(self, size: int) -> PackedStep:
-        """A step whose inputs are the first `size` rows of the buffers, whatever they hold."""
+        """A step whose inputs are the first `size` rows of the buffers, whatever they hold. Until
+        they are filled again, its rows see nothing."""
+        self.work.fill([0] * size)
         longest = self.block_tables.shape[1] * self.block_size
         layout = StepLayout(
             num_decodes=size,
@@ -96,7 +97,7 @@ class DecodeBuffers:
             write_blocks=self.write_blocks[:size],
             write_offsets=self.write_offsets[:size],
             block_size=self.block_size,
-            plans={DECODE_CONTEXTS: self.context_lens[:size]},
+            plans={DECODE_WORK: self.work},
         )
         return PackedStep([], self.input_ids[None, :size], self.positions[None, :size], layout)
 

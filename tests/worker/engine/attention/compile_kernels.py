@@ -1,15 +1,24 @@
-"""Compile the Triton kernels for a card that need not be there: `... compile_kernels.py 90`.
+"""Compile the Triton kernels for a card that need not be there: `... compile_kernels.py 90 SEED`.
 
-The launchers run as ever, but each launch ends with the machine code. Prints kernel and shared
-memory of each.
+The launchers run as ever, but each launch ends with the machine code. Prints a line of JSON about
+each launch (see `described`). The seed chooses which layer follows a plain one.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+from itertools import product
+from pathlib import Path
+from random import Random
+from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -19,12 +28,21 @@ from promptq.worker.engine.attention.backend import Pattern, Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.sampling.top_p_kernel import top_p_thresholds
 
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one program may use, by compute capability (CUDA's programming guide)."""
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
 
 class NoDriver:
-    """Tells the compiler of a card of the given architecture."""
+    """Tells the compiler and the launchers of a card of the given architecture."""
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, 32)
+        properties = {
+            "max_shared_mem": SHARED_MEMORY[architecture],
+            "multiprocessor_count": 132,
+        }
+        self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -36,23 +54,46 @@ class NoDriver:
         return 0
 
 
+def described(name: str, compiled: Any) -> dict[str, Any]:
+    """`kernel`, `shared` bytes, `registers` a thread, `stack` bytes of spilled registers, `waits`:
+    how many reads may be under way at each wait for reads, and `buffers`: how many tiles each
+    buffer in shared memory holds."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"\b(?:REG|STACK):(\d+)", usage)
+    text = compiled.asm["ttgir"]
+    return {
+        "kernel": name,
+        "shared": compiled.metadata.shared,
+        "registers": int(registers),
+        "stack": int(stack),
+        "waits": [int(num) for num in re.findall(r"async_wait.*\{num = (\d+)", text)],
+        "buffers": [int(num) for num in re.findall(r"local_alloc : .*memdesc<(\d+)x\d+x\d", text)],
+    }
+
+
 def main() -> None:
     driver.set_active(NoDriver(int(sys.argv[1])))
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = launch(self, *args, warmup=True, **kwargs)
-        assert compiled.asm["cubin"]
-        print(self.__name__, compiled.metadata.shared)
+        print(json.dumps(described(self.__name__, compiled)), flush=True)
         return compiled
 
     JITFunction.run = compile_only
     step = [(1000, 1)] * 4 + [(300, 200)]
-    for shape in (Shape(32, 8, 128, 128), Shape(12, 4, 192, 128)):
-        for pattern, softcap in ((Pattern("full"), None), (Pattern("sliding", 128), 30.0)):
-            case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
-            sinks = None if softcap is None else case.sinks
-            case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
+    plain, *others = product(
+        (Shape(32, 8, 128, 128), Shape(12, 4, 192, 128)),
+        ((Pattern("full"), None), (Pattern("sliding", 128), 30.0)),
+    )
+    for shape, (pattern, softcap) in (plain, Random(int(sys.argv[2])).choice(others)):
+        case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
+        sinks = None if softcap is None else case.sinks
+        case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
     column = torch.zeros(4, 1)
     top_p_thresholds(torch.zeros(4, 150_000), column, column.double(), lowest=-60.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from benchmarks.gpu.cases import Case, Shape, off_by
 from benchmarks.gpu.models import PaddedModel
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention.backend import FULL, Pattern, Scoring
+from promptq.worker.engine.attention.backend import DECODE_WORK, FULL, Pattern, Scoring
+from promptq.worker.engine.attention.decode_work import cut
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
-from promptq.worker.engine.attention.triton_kernels.decode import splits_for
+from promptq.worker.engine.attention.triton_kernels.decode import PROGRAMS_PER_PROCESSOR
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.attention.triton_kernels.prefill import tiles_of
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -32,6 +34,7 @@ from promptq.worker.engine.model.load_check import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
 from tests.paths import ROOT
+from tests.worker.engine.attention.compile_kernels import SHARED_MEMORY
 from tests.worker.engine.tiny_models import FAMILIES, VOCAB_SIZE, make_model
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -120,13 +123,6 @@ def test_strides_do_not_matter(seed: int) -> None:
             return super().attend(wide[..., : query.shape[-1]], key, value, *others)
 
     torch.testing.assert_close(case.attend(Awkward(), Scoring(0.3)), expected)
-
-
-def test_work_is_cut_to_fill_the_device() -> None:
-    assert splits_for(512, 100_000, torch.device("cpu")) == 1
-    assert splits_for(8, 100_000, torch.device("cpu")) == 64
-    assert splits_for(8, 1000, torch.device("cpu")) == 4
-    assert splits_for(8, 10, torch.device("cpu")) == 1
 
 
 def test_tiles_hold_every_row_once(seed: int) -> None:
@@ -231,11 +227,12 @@ def test_rows_of_an_earlier_step_become_padding(seed: int) -> None:
     """They would write into blocks that may be another's by now."""
     tiny = TinyModel("qwen3", seed)
     buffers = DecodeBuffers.of(4, 128, 4, DEVICE)
-    buffers.fill(tiny.decode_step(3), 4)
-    buffers.fill(tiny.decode_step(2), 4)
     padded, exact = buffers.step(4), tiny.decode_step(2)
+    buffers.fill(tiny.decode_step(3), 4)
+    buffers.fill(exact, 4)
     assert padded.layout.write_blocks.tolist() == [*exact.layout.write_blocks.tolist(), -1, -1]
-    assert buffers.context_lens.tolist() == [*exact.layout.context_lens, 0, 0]
+    parts = padded.layout.plans[DECODE_WORK].parts(FULL).tolist()
+    assert parts == cut([*exact.layout.context_lens, 0, 0], FULL).tolist()
     assert padded.input_ids.tolist() == [[*exact.input_ids[0].tolist(), 0, 0]]
     assert padded.positions.tolist() == [[*exact.positions[0].tolist(), 0, 0]]
     width = exact.layout.block_tables.shape[1]
@@ -259,21 +256,32 @@ def test_families_pass_the_check_at_load(family: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_kernels_compile(architecture: int) -> None:
-    """For real cards: what the interpreter takes, the compiler may refuse."""
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+def test_kernels_compile(architecture: int, seed: int) -> None:
+    """For real cards: what the interpreter takes, the compiler may refuse. Attention reads tiles of
+    K and V ahead, nothing spills, and as many programs fit on a processor as are planned for."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
-    command = [sys.executable, str(script), str(architecture)]
+    command = [sys.executable, str(script), str(architecture), str(seed)]
     path = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} == {
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {launch["kernel"] for launch in launches} == {
         "_write_kernel",
         "_decode_kernel",
-        "_reduce_kernel",
         "_prefill_kernel",
         "_top_p_kernel",
     }
+    for launch in launches:
+        assert launch["stack"] == 0, launch
+        assert launch["shared"] <= SHARED_MEMORY[architecture], launch
+        if launch["kernel"] in ("_decode_kernel", "_prefill_kernel"):
+            assert min(launch["buffers"]) >= 2, launch
+            assert max(launch["waits"]) >= 2, launch  # one tile's K and V
+        if launch["kernel"] == "_decode_kernel":
+            assert PROGRAMS_PER_PROCESSOR * launch["shared"] <= SHARED_MEMORY[architecture], launch
+            registers = PROGRAMS_PER_PROCESSOR * 128 * launch["registers"]
+            assert registers <= 65_536, launch

@@ -25,8 +25,24 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
-_A_CARD = {"max_shared_mem": 96 * 1024, "multiprocessor_count": 128}
-"""The card that launches in the interpreter are planned for."""
+NUM_STAGES = 3
+"""Two tiles of K and V are under way while a third one is computed. The compiler does so only if
+the block ids of a tile are known an iteration before (see `block_ids`)."""
+_A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
+"""The card that launches in the interpreter are planned for. It has so few processors that a
+program takes several parts of the work."""
+
+
+@triton.jit
+def block_ids(
+    table: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr
+) -> tl.tensor:
+    """The block of each `token` below `end`, from a sequence's row of the block table.
+
+    Loops load these for the next tile, so that reads of K and V wait for no other read. The
+    compiler can then start those reads iterations ahead.
+    """
+    return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
 
 
 @triton.jit
@@ -95,13 +111,13 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
     return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
 
 
-def keys_per_tile(cache: LayerCache, num_stages: int, shared_memory: int) -> int:
-    """How many keys, with their values, a tile may hold so that `num_stages` tiles fit."""
+def keys_per_tile(cache: LayerCache, shared_memory: int, most: int = MAX_KEYS_PER_TILE) -> int:
+    """How many keys, with their values, a tile may hold so that NUM_STAGES tiles fit."""
     itemsize = cache.key.element_size()
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.
-    tile = MAX_KEYS_PER_TILE if itemsize < 4 else MAX_KEYS_PER_TILE // 2
-    while tile > 16 and tile * bytes_per_key * num_stages > shared_memory:
+    tile = most if itemsize < 4 else min(most, MAX_KEYS_PER_TILE // 2)
+    while tile > 16 and tile * bytes_per_key * NUM_STAGES > shared_memory:
         tile //= 2
     return tile
 
@@ -117,8 +133,14 @@ def num_processors(device: torch.device) -> int:
     return _properties(device)["multiprocessor_count"]
 
 
+@cache
+def architecture(device: torch.device) -> int:
+    """The compute capability of the device, times ten. It must be this thread's current device."""
+    return 90 if INTERPRETED.value else int(driver.active.get_current_target().arch)
+
+
 def _properties(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
+    if INTERPRETED.value:
         return _A_CARD
     properties: dict[str, int] = driver.active.utils.get_device_properties(device.index or 0)
     return properties

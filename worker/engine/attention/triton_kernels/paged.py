@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from promptq.worker.engine.attention.backend import (
-    DECODE_CONTEXTS,
+    DECODE_WORK,
     AttentionBackend,
     LayerCache,
     Scoring,
     StepLayout,
 )
-from promptq.worker.engine.device.async_copies import to_device
+from promptq.worker.engine.attention.decode_work import DecodeWork
 
 
 class TritonPaged(AttentionBackend):
@@ -54,8 +53,7 @@ class TritonPaged(AttentionBackend):
                 output[:num_decodes],
                 cache,
                 layout.block_tables,
-                _decode_contexts(layout),
-                max(layout.context_lens[:num_decodes]),
+                _decode_work(layout),
                 scoring,
             )
         if len(layout.context_lens) > num_decodes:
@@ -68,10 +66,10 @@ def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _decode_contexts(layout: StepLayout) -> torch.Tensor:
-    contexts: torch.Tensor | None = layout.plans.get(DECODE_CONTEXTS)
-    if contexts is None:
-        lengths = np.array(layout.context_lens[: layout.num_decodes], dtype=np.int32)
-        contexts = to_device(lengths, layout.block_tables.device)
-        layout.plans[DECODE_CONTEXTS] = contexts
-    return contexts
+def _decode_work(layout: StepLayout) -> DecodeWork:
+    work: DecodeWork | None = layout.plans.get(DECODE_WORK)
+    if work is None:
+        contexts = layout.context_lens[: layout.num_decodes]
+        work = DecodeWork(contexts, layout.block_tables.device)
+        layout.plans[DECODE_WORK] = work
+    return work

@@ -17,8 +17,12 @@ import triton.language as tl
 from promptq.worker.engine.attention.triton_kernels.common import (
     CHUNKED,
     LOG2_E,
+    MAX_KEYS_PER_TILE,
+    NUM_STAGES,
     SLIDING,
+    architecture,
     attend_tile,
+    block_ids,
     first_visible,
     keys_per_tile,
     padded,
@@ -31,7 +35,6 @@ from promptq.worker.engine.device.async_copies import to_device
 if TYPE_CHECKING:
     from promptq.worker.engine.attention.backend import LayerCache, Scoring, StepLayout
 
-NUM_STAGES = 2
 MAX_QUERY_TILE = 128
 """Heads larger than 128 get half of it, and fp32 a quarter, because sums are in registers."""
 
@@ -51,12 +54,15 @@ def prefill(
     _, num_kv_heads, block_size, value_size = cache.value.shape
     group = num_heads // num_kv_heads
     itemsize = cache.key.element_size()
-    most = MAX_QUERY_TILE
+    most_queries, most_keys = MAX_QUERY_TILE, MAX_KEYS_PER_TILE
     if max(key_size, value_size) > 128:
-        most //= 2
+        most_queries //= 2
     if itemsize >= 4:
-        most //= 4
-    query_tile = max(padded(group), min(most, padded(longest_chunk(layout) * group)))
+        most_queries //= 4
+    # More would spill registers. Before capability 9, products take K and V from registers too.
+    if max(key_size, value_size) > 128 or architecture(query.device) < 90:
+        most_keys //= 2
+    query_tile = max(padded(group), min(most_queries, padded(longest_chunk(layout) * group)))
     tiles = tiles_of(layout, query_tile // group)
     _prefill_kernel[(tiles.shape[0], num_kv_heads)](
         query,
@@ -84,8 +90,8 @@ def prefill(
         VALUE_TILE=padded(value_size),
         TOKEN_TILE=keys_per_tile(
             cache,
-            NUM_STAGES,
             shared_memory_bytes(query.device) - query_tile * padded(key_size) * itemsize,
+            most_keys,
         ),
         num_warps=8 if query_tile >= 128 else 4,
         num_stages=NUM_STAGES,
@@ -178,12 +184,13 @@ def _prefill_kernel(
     start = first_visible(first_position, pattern_size, PATTERN)
     end = first_position + num_rows
     middle = start
+    block = block_ids(table, start + tl.arange(0, TOKEN_TILE), end, BLOCK_SIZE)
     if PATTERN == 0:
         middle = (first_position + 1) // TOKEN_TILE * TOKEN_TILE
         for first_token in range(start, middle, TOKEN_TILE):
             token = first_token + tl.arange(0, TOKEN_TILE)
-            block = tl.load(table + token // BLOCK_SIZE)
             place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+            block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
             key = tl.load(
                 key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
                 mask=is_key_column,
@@ -199,8 +206,8 @@ def _prefill_kernel(
     for first_token in range(middle, end, TOKEN_TILE):
         token = first_token + tl.arange(0, TOKEN_TILE)
         is_seen = token < end
-        block = tl.load(table + token // BLOCK_SIZE, mask=is_seen, other=0)
         place = (block * num_kv_heads + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
+        block = block_ids(table, token + TOKEN_TILE, end, BLOCK_SIZE)
         key = tl.load(
             key_cache + place[:, None] * KEY_SIZE + key_column[None, :],
             mask=is_seen[:, None] & is_key_column,
