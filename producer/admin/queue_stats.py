@@ -30,10 +30,11 @@ class QueueStats(BaseModel):
 def stats(keys: Keys, /) -> Operation[QueueStats]:
     """What the queue holds and how its workers do."""
     (model,), (told_before, paused), waiting, delayed, active, dead, now_ms = yield [
-        Call("", ["HMGET", keys.model, "model"], list),
+        Call("", ["HMGET", keys.model, "model"], list, lambda: [None]),
         Call("", ["HMGET", keys.config, "model", "paused"], list),
         lookups.count(keys),
-        *(Call("", ["ZCARD", key], int) for key in (keys.delayed, keys.leases, keys.dead)),
+        *(Call("", ["ZCARD", key], int) for key in (keys.delayed, keys.leases)),
+        Call("", ["ZCARD", keys.dead], int, int),
         lookups.server_time_ms(),
     ]
     worker_ids = yield lookups.live_worker_ids(keys, now_ms)

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import redis
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
@@ -54,8 +54,8 @@ class Waiting(BaseModel):
     """A webhook that waits to be called."""
 
     tenant: str = ""
-    attempts: int = 0
-    due: float
+    attempts: Annotated[int, Field(ge=0, le=len(BACKOFF_SECONDS))] = 0
+    due: FiniteFloat
     """Unix seconds."""
 
 

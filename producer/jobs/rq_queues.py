@@ -19,6 +19,7 @@ import redis
 from rq import Queue, Worker
 from rq.cron import CronJob, CronScheduler
 from rq.exceptions import NoSuchJobError
+from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
@@ -303,6 +304,15 @@ class _Worker(Worker):
         """Tell a batch to stop where it is. Other jobs are short and end by themselves."""
         if self.horse_pid and self.queues[0].name.endswith(f"-{BATCHES}"):
             self.kill_horse(signal.SIGTERM)
+
+    def maintain_heartbeats(self, job: Job, execution: Execution) -> None:
+        """Send heartbeats, and tell a batch again to stop if this worker was told to.
+
+        The first signal is lost if it comes while the batch's process is being made.
+        """
+        if self._stop_requested:
+            self.handle_warm_shutdown_request()
+        super().maintain_heartbeats(job, execution)
 
     def clean_registries(self) -> None:
         """Clean the lists with our jobs: jobs of killed workers fail, and old ones are deleted."""

@@ -77,8 +77,8 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
-    """Workers whose heartbeat is not overdue."""
-    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], texts_of)
+    """Workers whose heartbeat is not overdue; none if something else wrote the key."""
+    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], texts_of, list)
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:

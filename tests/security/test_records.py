@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,30 @@ async def test_a_worker_that_no_worker_is_hides_no_other_one(
         told = run("stats")
         assert told.returncode == 0
         assert worker.worker_id in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [("producer", KEYS.dead), ("worker", KEYS.model), ("worker", KEYS.workers)],
+    ids=["dead", "model", "workers"],
+)
+async def test_a_key_of_another_type_takes_no_gateway_down(
+    redis_url: str, admin: httpx2.Client, role: str, key: str
+) -> None:
+    """Without the key of workers it knows of none, so it takes no request that will not wait."""
+    async with running_worker(redis_url):
+        with redis.Redis.from_url(as_role(role, redis_url)) as forger:
+            forger.delete(key)
+            forger.set(key, "junk")
+        fields = {"prompt": "a", "max_tokens": 2}
+        answer = await asyncio.to_thread(admin.post, "/v1/completions", json=fields)
+        assert answer.status_code == 200, answer.text
+        ready = await asyncio.to_thread(admin.get, "/readyz")
+        knows_workers = key != KEYS.workers
+        assert ready.status_code == (200 if knows_workers else 503), ready.text
+        assert knows_workers or ready.json()["error"]["code"] == "no_worker"
+        metrics = await asyncio.to_thread(admin.get, "/metrics")
+        assert 'promptq_queue_up{queue="default"} 1.0' in metrics.text
 
 
 HALF_A_CHARACTER: list[tuple[str, Any]] = [

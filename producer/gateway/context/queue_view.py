@@ -46,9 +46,11 @@ class QueueWatch:
     async def _read(self) -> QueueView:
         keys = self._queue.keys
         calls: list[Call[Any]] = [
-            Call("", ["HMGET", key, *_TOLD], list) for key in (keys.model, keys.config)
+            Call("", ["HMGET", keys.model, *_TOLD], list, lambda: [None, None]),
+            Call("", ["HMGET", keys.config, *_TOLD], list),
+            lookups.server_time_ms(),
         ]
-        told, told_before, now_ms = await self._queue.run([*calls, lookups.server_time_ms()])
+        told, told_before, now_ms = await self._queue.run(calls)
         workers = await self._queue.run(lookups.live_worker_ids(keys, now_ms))
         # Workers of earlier releases write it into `config`.
         model, style = told if told[0] is not None else told_before

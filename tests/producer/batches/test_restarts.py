@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
+import time
 from pathlib import Path
 
 import openai
+import pytest
 import redis
 import redis.asyncio
 
@@ -14,10 +17,11 @@ from promptq import Client
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.batch_store.batch_records import Batches, new_batch
 from promptq.producer.batch_store.files import FileStore
+from promptq.producer.jobs.rq_queues import batch_queue, enqueue_batch
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import running_worker
-from tests.processes import family_of, is_running, kill_all, until_ready
+from tests.processes import family_of, is_running, kill_all, running, until_ready
 from tests.producer.batches.batches import (
     NUM_TOKENS,
     add_batch,
@@ -132,6 +136,47 @@ async def test_a_batch_stops_where_it_is_though_rq_forgot_it(
         record = await finished_batch(redis_url, batch_id)
     assert (record.status, record.completed) == ("completed", 10)
     assert attempts(server) == [1] * 10
+
+
+TOLD_TO_STOP = """
+import os, signal
+from promptq.producer.jobs import rq_queues
+from promptq.producer.settings import read_jobs_settings
+
+fork = os.fork
+
+def fork_and_be_told():
+    if WHEN == "before":
+        os.kill(os.getpid(), signal.SIGTERM)
+    pid = fork()
+    if WHEN == "after" and pid:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+
+os.fork = fork_and_be_told
+rq_queues._MONITOR_SECONDS = 1
+connection = rq_queues.open_jobs_redis(read_jobs_settings())
+rq_queues.run_worker(rq_queues.batch_queue("default", connection))
+"""
+"""Runs batches until it is told to stop, which it is while it makes the process of the first."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_batch_stops_that_began_when_its_worker_was_told_to_stop(
+    when: str, redis_url: str, tmp_path: Path, environment: dict[str, str], own_worker: HandWorker
+) -> None:
+    """If it did not, it would end only when it expires."""
+    server, files = own_worker.redis, tmp_path / "files"
+    batch_id = add_batch(redis_url, files, tmp_path, [line(0)])
+    server.hset(KEYS.batch(batch_id), "expires_at", int(time.time()) + 60)
+    enqueue_batch(batch_queue("default", server), "default", batch_id)
+    environment |= {"PROMPTQ_REDIS_URL": as_role("jobs", redis_url)}
+    environment |= {"PROMPTQ_FILES_DIR": str(files)}
+    script = TOLD_TO_STOP.replace("WHEN", repr(when))
+    with running(sys.executable, "-c", script, env=environment) as process:
+        assert await asyncio.to_thread(process.wait) == 0
+    assert server.hget(KEYS.batch(batch_id), "status") == b'"in_progress"'
+    assert not server.exists(KEYS.batch_runner(batch_id)), "it stopped in order"
 
 
 async def test_a_batch_that_began_owns_its_input(

@@ -330,7 +330,19 @@ def test_what_strangers_wrote_of_what_waits(
 ) -> None:
     """It is struck off, and a key of another type gives way."""
     server = own_worker.redis
-    server.hset(KEYS.webhooks_waiting, mapping={b"\xff": "{}", "a": "[" * 5000, "b": "1"})
+    spoilt: dict[Any, str] = {
+        b"\xff": "{}",
+        "a": "[" * 5000,
+        "b": "1",
+        "c": '{"due": NaN}',
+        "d": '{"due": -1e999}',
+    }
+    for number, attempts in enumerate((-99, 11, 2**70)):
+        ended = f"ended-{number}"
+        asking = {"prompt": "a", "webhook_url": receiving.url("/status/500")}
+        server.hset(KEYS.request(ended), "payload", json.dumps(asking))
+        spoilt[ended] = json.dumps({"attempts": attempts, "due": 0})
+    server.hset(KEYS.webhooks_waiting, mapping=spoilt)
     ask(own_worker.queue, "r", receiving.url("/status/500"))
     own_worker.finish(own_worker.take(), "hi")
     jobs.work()
