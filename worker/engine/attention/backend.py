@@ -112,6 +112,8 @@ class StepLayout:
 DECODE_WORK = "decode work"
 """The key in a layout's plans for the DecodeWork of its decodes. Code that replays a step with
 other lengths puts its own there."""
+PREFILL_WORK = "prefill work"
+"""The same for the PrefillWork of its chunks."""
 
 
 class AttentionBackend(ABC):

@@ -32,7 +32,7 @@ def cut(contexts: Sequence[int], pattern: Pattern) -> npt.NDArray[np.int32]:
     first token and the one after its last, its place in the memory for results, the place of its
     sequence's first part, and the number of its sequence's parts. The parts of a sequence are in
     order there. In the list the longest parts come first. A context of 0, which pads a batch, has
-    one part without tokens.
+    one part without tokens. A context of -1, which stands for a row of a chunk, has none.
     """
     last = np.array(contexts, dtype=np.int64)
     first = np.array([pattern.first_visible(max(0, context - 1)) for context in contexts], np.int64)
@@ -40,7 +40,7 @@ def cut(contexts: Sequence[int], pattern: Pattern) -> npt.NDArray[np.int32]:
     size = np.full_like(length, PART_TOKENS)
     while (too_many := size * MAX_PARTS < length).any():
         size[too_many] *= 2
-    count = np.maximum(1, -(-length // size))
+    count = np.where(last < 0, 0, np.maximum(1, -(-length // size)))
     first_place = np.cumsum(count) - count
     sequence = np.repeat(np.arange(len(contexts)), count)
     place = np.arange(len(sequence))

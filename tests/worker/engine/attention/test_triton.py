@@ -25,9 +25,9 @@ from promptq.worker.engine.attention.backend import DECODE_WORK, FULL, Pattern, 
 from promptq.worker.engine.attention.decode_work import cut
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.prefill_work import PrefillWork
 from promptq.worker.engine.attention.triton_kernels.decode import PROGRAMS_PER_PROCESSOR
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.attention.triton_kernels.prefill import tiles_of
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, graph_sizes
 from promptq.worker.engine.model.load_check import check_model
@@ -127,7 +127,7 @@ def test_strides_do_not_matter(seed: int) -> None:
 
 def test_tiles_hold_every_row_once(seed: int) -> None:
     case = Case(STEPS["all at once"], SHAPES[1], dtype=torch.float32, device=DEVICE, seed=seed)
-    tiles = tiles_of(case.layout, 7).tolist()
+    tiles = PrefillWork(case.layout).tiles(7).tolist()
     rows = [first + row for _, first, count, _ in tiles for row in range(count)]
     assert sorted(rows) == list(range(2, len(case.query)))
     assert [tile[3] for tile in tiles] == sorted((tile[3] for tile in tiles), reverse=True)

@@ -6,12 +6,14 @@ import torch
 
 from promptq.worker.engine.attention.backend import (
     DECODE_WORK,
+    PREFILL_WORK,
     AttentionBackend,
     LayerCache,
     Scoring,
     StepLayout,
 )
 from promptq.worker.engine.attention.decode_work import DecodeWork
+from promptq.worker.engine.attention.prefill_work import PrefillWork
 
 
 class TritonPaged(AttentionBackend):
@@ -46,18 +48,12 @@ class TritonPaged(AttentionBackend):
         """As `attend`, for a step whose K and V are in the cache already."""
         query = _with_whole_heads(query)
         output = cache.value.new_empty(*query.shape[:2], cache.value.shape[-1])
-        num_decodes = layout.num_decodes
+        tables, num_decodes = layout.block_tables, layout.num_decodes
         if num_decodes:
-            self._decode(
-                query[:num_decodes],
-                output[:num_decodes],
-                cache,
-                layout.block_tables,
-                _decode_work(layout),
-                scoring,
-            )
-        if len(layout.context_lens) > num_decodes:
-            self._prefill(query, output, cache, layout, scoring)
+            decodes = query[:num_decodes], output[:num_decodes]
+            self._decode(*decodes, cache, tables, _decode_work(layout), scoring)
+        if (chunks := _prefill_work(layout)) is not None:
+            self._prefill(query, output, cache, tables, chunks, scoring)
         return output
 
 
@@ -72,4 +68,12 @@ def _decode_work(layout: StepLayout) -> DecodeWork:
         contexts = layout.context_lens[: layout.num_decodes]
         work = DecodeWork(contexts, layout.block_tables.device)
         layout.plans[DECODE_WORK] = work
+    return work
+
+
+def _prefill_work(layout: StepLayout) -> PrefillWork | None:
+    work: PrefillWork | None = layout.plans.get(PREFILL_WORK)
+    if work is None and len(layout.context_lens) > layout.num_decodes:
+        work = PrefillWork(layout)
+        layout.plans[PREFILL_WORK] = work
     return work

@@ -6,14 +6,13 @@ its queries see are computed without masks, and the others with masks.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from promptq.worker.engine.attention.prefill_work import FIELDS
 from promptq.worker.engine.attention.triton_kernels.common import (
     CHUNKED,
     LOG2_E,
@@ -30,20 +29,23 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     scores_of,
     shared_memory_bytes,
 )
-from promptq.worker.engine.device.async_copies import to_device
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, Scoring, StepLayout
+    from promptq.worker.engine.attention.backend import LayerCache, Scoring
+    from promptq.worker.engine.attention.prefill_work import PrefillWork
 
 MAX_QUERY_TILE = 128
 """Heads larger than 128 get half of it, and fp32 a quarter, because sums are in registers."""
+
+_FIELDS = tl.constexpr(FIELDS)
 
 
 def prefill(
     query: torch.Tensor,
     output: torch.Tensor,
     cache: LayerCache,
-    layout: StepLayout,
+    block_tables: torch.Tensor,
+    work: PrefillWork,
     scoring: Scoring,
 ) -> None:
     """Attend from the chunks' rows of `query` [T, num_heads, key_size] into those of `output`.
@@ -62,21 +64,21 @@ def prefill(
     # More would spill registers. Before capability 9, products take K and V from registers too.
     if max(key_size, value_size) > 128 or architecture(query.device) < 90:
         most_keys //= 2
-    query_tile = max(padded(group), min(most_queries, padded(longest_chunk(layout) * group)))
-    tiles = tiles_of(layout, query_tile // group)
+    query_tile = max(padded(group), min(most_queries, padded(work.longest_chunk * group)))
+    tiles = work.tiles(query_tile // group)
     _prefill_kernel[(tiles.shape[0], num_kv_heads)](
         query,
         cache.key,
         cache.value,
         output,
-        layout.block_tables,
+        block_tables,
         tiles,
         query if scoring.sinks is None else scoring.sinks,
         scoring.scale,
         scoring.softcap or 1.0,
         query.stride(0),
         query.stride(1),
-        layout.block_tables.stride(0),
+        block_tables.stride(0),
         num_kv_heads,
         **pattern_arguments(scoring.pattern),
         HAS_SOFTCAP=scoring.softcap is not None,
@@ -96,31 +98,6 @@ def prefill(
         num_warps=8 if query_tile >= 128 else 4,
         num_stages=NUM_STAGES,
     )
-
-
-def longest_chunk(layout: StepLayout) -> int:
-    starts = layout.query_starts[layout.num_decodes :]
-    return max(last - first for first, last in pairwise(starts))
-
-
-def tiles_of(layout: StepLayout, queries_per_tile: int) -> torch.Tensor:
-    """[num_tiles, 4], int32: sequence, first row, number of rows, position of the first.
-
-    The tiles that see the most come first, so that no long tile starts at the end.
-    """
-    tiles: torch.Tensor | None = layout.plans.get((tiles_of, queries_per_tile))
-    if tiles is None:
-        cut = []
-        for sequence in range(layout.num_decodes, len(layout.context_lens)):
-            first_row, end = layout.query_starts[sequence], layout.query_starts[sequence + 1]
-            first_position = layout.context_lens[sequence] - (end - first_row)
-            for row in range(first_row, end, queries_per_tile):
-                num_rows = min(queries_per_tile, end - row)
-                cut.append((sequence, row, num_rows, first_position + row - first_row))
-        cut.sort(key=lambda tile: tile[3], reverse=True)
-        tiles = to_device(np.array(cut, dtype=np.int32), layout.block_tables.device)
-        layout.plans[tiles_of, queries_per_tile] = tiles
-    return tiles
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it differs from step to step
@@ -151,8 +128,8 @@ def _prefill_kernel(
     VALUE_TILE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
 ) -> None:
-    """One program for each tile of queries and KV head."""
-    tile = tiles + tl.program_id(0) * 4
+    """One program for each tile of queries and KV head. A tile without rows ends at once."""
+    tile = tiles + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(1)
     sequence = tl.load(tile).to(tl.int64)
     first_row = tl.load(tile + 1).to(tl.int64)
