@@ -172,12 +172,13 @@ def caches_alive() -> dict[int, LayerCache]:
 def test_one_cache_is_alive_after_the_load(
     native: bool, measured: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Not that of the check at load, nor that of the largest step."""
+    """Not that of the check at load, nor that of the largest step, while the model lives on."""
+    model = loaded()
     if measured:
         request.getfixturevalue("cuda")
     others = caches_alive()
     options = LoadOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, native=native)
-    runner = ModelRunner.of(loaded(), options)
+    runner = ModelRunner.of(model, options)
     assert caches_alive().keys() - others.keys() == {*map(id, runner._cache.layers)}
 
 
