@@ -90,9 +90,9 @@ LARGE = Size(
 )
 TINY = Size(
     *(64, 2, 4, 2, 16, 96, 200),
-    *(3, 40, 2, 20, 4, 12, 6),
-    batches=(1, 4),
-    long_context=90,
+    *(2, 24, 2, 20, 4, 12, 6),
+    batches=(1,),
+    long_context=40,
     guest=30,
 )
 

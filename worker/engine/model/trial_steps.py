@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 from promptq.shared.protocol.request import NEUTRAL, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
@@ -16,8 +17,8 @@ from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequen
 
 Shares = list[tuple[int, int]]
 
-_FILTERED = {"min_p": 0.01, "top_k": 50, "top_p": 0.9}
-_ADJUSTED = {
+_FILTERED: dict[str, Any] = {"min_p": 0.01, "top_k": 50, "top_p": 0.9}
+_ADJUSTED: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,
     "frequency_penalty": 0.1,
