@@ -97,6 +97,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         trust_remote_code=settings.trust_remote_code,
         kv_cache_memory=memory,
         max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
         attention=settings.attention,
         native=settings.native,

@@ -2,8 +2,9 @@
 
 Needs PyTorch, Triton and transformers. First the kernels are held against references, and whole
 models against `generate`; then a random 8B model of Qwen3's shape is measured against what the
-device reaches in the same run, and against transformers' continuous batching. With `--tiny --device
-cpu` all of it runs on a small model, in Triton's interpreter, to try the script itself.
+device allows, and against transformers' continuous batching and, where it is installed, vLLM. At
+the end a table holds the figures against their targets. With `--tiny --device cpu` all of it runs
+on a small model, in Triton's interpreter, to try the script itself.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.measures import Figure
-    from benchmarks.gpu.models import Bench
-    from benchmarks.gpu.timing import Ceilings
+    import torch
 
-TARGETS = {"decode": 0.8, "prefill": 0.5, "peer": 2.5}
+    from benchmarks.gpu.measures import Figure
+    from benchmarks.gpu.models import Bench, Size
+    from benchmarks.gpu.timing import Ceilings
+    from promptq.worker.engine.model.loading import LoadedModel
+
+CONTINUOUS = "over transformers' continuous batching"
+VLLM = {1: 1.2, 64: 1.0, 256: 1.0}
+"""By requests at once: how many times the tokens a second of vLLM are wanted."""
 
 
 def main() -> int:
@@ -41,6 +48,7 @@ def main() -> int:
     stand_in()  # before anything of the engine is imported
     report = Report(options.seconds)
     measure(report, options.device, options.tiny, peers=not options.without_peers)
+    report.print_table()
     if options.json is not None:
         options.json.write_text(json.dumps(report.figures, indent=1))
     print(f"\n{time.perf_counter() - report.started:.0f} s in all")
@@ -56,6 +64,8 @@ class Report:
         self.started = time.perf_counter()
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
+        self.table: dict[str, tuple[float, float | None, str]] = {}
+        """By name: what is wanted at least, the figure, and why there is none."""
         self._seconds = seconds
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
@@ -74,6 +84,26 @@ class Report:
         print(f"  ({time.perf_counter() - began:.1f} s)", flush=True)
         return result
 
+    def want(self, name: str, wanted: float) -> None:
+        """Have a row in the table, even if the figure is never measured."""
+        self.table[name] = (wanted, None, "no time left, or an error above")
+
+    def reach(self, name: str, figure: float | None, why_none: str = "") -> None:
+        wanted, before, _ = self.table[name]
+        figures = [it for it in (figure, before) if it is not None]  # the best of some ways counts
+        self.table[name] = (wanted, max(figures, default=None), why_none)
+
+    def print_table(self) -> None:
+        self.figures["table"] = {}
+        print(f"\n{'':56} {'target':>8} {'figure':>8}")
+        for name, (wanted, figure, why_none) in self.table.items():
+            if figure is None:
+                verdict, shown = f"not measured: {why_none}", "-"
+            else:
+                verdict, shown = ("pass" if figure >= wanted else "miss"), f"{figure:.2f}"
+            self.figures["table"][name] = {"target": wanted, "figure": figure, "verdict": verdict}
+            print(f"{name:56} {wanted:8.2f} {shown:>8} {verdict}")
+
     def say(self, name: str, value: Any, text: str) -> None:
         self.figures[name] = value
         print(f"  {name}: {text}", flush=True)
@@ -90,6 +120,14 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     size = models.TINY if tiny else models.LARGE
     repeats = 1 if tiny else 20
+    batch, *_, one_long = (f"decode, {what}" for what in size.decodes)
+    report.want(batch, 0.8)
+    report.want(f"decode, 1 of length {size.context}", 0.78)
+    report.want(one_long, 0.8)
+    report.want(f"prefill, {size.prompts} of length {size.prompt}", 0.55)
+    report.want(CONTINUOUS, 2.5)
+    for count, wanted in VLLM.items():
+        report.want(f"over vLLM, {count} at once", wanted)
 
     for name, work in (
         ("kernels", lambda: checks.check_kernels(device, tiny=tiny)),
@@ -103,11 +141,15 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
     ceilings = report.part("ceilings", lambda: timing.measure_ceilings(device, tiny=tiny))
     if ceilings is None:
         return
-    report.say("copy", ceilings.bytes_per_second, f"{ceilings.bytes_per_second / 1e12:.3f} TB/s")
+    copied = ceilings.copied_per_second
+    report.say("copy", copied, f"{copied / 1e12:.3f} TB/s")
+    for card, rate in timing.CARDS.items():
+        here = " (this card, which floors are computed for)" if card == ceilings.card else ""
+        print(f"  memory of an {card}: {rate / 1e12:.2f} TB/s{here}")
     report.say("bf16 product", ceilings.flops, f"{ceilings.flops / 1e12:.1f} TFLOP/s")
 
     alone = partial(measures.measure_attention, size, ceilings, device, repeats=repeats)
-    say_all(report, report.part("attention alone", alone), None)
+    say_all(report, report.part("attention alone", alone))
     loaded = report.part("model", lambda: models.build(size, device))
     if loaded is None:
         return
@@ -127,6 +169,8 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
             ours.append(rate)
             report.say(title, rate, f"{rate:.0f} tokens/s (loaded in {loading:.1f} s)")
     torch.compiler.reset()  # no peer shall find what was compiled for us
+    ours_at = measure_serving(report, loaded, size, device)
+    ours += ours_at.values()
     rates = []
     for name, settings in throughput.peer_settings(device).items() if peers else ():
         title = f"continuous batching, {name}"
@@ -135,8 +179,64 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
             rates.append(rate)
             report.say(title, rate, f"{rate:.0f} tokens/s")
     if ours and rates:
-        ratio = max(ours) / max(rates)
-        report.say("over the best", ratio, f"{ratio:.2f} (wanted: {TARGETS['peer']})")
+        report.reach(CONTINUOUS, max(ours) / max(rates))
+    elif not peers:
+        report.reach(CONTINUOUS, None, "--without-peers")
+    why_no_vllm = "--without-peers" if not peers else ""
+    if find_spec("vllm") is None:
+        why_no_vllm = "vllm is not installed"
+    theirs: dict[int, float] = {}
+    if not why_no_vllm and ours_at:
+        loaded.model.to("meta")  # it needs the whole device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        counts = [*VLLM]
+        theirs = report.part("vLLM", lambda: throughput.vllm_rates(loaded, size, counts)) or {}
+    for count in VLLM:
+        name = f"over vLLM, {count} at once"
+        if count in theirs and count in ours_at:
+            report.say(f"vLLM, {count} at once", theirs[count], f"{theirs[count]:.0f} tokens/s")
+            report.reach(name, ours_at[count] / theirs[count])
+        elif why_no_vllm:
+            report.reach(name, None, why_no_vllm)
+
+
+def measure_serving(
+    report: Report, loaded: LoadedModel, size: Size, device: torch.device
+) -> dict[int, float]:
+    """Measures the engine under load. Tokens a second by the number of requests at once."""
+    from benchmarks.gpu import serving
+
+    served = report.part("serving", lambda: serving.Serving(loaded, size, device))
+    found: dict[int, float] = {}
+    if served is None:
+        return found
+    for count in sorted({size.batch, size.requests, *size.batches}):
+        name = f"serving, {count} at once"
+        rate = report.part(name, partial(served.rate, count))
+        if rate is not None:
+            found[count] = rate
+            report.say(name, rate, f"{rate:.0f} tokens/s")
+    for kind, params in serving.PARAMS.items():
+        name = f"serving, {size.batch} at once, {kind}"
+        rate = report.part(name, partial(served.rate, size.batch, params))
+        if rate is not None:
+            report.say(name, rate, f"{rate:.0f} tokens/s")
+    guest = report.part("long guest", served.long_guest)
+    if guest is not None:
+        alone, longest, first = guest
+        report.say(
+            f"a prompt of {size.guest} beside {size.batch} decodes",
+            {"alone": alone, "longest step": longest, "first token": first},
+            f"steps of {alone * 1e3:.1f} ms alone, of {longest * 1e3:.1f} ms at most beside it;"
+            f" its first token after {first:.3f} s",
+        )
+    if size.requests in found:
+        latencies = report.part("Poisson", partial(served.poisson, found[size.requests]))
+        if latencies is not None:
+            name = f"Poisson arrivals at {serving.LOAD:.0%} of that rate"
+            report.say(name, latencies.text(), latencies.text())
+    return found
 
 
 def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int) -> None:
@@ -149,17 +249,19 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
         ("prefill, compiled", partial(measures.measure_prefill, compiled=True)),
     ):
         figures = report.part(name, partial(measured, bench, ceilings, repeats=repeats))
-        say_all(report, figures, TARGETS[name.split(",")[0]])
+        say_all(report, figures)
 
 
-def say_all(report: Report, figures: list[Figure] | None, target: float | None) -> None:
+def say_all(report: Report, figures: list[Figure] | None) -> None:
+    """Figures whose names begin like a row of the table are for that row."""
     for figure in figures or []:
         share = figure.share_of_floor
         text = f"{figure.took:.3f} ms"
         if share is not None:
             text += f", at least {figure.floor:.3f}: {share:.0%} of what is possible"
-        if target is not None:
-            text += f" (wanted: {target:.0%})"
+        for name in report.table:
+            if figure.name.startswith(name) and share is not None:
+                report.reach(name, share)
         report.say(figure.name, {"ms": figure.took, "share": share}, text)
 
 

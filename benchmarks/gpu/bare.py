@@ -38,8 +38,10 @@ class SamplingParams:
     response_format: Any = None
     speculative_tokens: int | None = None
 
-    has_penalties = False
-    """Nothing that is measured here asks for one."""
+    @property
+    def has_penalties(self) -> bool:
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
     @classmethod
     def model_validate(cls, fields: dict[str, Any]) -> SamplingParams:

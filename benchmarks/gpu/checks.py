@@ -87,7 +87,7 @@ def check_models(device: torch.device, *, tiny: bool) -> str:
         model.requires_grad_(False).to(device)
         runner = ModelRunner.of(
             LoadedModel(family, model, frozenset()),
-            LoadOptions(max_num_seqs=4, max_model_len=96, block_size=4),
+            LoadOptions(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=4),
         )
         engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24)
         outputs = run(engine, prompts, 16)
@@ -96,13 +96,20 @@ def check_models(device: torch.device, *, tiny: bool) -> str:
     return f"{len(families)} families, {len(prompts)} requests each, seed {seed}: as `generate`"
 
 
-def run(engine: LLMEngine, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy outputs of a fixed length, all added at once."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def run(
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    num_tokens: int,
+    params: SamplingParams = GREEDY,
+) -> list[list[int]]:
+    """Outputs of a fixed length, all added at once."""
     outputs: list[list[int]] = [[] for _ in prompts]
-    greedy = SamplingParams(temperature=0.0)
     for index, prompt in enumerate(prompts):
         engine.add(
-            EngineRequest(index, prompt, greedy, seed=0, max_tokens=num_tokens, order=(index, ""))
+            EngineRequest(index, prompt, params, seed=0, max_tokens=num_tokens, order=(index, ""))
         )
     while engine.has_work:
         for output in engine.step().outputs:

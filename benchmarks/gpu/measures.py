@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,26 +35,26 @@ class Figure:
 def measure_decode(
     bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
 ) -> list[Figure]:
-    """A decode step as it is, and padded as a graph, over the memory floor."""
-    size = bench.size
-    floor = decode_floor(bench, ceilings)
-    step = bench.step(size.batch, size.context, 1)
-    rows = torch.arange(size.batch, device=bench.device)
-    name = f"decode, {size.batch} of length {size.context}{', compiled' * compiled}"
-    with bench.layers(compiled=compiled) as model:
-        eager = seconds(lambda: model.logits(step, rows), bench.device, repeats=repeats)
-        graphed = bench.graphed(model)
-        replayed = seconds(lambda: graphed.logits(step, rows), bench.device, repeats=repeats)
+    """Decode steps as they are, and padded as graphs, over the memory floor."""
     launched = "without graph" if compiled else "eager"
-    return [
-        Figure(f"{name}, {launched}", eager * 1e3, floor * 1e3),
-        Figure(f"{name}, graph", replayed * 1e3, floor * 1e3),
-    ]
+    figures = []
+    with bench.layers(compiled=compiled) as model:
+        for what, contexts in bench.size.decodes.items():
+            floor = decode_floor(bench, ceilings, contexts)
+            step = bench.step(contexts, 1)
+            rows = torch.arange(len(contexts), device=bench.device)
+            plain = partial(model.logits, step, rows)
+            graph = partial(bench.graphed(model, len(contexts)).logits, step, rows)
+            for way, work in ((launched, plain), ("graph", graph)):
+                took = seconds(work, bench.device, repeats=repeats)
+                name = f"decode, {what}{', compiled' * compiled}, {way}"
+                figures.append(Figure(name, took * 1e3, floor * 1e3))
+    return figures
 
 
-def decode_floor(bench: Bench, ceilings: Ceilings) -> float:
+def decode_floor(bench: Bench, ceilings: Ceilings, contexts: list[int]) -> float:
     """Seconds in which weights and live K and V can be read."""
-    kv_bytes = bench.size.batch * bench.size.context * bench.cache.bytes_per_token
+    kv_bytes = sum(contexts) * bench.cache.bytes_per_token
     return (weight_bytes(bench.loaded.model) + kv_bytes) / ceilings.bytes_per_second
 
 
@@ -62,7 +64,7 @@ def measure_prefill(
 ) -> list[Figure]:
     """A step of whole prompts over what its products take at the matrix rate."""
     size = bench.size
-    step = bench.step(size.prompts, size.prompt, size.prompt)
+    step = bench.step([size.prompt] * size.prompts, size.prompt)
     rows = torch.tensor(step.sampling_rows(step.items), device=bench.device)
     head = size.hidden * size.vocab
     in_layers = weight_bytes(bench.loaded.model) // 2 - head
@@ -133,6 +135,8 @@ def _varlen(case: Case, scoring: Scoring) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     layout, device = case.layout, case.query.device
+    if layout.num_decodes and (reason := _why_no_block_table(device)):
+        raise RuntimeError(reason)
     rows = torch.tensor(layout.query_starts, dtype=torch.int32, device=device)
     most = max(layout.context_lens)
     causal: dict[str, Any] = {"scale": scoring.scale, "enable_gqa": True, "window_size": (-1, 0)}
@@ -151,4 +155,27 @@ def _varlen(case: Case, scoring: Scoring) -> torch.Tensor:
         seqused_k=torch.tensor(layout.context_lens, dtype=torch.int32, device=device),
         block_table=layout.block_tables.to(torch.int32),
         **causal,
+    )
+
+
+def _why_no_block_table(device: torch.device) -> str:
+    """Why torch's varlen_attn reads no block table here (as of torch 2.13); empty if it does.
+
+    FlashAttention 3 is activated if it is installed.
+    """
+    if device.type != "cuda":
+        return "it needs CUDA"
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+    except ImportError:
+        return f"torch {torch.__version__} has no other FlashAttention than 2"
+    if find_spec("flash_attn_interface") is not None:
+        activate_flash_attention_impl("FA3")
+    active, (major, _) = current_flash_attention_impl(), torch.cuda.get_device_capability(device)
+    if active == "FA3" or (active == "FA4" and major == 10):
+        return ""
+    return (
+        "the FlashAttention 2 in torch reads no block table; FlashAttention 3 does if its package"
+        " flash_attn_interface is installed, and FlashAttention 4 on compute capability 10 if it is"
+        f" activated (here: {active or 'neither'}, on capability {major})"
     )

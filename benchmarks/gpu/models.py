@@ -58,10 +58,43 @@ class Size:
     requests: int
     request_prompt: int
     request_output: int
+    batches: tuple[int, ...]
+    """Other batches that decode, of the same length."""
+    long_context: int
+    """One among `batch` sequences."""
+    guest: int
+    """The prompt that comes beside `batch` decodes."""
+
+    @property
+    def max_length(self) -> int:
+        return max(self.long_context, self.guest) + 96
+
+    @property
+    def decodes(self) -> dict[str, list[int]]:
+        """The contexts of the decode steps that are measured, by name."""
+        steps = {
+            f"{batch} of length {self.context}": [self.context] * batch
+            for batch in (self.batch, *self.batches)
+        }
+        others = self.batch - 1
+        name = f"one of length {self.long_context} among {others} of {self.context}"
+        return {**steps, name: [self.long_context, *[self.context] * others]}
 
 
-LARGE = Size(4096, 36, 32, 8, 128, 12288, 151_936, 64, 1000, 4, 2048, 128, 512, 256)
-TINY = Size(64, 2, 4, 2, 16, 96, 200, 3, 40, 2, 20, 4, 12, 6)
+LARGE = Size(
+    *(4096, 36, 32, 8, 128, 12288, 151_936),
+    *(64, 1000, 4, 2048, 128, 512, 256),
+    batches=(1, 256),
+    long_context=32_000,
+    guest=4000,
+)
+TINY = Size(
+    *(64, 2, 4, 2, 16, 96, 200),
+    *(2, 24, 2, 20, 4, 12, 6),
+    batches=(1,),
+    long_context=40,
+    guest=30,
+)
 
 
 def build(size: Size, device: torch.device) -> LoadedModel:
@@ -75,7 +108,7 @@ def build(size: Size, device: torch.device) -> LoadedModel:
         head_dim=size.head_size,
         intermediate_size=size.intermediate,
         vocab_size=size.vocab,
-        max_position_embeddings=4096,
+        max_position_embeddings=size.max_length,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -102,16 +135,16 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel, size: Size, device: torch.device) -> None:
         self.loaded, self.size, self.device = loaded, size, device
-        self.checked: CheckedModel = check_model(loaded, [TritonPaged()], 4096)
-        tokens = max(size.batch * (size.context + BLOCK_SIZE), size.prompts * (size.prompt + 16))
-        blocks = num_blocks_for(tokens, BLOCK_SIZE) + max(size.batch, size.prompts)
+        self.checked: CheckedModel = check_model(loaded, [TritonPaged()], size.max_length)
+        steps = [*size.decodes.values(), [size.prompt] * size.prompts]
+        blocks = max(sum(num_blocks_for(it, BLOCK_SIZE) for it in contexts) for contexts in steps)
         self.cache = KVCache(
             self.checked.specs, num_blocks=blocks, block_size=BLOCK_SIZE, device=device
         )
         for layer in self.cache.layers:
             layer.key.normal_()
             layer.value.normal_()
-        self.model: PackedModel = self.checked.on(loaded.model, self.cache, 4096)
+        self.model: PackedModel = self.checked.on(loaded.model, self.cache, size.max_length)
         self._packer = Packer(BLOCK_SIZE, device)
 
     @contextmanager
@@ -121,7 +154,7 @@ class Bench:
         if not compiled:
             yield self.model
             return
-        model = CompiledModel(self.model, self.cache, 4096)
+        model = CompiledModel(self.model, self.cache, self.size.max_length)
         try:
             if not model.is_compiled:
                 raise RuntimeError("the layers cannot be compiled here")
@@ -131,22 +164,22 @@ class Bench:
         finally:
             model.undo()
 
-    def graphed(self, model: PackedModel | CompiledModel) -> PaddedModel:
+    def graphed(self, model: PackedModel | CompiledModel, batch: int) -> PaddedModel:
         """For the batch that is measured."""
         return PaddedModel(
             model,
-            sizes=[self.size.batch],
-            max_model_len=4096,
+            sizes=[batch],
+            max_model_len=self.size.max_length,
             block_size=BLOCK_SIZE,
             device=self.device,
         )
 
-    def step(self, num_sequences: int, context: int, num_tokens: int) -> PackedStep:
-        """The last `num_tokens` of each of so many sequences, their blocks all over the cache."""
+    def step(self, contexts: list[int], num_tokens: int) -> PackedStep:
+        """The last `num_tokens` of sequences of these lengths, their blocks all over the cache."""
         generator = torch.Generator().manual_seed(SEED)
         blocks = torch.randperm(self.cache.num_blocks, generator=generator).tolist()
         shares = []
-        for index in range(num_sequences):
+        for index, context in enumerate(contexts):
             ids = torch.randint(self.size.vocab, (context,), generator=generator).tolist()
             request = EngineRequest(index, ids, SamplingParams(), seed=0, max_tokens=1)
             sequence = Sequence.of(request)

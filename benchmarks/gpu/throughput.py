@@ -1,8 +1,12 @@
-"""Tokens a second of the whole engine, beside transformers' own continuous batching."""
+"""Tokens a second of the whole engine, beside transformers' continuous batching and vLLM."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,8 +38,12 @@ def peer_settings(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def prompts_of(size: Size, seed: int) -> list[list[int]]:
+    return random_prompts(size, size.requests, seed)
+
+
+def random_prompts(size: Size, count: int, seed: int, length: int | None = None) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    shape = (size.requests, size.request_prompt)
+    shape = (count, length or size.request_prompt)
     prompts: list[list[int]] = torch.randint(size.vocab, shape, generator=generator).tolist()
     return prompts
 
@@ -53,6 +61,7 @@ def engine_rate(
         LoadOptions(
             kv_cache_memory=tokens * per_token,
             max_num_seqs=size.requests,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
             max_model_len=size.request_prompt + size.request_output,
             block_size=BLOCK_SIZE,
             native=False,
@@ -118,3 +127,40 @@ def peer_rate(
         if manager is not None:
             manager.stop(block=True)
             model._cached_continuous_batching_manager = None
+
+
+def vllm_rates(loaded: LoadedModel, size: Size, counts: list[int]) -> dict[int, float]:
+    """Output tokens a second of vLLM for so many requests at once, by their number. Its weights
+    are its own random ones of the same shapes. It runs in a process of its own, which leaves the
+    device empty for it only if nothing of ours is left there."""
+    config: Any = loaded.model.config
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_vllm_rates, Path(folder), size, counts).result()
+
+
+def _vllm_rates(folder: Path, size: Size, counts: list[int]) -> dict[int, float]:
+    import vllm
+
+    engine = vllm.LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=size.request_prompt + size.request_output,
+        max_num_seqs=max(counts),
+        enable_prefix_caching=False,
+    )
+    params = vllm.SamplingParams(
+        temperature=0.0, max_tokens=size.request_output, ignore_eos=True, detokenize=False
+    )
+    rates = {}
+    for count in counts:
+        for seed in (SEED, SEED + 1):  # the first run warms it up
+            prompts = [{"prompt_token_ids": ids} for ids in random_prompts(size, count, seed)]
+            started = time.perf_counter()
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            took = time.perf_counter() - started
+        rates[count] = sum(len(it.outputs[0].token_ids) for it in outputs) / took
+    return rates

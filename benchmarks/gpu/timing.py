@@ -35,14 +35,25 @@ def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -
     return statistics.median(times)
 
 
+CARDS = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12}
+"""Bytes a second that the memory of a card allows, by a part of its name, as NVIDIA states them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """What the memory and the matrix units reach here, on random data."""
 
-    bytes_per_second: float
-    """Of a copy from device to device; bytes read and bytes written are both counted."""
+    copied_per_second: float
+    """Bytes of a copy from device to device; bytes read and bytes written are both counted."""
     flops: float
     """Of a bf16 product of large square matrices."""
+    card: str = ""
+    """The name in CARDS, if the device is one of them."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What the card is said to allow, or else what the copy reaches."""
+        return CARDS.get(self.card, self.copied_per_second)
 
 
 def measure_ceilings(device: torch.device, *, tiny: bool) -> Ceilings:
@@ -53,4 +64,6 @@ def measure_ceilings(device: torch.device, *, tiny: bool) -> Ceilings:
     width = 256 if tiny else 8192
     left, right = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     multiplied = seconds(lambda: left @ right, device, repeats=10)
-    return Ceilings(2 * size / copied, 2 * width**3 / multiplied)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    card = next((card for card in CARDS if card in name), "")
+    return Ceilings(2 * size / copied, 2 * width**3 / multiplied, card)

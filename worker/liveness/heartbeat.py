@@ -79,6 +79,7 @@ class Heartbeat:
             "kv_free_blocks": engine.num_blocks - engine.num_used_blocks,
             "kv_cached_blocks": engine.num_cached_blocks,
             "step_ms": self._snapshot.step_seconds * 1000,
+            "peak_memory_bytes": self._snapshot.peak_memory_bytes,
             "current_step_ms": int(self._engine.seconds_without_progress() * 1000),
             "tokens_per_second": engine.generation_tokens / max(engine.busy_seconds, 1e-9),
             "recent_tokens_per_second": self._tokens_per_second,

@@ -35,11 +35,37 @@ def test_checks_and_measures(tmp_path: Path) -> None:
     assert {name for name in figures if name.startswith(("decode", "prefill", "attention"))} == {
         "attention, decode, Triton",
         "attention, prefill, Triton",
-        "decode, 3 of length 40, eager",
-        "decode, 3 of length 40, graph",
-        "decode, 3 of length 40, compiled, without graph",
-        "decode, 3 of length 40, compiled, graph",
+        *(
+            f"decode, {what}, {way}"
+            for what in (
+                "2 of length 24",
+                "1 of length 24",
+                "one of length 40 among 1 of 24",
+            )
+            for way in ("eager", "graph", "compiled, without graph", "compiled, graph")
+        ),
         "prefill, 2 of length 20",
         "prefill, 2 of length 20, compiled",
     }
     assert all(figures[name]["ms"] > 0 for name in figures if name.startswith("decode"))
+    for served in ("1 at once", "4 at once", "2 at once, top_p", "2 at once, penalties"):
+        assert figures[f"serving, {served}"] > 0
+    assert figures["a prompt of 30 beside 2 decodes"]["first token"] > 0
+    assert "first token p50" in figures["Poisson arrivals at 70% of that rate"]
+    table = figures["table"]
+    assert {name: row["target"] for name, row in table.items()} == {
+        "decode, 2 of length 24": 0.8,
+        "decode, 1 of length 24": 0.78,
+        "decode, one of length 40 among 1 of 24": 0.8,
+        "prefill, 2 of length 20": 0.55,
+        "over transformers' continuous batching": 2.5,
+        "over vLLM, 1 at once": 1.2,
+        "over vLLM, 64 at once": 1.0,
+        "over vLLM, 256 at once": 1.0,
+    }
+    for name, row in table.items():
+        if name.startswith("over"):
+            assert row["verdict"].startswith("not measured: ")
+        else:
+            assert row["verdict"] == ("pass" if row["figure"] >= row["target"] else "miss")
+    assert "torch's varlen_attn: not here: it needs CUDA" in done.stdout

@@ -149,7 +149,6 @@ class EngineStats:
     """Duration of the last step."""
     busy_seconds: float = 0.0
     """Sum of all steps."""
-    peak_memory_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -184,6 +183,8 @@ class EngineSnapshot:
     """Blocks with several owners, each counted once."""
     step_seconds: float = 0.0
     """Median of the last steps."""
+    peak_memory_bytes: int = 0
+    """It is read for a snapshot only, because on CUDA the allocator is asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

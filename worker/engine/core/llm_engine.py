@@ -190,7 +190,10 @@ class LLMEngine:
         return StepOutput(outputs, self.stats)
 
     def snapshot(self) -> EngineSnapshot:
-        found = EngineSnapshot(step_seconds=median(self._last_steps) if self._last_steps else 0.0)
+        found = EngineSnapshot(
+            step_seconds=median(self._last_steps) if self._last_steps else 0.0,
+            peak_memory_bytes=self._runner.peak_memory_bytes(),
+        )
         shared: set[int] = set()
         by_slot = sorted(self._scheduler.running, key=lambda it: it.slot or 0)
         for sequence in (*by_slot, *self._scheduler.waiting):
@@ -347,7 +350,6 @@ class LLMEngine:
         self._scheduler.remove(sequence)
         del self._sequences[sequence.sequence_id]
         self._totals.num_processed += 1
-        self._totals.peak_memory_bytes = self._runner.peak_memory_bytes()
 
     def _check_integrity_when_idle(self) -> None:
         """Audit the engine when it has no sequences, unless it was audited just before."""

@@ -1,18 +1,58 @@
-"""How much memory is free on a device."""
+"""How much memory is free on a device, and how much some work takes of it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 
+def counts_memory(device: torch.device) -> bool:
+    """Whether the device tells how much memory a piece of work took."""
+    return device.type == "cuda"
+
+
 def give_back(device: torch.device) -> None:
     """Return the allocator's unused memory to the device, and start to count peaks anew."""
-    if device.type == "cuda":
+    if counts_memory(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+class MemoryPeak:
+    """Measures how much memory torch takes from a CUDA device from now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        give_back(device)
+        self._device = device
+        self._reserved = torch.cuda.memory_reserved(device)
+        self._allocated = torch.cuda.memory_allocated(device)
+
+    def bytes(self) -> int:
+        """The most bytes so far, beyond those that were taken at the beginning.
+
+        Reserved memory has gaps, which the same work will have again. So the larger one of
+        reserved and allocated memory counts.
+        """
+        return max(
+            torch.cuda.memory_reserved(self._device) - self._reserved,
+            torch.cuda.max_memory_allocated(self._device) - self._allocated,
+        )
+
+
+def bytes_held(device: torch.device, make: Callable[[], object]) -> int:
+    """How many bytes less are free on the device while the result of `make` lives, with what the
+    driver takes for itself."""
+    give_back(device)
+    before = free_bytes(device)
+    made = make()
+    give_back(device)
+    held = before - free_bytes(device)
+    del made
+    give_back(device)
+    return max(0, held)
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -21,7 +61,7 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
     A container counts its page cache as used, for example weights that were just read. Its part
     `inactive_file`, which the kernel reclaims first, counts as free here.
     """
-    if device.type == "cuda":
+    if counts_memory(device):
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Whether the processor is fast in bf16, and how to run a model in fp32 for a while."""
+"""Whether the processor is fast in bf16, and how to run a model exactly in fp32 for a while."""
 
 from __future__ import annotations
 
@@ -21,6 +21,39 @@ def has_fast_bf16_products() -> bool:
     """Whether torch has vector code for bf16 products here. If not, it takes number by number."""
     ops: Any = torch.ops
     return bool(ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[bool]:
+    """Switch TF32 off, in which CUDA multiplies fp32 numbers with 11 bits, and restore it on exit.
+
+    Yields whether products are exact now. They are not if the environment forces TF32, as
+    NVIDIA_TF32_OVERRIDE=1 does, so this is tried and not asked for.
+    """
+    with _without_tf32():
+        # 1 + 2^-12 is exact in fp32, and 1 in TF32.
+        number = torch.full((256, 256), 1 + 2.0**-12, device=device)
+        product = torch.mm(number, torch.eye(256, device=device))
+        yield torch.equal(product, number)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set through torch's newer attribute, and the two do not mix
+        matmul: Any = torch.backends.cuda.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

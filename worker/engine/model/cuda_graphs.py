@@ -18,6 +18,7 @@ from promptq.worker.engine.attention.backend import DECODE_WORK, StepLayout
 from promptq.worker.engine.attention.decode_work import DecodeWork
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.device.memory import bytes_held
 
 MAX_GRAPH_SIZE = 256
 """Larger batches keep the device busy for longer than their launches take."""
@@ -36,6 +37,35 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
         *range(8, largest, 8),
         largest,
     ]
+
+
+def graph_bytes(
+    model: Model, sizes: list[int], max_model_len: int, block_size: int, device: torch.device
+) -> int:
+    """An estimate of the memory that a GraphedModel of these sizes takes, in bytes.
+
+    Graphs are captured for the two largest sizes and dropped again. The first holds the results of
+    the largest step, in which the smaller steps find room. So each further size is counted as what
+    the second one added, which is mostly the driver's own.
+    """
+
+    def held(sizes: list[int]) -> int:
+        return bytes_held(
+            device,
+            lambda: GraphedModel(
+                model,
+                sizes=sizes,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                device=device,
+            ),
+        )
+
+    largest, *others = sorted(sizes, reverse=True)
+    first = held([largest])
+    if not others:
+        return first
+    return first + len(others) * max(0, held([largest, others[0]]) - first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ where memory allows, so that rounding does not hide a fault.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
+import os
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,11 +30,16 @@ from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import Packer
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.device.precision import in_float32
+from promptq.worker.engine.device.precision import exact_products, in_float32
 from promptq.worker.engine.model.backend_choice import first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.loading import LoadedModel
-from promptq.worker.engine.model.packed_model import PackedModel, RowStarts, set_attention
+from promptq.worker.engine.model.packed_model import (
+    PackedModel,
+    RowStarts,
+    leave_seam,
+    set_attention,
+)
 from promptq.worker.engine.native.decoder import NativeDecoder, NotOfThisKindError
 
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
@@ -47,7 +54,11 @@ TOLERANCE = 1e-4
 Any row may differ ten times as much, because a near tie in a router may be decided differently in
 it. In fp32, rounding causes about 1e-6."""
 LOW_PRECISION_TOLERANCE = 0.1
-"""The same for a model too large to be checked in fp32."""
+"""The same for a model too large to be checked in fp32. bf16 rounds to 8 bits."""
+TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
+"""The same for fp32 where the environment forces TF32, which rounds to 11 bits."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +150,12 @@ def check_model(
             _, specs = record_layers(loaded, probes[0].token_ids, true_patterns)
             backend = first_that_serves(family, backends, specs)
             takes_float32 = torch.float32 in backend.dtypes
-            with in_float32(model) if takes_float32 else nullcontext(False) as is_exact:
+            with (
+                exact_products(model.device) as multiplies_exactly,
+                in_float32(model) if takes_float32 else nullcontext(False) as is_float32,
+            ):
+                is_exact = is_float32 and multiplies_exactly
+                tolerance = _tolerance(is_float32, multiplies_exactly)
                 modules, specs_now = record_layers(loaded, probes[0].token_ids, true_patterns)
                 # Without fp32, rounding might hide that a family counts rows: RowStarts come first.
                 differences = {}
@@ -147,12 +163,12 @@ def check_model(
                     checked = CheckedModel(
                         modules, specs_now, backend, counts_rows, why_not_native or _UNTRIED
                     )
-                    difference = _compare(loaded, checked, probes, is_exact)
+                    difference = _compare(loaded, checked, probes, tolerance)
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
                 if not why_not_native and difference.is_tolerable:
-                    checked = _native_if_it_passes(loaded, checked, max_length, is_exact)
+                    checked = _native_if_it_passes(loaded, checked, max_length, tolerance)
     except _FAILURES as error:
         raise UnsupportedModelError(
             f"{family}: a packed step does not run: {type(error).__name__}: {error}"
@@ -172,13 +188,13 @@ def _native_if_it_passes(
     loaded: LoadedModel,
     checked: CheckedModel,
     max_length: int | None,
-    is_exact: bool,
+    tolerance: float,
 ) -> CheckedModel:
     """`checked` with the native decoder, if that passes, or with the reason why it does not."""
     probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
     native = replace(checked, why_not_native="")
     try:
-        difference = _compare(loaded, native, probes, is_exact)
+        difference = _compare(loaded, native, probes, tolerance)
     except (*_FAILURES, NotOfThisKindError) as error:
         return replace(checked, why_not_native=str(error).split("\n")[0])
     if difference.is_tolerable:
@@ -268,15 +284,29 @@ def _packed(loaded: LoadedModel, checked: CheckedModel, probes: list[_Probe]) ->
     return [torch.cat(parts) for parts in rows]
 
 
+def _tolerance(is_float32: bool, multiplies_exactly: bool) -> float:
+    if not is_float32:
+        return LOW_PRECISION_TOLERANCE
+    if multiplies_exactly:
+        return TOLERANCE
+    logger.warning(
+        "products in fp32 are rounded to TF32 here, whatever torch asks for"
+        " (NVIDIA_TF32_OVERRIDE=%s), so the check at load compares to %g only and not to %g",
+        os.environ.get("NVIDIA_TF32_OVERRIDE", ""),
+        TF32_TOLERANCE,
+        TOLERANCE,
+    )
+    return TF32_TOLERANCE
+
+
 def _compare(
     loaded: LoadedModel,
     checked: CheckedModel,
     probes: list[_Probe],
-    is_exact: bool,
+    tolerance: float,
 ) -> _Difference:
     """How far the logits of packed steps are from those of each request alone."""
     set_attention(loaded.model, "eager")
-    tolerance = TOLERANCE if is_exact else LOW_PRECISION_TOLERANCE
     try:
         alone = torch.cat([_alone(loaded, probe, checked.counts_rows) for probe in probes]).float()
         packed = torch.cat(_packed(loaded, checked, probes)).float()
@@ -284,6 +314,8 @@ def _compare(
         if checked.counts_rows:  # not every family accepts RowStarts
             return _Difference(math.nan, math.nan, tolerance)
         raise
+    finally:
+        leave_seam(checked.modules)  # or they would keep the cache of the check
     off = off_by(packed, alone)
     return _Difference(float(off.median()), float(off.max()), tolerance)
 

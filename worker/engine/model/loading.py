@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +40,11 @@ class LoadOptions:
     dtype: DType = "auto"
     trust_remote_code: bool = False
     kv_cache_memory: int | None = None
-    """Bytes; None: as many as `max_num_seqs` sequences need, within what is free."""
+    """Bytes; None: as many as `max_num_seqs` sequences need, within what is free and what no step
+    needs."""
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """The most rows of a step, for which memory is kept on CUDA."""
     max_model_len: int | None = None
     block_size: int = 16
     attention: str = "auto"
@@ -87,6 +91,8 @@ def load_model(
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    # The library needs the package accelerate to load straight to a device.
+    to_device_at_once = device.type == "cuda" and find_spec("accelerate") is not None
     source = _source(name_or_dir)
     config = _load_config(source, trust_remote_code)
     _check_weights(source)
@@ -102,6 +108,7 @@ def load_model(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                **({"device_map": {"": device}} if to_device_at_once else {}),
             )
             model: PreTrainedModel = loaded[0]
             info: dict[str, Any] = loaded[1]

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.engine.api.progress import Progress, unheard
-from promptq.worker.engine.attention.kv_cache import KVCache, fitting_blocks
+from promptq.worker.engine.attention.kv_cache import (
+    MIN_BLOCKS,
+    KVCache,
+    bytes_per_token,
+    fitting_blocks,
+)
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.device.current_device import on_device
-from promptq.worker.engine.device.memory import give_back
+from promptq.worker.engine.device.memory import (
+    MemoryPeak,
+    counts_memory,
+    free_bytes,
+    give_back,
+)
 from promptq.worker.engine.device.precision import has_fast_bf16_products
 from promptq.worker.engine.model.backend_choice import (
     backends_on,
@@ -27,10 +40,17 @@ from promptq.worker.engine.model.backend_choice import (
     why_no_native_code,
 )
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_sizes
+from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_bytes, graph_sizes
 from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
-from promptq.worker.engine.model.packed_model import PackedModel
+from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
+from promptq.worker.engine.model.trial_steps import (
+    MOST_SAMPLING,
+    SAMPLING,
+    kinds_of_steps,
+    largest_step,
+    trial_batch,
+)
 from promptq.worker.engine.native.decoder import NativeDecoder, release_weights
 from promptq.worker.engine.sampling.masks import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
@@ -155,6 +175,12 @@ class ModelRunner:
             why_not_native = why_not_native or f"--attention {options.attention} was asked for"
         checked = check_model(loaded, backends, limit, why_not_native=why_not_native)
         give_back(device)
+        reserved_bytes = 0
+        if counts_memory(device) and options.kv_cache_memory is None:
+            progress("largest step")
+            with _refusing_shortage("--max-num-batched-tokens", "the memory beside the weights"):
+                reserved_bytes = cls._bytes_beside_cache(loaded, checked, length, options)
+            give_back(device)
         progress("KV cache")
         num_blocks = fitting_blocks(
             checked.specs,
@@ -162,15 +188,42 @@ class ModelRunner:
             memory_bytes=options.kv_cache_memory,
             wanted_tokens=options.max_num_seqs * length,
             device=device,
+            reserved_bytes=reserved_bytes,
         )
         cache = KVCache(
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
         )
         progress("compiling" if options.compile and checked.why_not_native else "packing")
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
+        give_back(device)  # what captures took besides the graphs
         progress("warm-up")
-        runner._warm_up()
+        with _refusing_shortage("--kv-cache-memory", "what the KV cache leaves free"):
+            runner._warm_up()
+            if counts_memory(device):
+                runner.warm_up_kinds(options.max_num_batched_tokens, options.max_num_seqs)
         return runner
+
+    @classmethod
+    def _bytes_beside_cache(
+        cls, loaded: LoadedModel, checked: CheckedModel, length: int, options: LoadOptions
+    ) -> int:
+        """How much memory of a CUDA device the largest step and the graphs need. They are tried on
+        a cache of a few blocks."""
+        device, block_size = loaded.model.device, options.block_size
+        fitting_tokens = free_bytes(device) // bytes_per_token(checked.specs)
+        context = min(length, max(1, fitting_tokens // options.max_num_seqs))
+        peak = MemoryPeak(device)
+        cache = KVCache(checked.specs, num_blocks=MIN_BLOCKS, block_size=block_size, device=device)
+        plain = replace(options, compile=False, cuda_graphs=False)
+        runner = cls(loaded, checked, cache, length, plain, native_sampling=False)
+        shares = largest_step(options.max_num_batched_tokens, options.max_num_seqs, context)
+        runner.collect(runner.launch(trial_batch(shares, runner.kv_layout, MOST_SAMPLING)))
+        needed = peak.bytes()
+        if options.cuda_graphs and checked.backend.takes_padding:
+            sizes = graph_sizes(options.max_num_seqs)
+            needed += graph_bytes(runner._model, sizes, length, block_size, device)
+        leave_seam(checked.modules)  # or they would keep this cache
+        return needed
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
         """See Runner. On CUDA the work is queued; on a CPU it is done on return."""
@@ -218,6 +271,26 @@ class ModelRunner:
         self.collect(self.launch(batch))
         self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
 
+    def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        """Run each kind of step and of sampling once, because kernels are compiled when they are
+        first launched. At last comes the largest step, now that the cache takes its memory."""
+        for batch in self._kinds(max_num_batched_tokens, max_num_seqs):
+            self.collect(self.launch(batch))
+
+    def _kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Batch]:
+        layout = self.kv_layout
+        kv_tokens = layout.num_blocks * layout.block_size
+        length = min(self.max_model_len, kv_tokens)
+        for shares in kinds_of_steps(max_num_batched_tokens, max_num_seqs, length):
+            yield trial_batch(shares, layout)
+        decodes = [(1, 1)] * min(max_num_seqs, max_num_batched_tokens)
+        for params in SAMPLING:
+            for shares in (decodes[:1], decodes):
+                yield trial_batch(shares, layout, params)
+        context = min(length, max(1, kv_tokens // max_num_seqs))
+        shares = largest_step(max_num_batched_tokens, max_num_seqs, context)
+        yield trial_batch(shares, layout, MOST_SAMPLING)
+
     @property
     def abilities(self) -> EngineAbilities:
         """These are known once the model has run."""
@@ -241,3 +314,15 @@ class ModelRunner:
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def _refusing_shortage(option: str, where: str) -> Iterator[None]:
+    """Turn a lack of memory for a step into a ConfigurationError that names the option."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{option}: the largest step does not fit into {where}; a smaller"
+            f" --max-num-batched-tokens or --max-num-seqs also helps"
+        ) from error

@@ -170,6 +170,13 @@ class PackedModel:
         return list(within(self._model))
 
 
+def leave_seam(modules: Sequence[nn.Module]) -> None:
+    """Take from the modules what a PackedModel gave them, so that its cache can be freed."""
+    for module in modules:
+        for name in (_ATTRIBUTE, _NUMBER):
+            vars(module).pop(name, None)
+
+
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Choose the model's attention function. Raises UnsupportedModelError if it has no effect."""
     try:

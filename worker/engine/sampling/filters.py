@@ -64,8 +64,8 @@ def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> t
     if top_k is None and top_p is None:
         return threshold
     sorts_for_top_p = top_p is not None and scaled.device.type == "cpu"
-    candidates = max(asked.max_top_k, FIRST_CANDIDATES if sorts_for_top_p else 0)
-    likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
+    if candidates := max(asked.max_top_k, FIRST_CANDIDATES if sorts_for_top_p else 0):
+        likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
     if top_k is not None:
         kth = likeliest.gather(1, (top_k - 1).clamp_min(0))
         threshold = torch.maximum(threshold, kth.masked_fill(top_k == 0, float("-inf")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ class FakeCuda:
     """Into which the allocator still puts what is allocated."""
     captured: list[tuple[Graph, Stream, object]] = field(default_factory=list)
     replayed: list[Graph] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    """What the allocator and the driver were asked for. The answers are the figures below."""
+    reserved: int = 0
+    allocated: int = 0
+    peak: int = 0
+    free: Iterator[int] = field(default_factory=lambda: repeat(1 << 30))
 
     def wait(self) -> None:
         """What an operation does that needs a value of the device on the host."""
@@ -56,10 +63,20 @@ class FakeCuda:
             "set_sync_debug_mode": self._set_sync_debug_mode,
             "device": self._on_device,
             "current_device": lambda: self.devices[-1].index,
+            "empty_cache": lambda: self._answer("empty_cache", None),
+            "reset_peak_memory_stats": lambda _: self._answer("reset_peak_memory_stats", None),
+            "memory_reserved": lambda _: self._answer("memory_reserved", self.reserved),
+            "memory_allocated": lambda _: self._answer("memory_allocated", self.allocated),
+            "max_memory_allocated": lambda _: self._answer("max_memory_allocated", self.peak),
+            "mem_get_info": lambda _: self._answer("mem_get_info", (next(self.free), 0)),
         }.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
         end = "_cuda_endAllocateToPool"
         monkeypatch.setattr(torch._C, end, self._end_allocating, raising=False)
+
+    def _answer(self, question: str, answer: Any) -> Any:
+        self.asked.append(question)
+        return answer
 
     def _set_stream(self, stream: Stream) -> None:
         self.stream = stream

@@ -97,6 +97,17 @@ def test_no_sampling_parameter_looks_at_a_value(fields: dict[str, Any]) -> None:
             each.token_ids.append(9)
 
 
+def test_top_p_alone_looks_for_no_likeliest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def topk(self: torch.Tensor, *_: Any, **__: Any) -> None:
+        raise AssertionError("topk was called")
+
+    monkeypatch.setattr(torch.Tensor, "topk", topk)
+    logits = torch.empty(1, VOCAB_SIZE, device=META)
+    Sampler(VOCAB_SIZE, META).sample(logits, [sequence(2, top_p=0.9)])
+    with pytest.raises(AssertionError, match="topk was called"):
+        Sampler(VOCAB_SIZE, META).sample(logits, [sequence(2, top_k=9)])
+
+
 def test_the_sorted_way_of_top_p_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def sorted_way(
         scaled: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor, *_: float

@@ -1,0 +1,243 @@
+"""What is measured before the KV cache is allocated, and that no cache outlives its use."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.attention import kv_cache
+from promptq.worker.engine.attention.backend import LayerCache
+from promptq.worker.engine.attention.kv_cache import CUDA_SHARE, MIN_BLOCKS, KVCache
+from promptq.worker.engine.attention.torch_paged import TorchPaged
+from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.sequence import Batch
+from promptq.worker.engine.device import memory
+from promptq.worker.engine.device.memory import MemoryPeak
+from promptq.worker.engine.model import load_check, loading, model_runner
+from promptq.worker.engine.model.cuda_graphs import graph_bytes
+from promptq.worker.engine.model.load_check import TF32_TOLERANCE, TOLERANCE, check_model
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
+from promptq.worker.engine.model.model_runner import ModelRunner
+from tests.worker.engine.device.test_precision import forced_tf32
+from tests.worker.engine.model.fake_cuda import FakeCuda
+from tests.worker.engine.model.test_cuda_graphs import TinyModel
+from tests.worker.engine.tiny_models import make_model, save_model
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
+OPTIONS = LoadOptions(
+    max_num_seqs=3, max_num_batched_tokens=20, max_model_len=32, block_size=4, native=False
+)
+BLOCK_BYTES = 4 * 2 * 2 * (8 + 8) * 4
+"""Of the tiny llama: 4 tokens, 2 layers, 2 KV heads, keys and values of size 8, in fp32."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The CPU stands for a CUDA device whose memory is counted."""
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    for module in (memory, kv_cache, model_runner):
+        monkeypatch.setattr(module, "counts_memory", lambda device: True)
+    return fake
+
+
+def loaded() -> LoadedModel:
+    return LoadedModel("tiny", make_model("llama", 1), frozenset())
+
+
+def note_work(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, reserved: int = 0, peak: int = 0
+) -> None:
+    """Note caches and steps among the questions. Any step leaves these figures behind."""
+    launch, allocate = ModelRunner.launch, KVCache.__init__
+
+    def launching(self: ModelRunner, batch: Batch, after: Any = None) -> Any:
+        rows = sum(item.num_rows for item in batch.scheduled)
+        samples = sum(item.num_samples for item in batch.scheduled)
+        cuda.asked.append(f"step of {rows} rows and {samples} samples")
+        cuda.reserved, cuda.peak = reserved, peak
+        return launch(self, batch, after)
+
+    def allocating(self: KVCache, *args: Any, num_blocks: int, **kwargs: Any) -> None:
+        cuda.asked.append(f"cache of {num_blocks} blocks")
+        allocate(self, *args, num_blocks=num_blocks, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "launch", launching)
+    monkeypatch.setattr(KVCache, "__init__", allocating)
+
+
+def test_the_largest_step_is_measured_before_the_cache_is_allocated(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_work(cuda, monkeypatch, reserved=8 * MIB, peak=6 * MIB)
+    held = 10
+    cuda.free = iter([1 << 30, int(8 * MIB + held * BLOCK_BYTES / CUDA_SHARE) + 1])
+    runner = ModelRunner.of(loaded(), OPTIONS)
+    assert runner.kv_layout.num_blocks == held
+    step = cuda.asked.index("step of 20 rows and 3 samples")
+    trial = max(place for place in range(step) if cuda.asked[place].startswith("cache of"))
+    assert cuda.asked[trial] == f"cache of {MIN_BLOCKS} blocks"
+    before, after = cuda.asked[:trial], cuda.asked[step + 1 :]
+    assert before[-4:] == [
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "memory_reserved",
+        "memory_allocated",
+    ]
+    assert after[:6] == [
+        "memory_reserved",
+        "max_memory_allocated",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "mem_get_info",
+        f"cache of {held} blocks",
+    ]
+    # The largest step also runs with the cache in place, before the runner is ready.
+    assert cuda.asked[-1] == "step of 20 rows and 3 samples"
+
+
+def test_a_cache_of_a_given_size_is_not_measured_for(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_work(cuda, monkeypatch)
+    options = LoadOptions(kv_cache_memory=9 * BLOCK_BYTES, block_size=4, native=False)
+    assert ModelRunner.of(loaded(), options).kv_layout.num_blocks == 9
+    assert "mem_get_info" not in cuda.asked
+
+
+def test_no_room_beside_the_largest_step(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    note_work(cuda, monkeypatch, reserved=8 * MIB)
+    cuda.free = iter([1 << 30, 8 * MIB + BLOCK_BYTES])
+    with pytest.raises(ConfigurationError, match=r"--max-num-batched-tokens: .* takes 8388608 byt"):
+        ModelRunner.of(loaded(), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("measured", "option"),
+    [(True, "--max-num-batched-tokens"), (False, "--kv-cache-memory")],
+)
+def test_a_step_that_does_not_fit_is_told_by_its_option(
+    measured: bool, option: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(self: ModelRunner, batch: Batch, after: Any = None) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "launch", launch)
+    memory_bytes = None if measured else 9 * BLOCK_BYTES
+    options = LoadOptions(
+        kv_cache_memory=memory_bytes, block_size=4, max_model_len=32, native=False
+    )
+    with pytest.raises(ConfigurationError, match=f"{option}: the largest step does not fit"):
+        ModelRunner.of(loaded(), options)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "peak", "taken"), [(900, 700, 400), (500, 950, 550), (500, 400, 0)]
+)
+def test_the_larger_one_of_reserved_and_allocated_memory_counts(
+    reserved: int, peak: int, taken: int, cuda: FakeCuda
+) -> None:
+    cuda.reserved, cuda.allocated = 500, 400
+    measured = MemoryPeak(CUDA)
+    cuda.reserved, cuda.peak = reserved, peak
+    assert measured.bytes() == taken
+
+
+@pytest.mark.parametrize(("sizes", "needed"), [([1, 2, 4, 8], 100 + 3 * 7), ([1], 100)])
+def test_graphs_are_estimated_by_the_two_largest(
+    sizes: list[int], needed: int, cuda: FakeCuda
+) -> None:
+    cuda.free = iter([1000, 900, 1000, 893])
+    assert graph_bytes(TinyModel(), sizes, 64, 16, CPU) == needed
+    assert len(cuda.captured) == min(3, 2 * len(sizes) - 1)
+
+
+def caches_alive() -> dict[int, LayerCache]:
+    """By id. They stay alive with the result, so that no id is used twice."""
+    gc.collect()
+    return {id(each): each for each in gc.get_objects() if type(each) is LayerCache}
+
+
+@pytest.mark.parametrize(("native", "measured"), [(True, False), (False, False), (False, True)])
+def test_one_cache_is_alive_after_the_load(
+    native: bool, measured: bool, request: pytest.FixtureRequest
+) -> None:
+    """Not that of the check at load, nor that of the largest step, while the model lives on."""
+    model = loaded()
+    if measured:
+        request.getfixturevalue("cuda")
+    others = caches_alive()
+    options = LoadOptions(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16, native=native)
+    runner = ModelRunner.of(model, options)
+    assert caches_alive().keys() - others.keys() == {*map(id, runner._cache.layers)}
+
+
+def test_peak_memory_is_read_for_snapshots_only(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner.of(loaded(), OPTIONS)
+    monkeypatch.setattr(
+        ModelRunner,
+        "peak_memory_bytes",
+        lambda self: torch.cuda.max_memory_allocated(CUDA),
+    )
+    engine = LLMEngine(runner, max_num_seqs=2, max_num_batched_tokens=8)
+    engine.add(EngineRequest(0, [3, 4, 5], SamplingParams(), seed=0, max_tokens=3))
+    cuda.asked.clear()
+    cuda.peak = 77
+    while engine.has_work:
+        engine.step()
+    assert cuda.asked == []
+    assert engine.snapshot().peak_memory_bytes == 77
+
+
+def test_forced_tf32_is_told_and_tolerated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used: list[float] = []
+    difference = load_check._Difference
+
+    def noting(median: float, worst: float, tolerance: float) -> Any:
+        used.append(tolerance)
+        return difference(median, worst, tolerance)
+
+    monkeypatch.setattr(load_check, "_Difference", noting)
+    check_model(loaded(), [TorchPaged()], 32)
+    assert (used.pop(), caplog.text) == (TOLERANCE, "")
+    monkeypatch.setattr(torch, "mm", forced_tf32)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    check_model(loaded(), [TorchPaged()], 32)
+    assert used.pop() == TF32_TOLERANCE
+    assert "NVIDIA_TF32_OVERRIDE=1" in caplog.text
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("installed", [True, False])
+def test_weights_go_straight_to_a_cuda_device(
+    device: torch.device, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the package that the library needs for it is there. A CPU maps the files instead."""
+    source = str(save_model(tmp_path, "llama"))
+    plain = AutoModelForCausalLM.from_pretrained
+    asked: list[Any] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.pop("device_map", None))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noting)
+    monkeypatch.setattr(loading, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
+    load_model(source, device=device)
+    assert asked == [{"": device} if installed and device == CUDA else None]

@@ -1,0 +1,103 @@
+"""Steps of made-up sequences, with which a start tries what serving will do.
+
+A step is described by its shares: for each sequence, its context after the step and its rows in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from promptq.shared.protocol.request import NEUTRAL, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.core.runner import KVLayout
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+
+Shares = list[tuple[int, int]]
+
+_FILTERED: dict[str, Any] = {"min_p": 0.01, "top_k": 50, "top_p": 0.9}
+_ADJUSTED: dict[str, Any] = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {"0": 1.0},
+    "min_tokens": 2,
+}
+MOST_SAMPLING = SamplingParams(**_FILTERED, **_ADJUSTED, logprobs=20)
+"""All parameters at once, which takes the most memory."""
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    NEUTRAL,
+    *(SamplingParams(**{name: value}) for name, value in _FILTERED.items()),
+    SamplingParams(**_ADJUSTED),
+    SamplingParams(logprobs=1),
+    MOST_SAMPLING,
+)
+"""One of each kind."""
+
+_ids = count(-2, -1)
+"""No two sequences may have the same id, because samplers know them by it."""
+
+
+def trial_batch(shares: Shares, layout: KVLayout, params: SamplingParams = NEUTRAL) -> Batch:
+    """A batch in which every sequence samples. A cache of a few blocks is enough for any context:
+    the sequences share its blocks."""
+    scheduled = []
+    for slot, (context, num_rows) in enumerate(shares):
+        token_ids = [place % 2 for place in range(context)]
+        request = EngineRequest(
+            next(_ids),
+            token_ids,
+            params,
+            seed=0,
+            max_tokens=1,
+            end_token_ids=frozenset({0}),
+            bad_token_sequences=((1,), (0, 1)) if params.has_penalties else (),
+        )
+        sequence = Sequence.of(request)
+        sequence.slot = slot
+        sequence.block_table = [
+            block % layout.num_blocks for block in range(num_blocks_for(context, layout.block_size))
+        ]
+        scheduled.append(ScheduledSequence(sequence, context - num_rows, num_rows, samples=True))
+    return Batch(scheduled)
+
+
+def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
+    """The most rows and the most samples that a step can have: `num_seqs` sequences with up to
+    `max_context` tokens each, and `num_tokens` rows in all."""
+    num_seqs = min(num_seqs, num_tokens)
+    left = min(num_tokens, num_seqs * max_context)
+    shares = []
+    for others in reversed(range(num_seqs)):
+        num_rows = min(max_context, left - others)
+        shares.append((max_context, num_rows))
+        left -= num_rows
+    return shares
+
+
+def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
+    """Steps that together launch every variant of the kernels that serving can launch.
+
+    Kernels have variants for sizes that are rounded to powers of two: of the longest chunk, and of
+    the longest context or the number of decodes. A decode also comes alone, because the strides of
+    a tensor with one row may be any.
+    """
+    longest = min(num_tokens, max_context)
+    for context in powers_of_two(max_context):
+        yield [(context, 1)]
+        num_rows = context if context <= longest else min(2, longest)
+        yield [(context, num_rows)]
+        if num_rows < num_tokens:
+            yield [(context, 1), (context, num_rows)]
+    if longest < max_context:
+        yield [(longest, longest)]
+    for num_decodes in powers_of_two(min(num_seqs, num_tokens)):
+        yield [(1, 1)] * num_decodes
+
+
+def powers_of_two(most: int) -> list[int]:
+    """All powers of two below `most`, and `most` itself."""
+    return [1 << exponent for exponent in range((most - 1).bit_length())] + [most]
