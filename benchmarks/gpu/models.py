@@ -15,6 +15,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -31,13 +32,12 @@ SEED = 5
 class PaddedModel(GraphedModel):
     """Runs the same padded steps on the same buffers; only on a GPU as graphs."""
 
-    def _prepare(self, sizes: list[int], device: torch.device) -> None:
+    def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
         if device.type == "cuda":
-            super()._prepare(sizes, device)
+            super()._prepare(kinds, device)
             return
-        for size in sizes:
-            step, rows = self._buffers.step(size), torch.arange(size, device=device)
-            self._runs[size] = partial(self._model.logits, step, rows)
+        for kind in kinds:
+            self._runs[kind] = partial(self._model.logits, *self._buffers.step(kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,8 @@ class Bench:
         """For the batch that is measured."""
         return PaddedModel(
             model,
-            sizes=[batch],
+            [StepKind(batch)],
+            max_num_seqs=batch,
             max_model_len=self.size.max_length,
             block_size=BLOCK_SIZE,
             device=self.device,

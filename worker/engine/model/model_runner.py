@@ -40,7 +40,7 @@ from promptq.worker.engine.model.backend_choice import (
     why_no_native_code,
 )
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_bytes, graph_sizes
+from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_bytes, graph_kinds
 from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
@@ -117,7 +117,8 @@ class ModelRunner:
             if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
                 self._model = GraphedModel(
                     modules,
-                    sizes=graph_sizes(options.max_num_seqs),
+                    graph_kinds(options.max_num_seqs, options.max_num_batched_tokens),
+                    max_num_seqs=options.max_num_seqs,
                     max_model_len=max_model_len,
                     block_size=cache.block_size,
                     device=self.device,
@@ -220,8 +221,14 @@ class ModelRunner:
         runner.collect(runner.launch(trial_batch(shares, runner.kv_layout, MOST_SAMPLING)))
         needed = peak.bytes()
         if options.cuda_graphs and checked.backend.takes_padding:
-            sizes = graph_sizes(options.max_num_seqs)
-            needed += graph_bytes(runner._model, sizes, length, block_size, device)
+            needed += graph_bytes(
+                runner._model,
+                graph_kinds(options.max_num_seqs, options.max_num_batched_tokens),
+                max_num_seqs=options.max_num_seqs,
+                max_model_len=length,
+                block_size=block_size,
+                device=device,
+            )
         leave_seam(checked.modules)  # or they would keep this cache
         return needed
 

@@ -26,10 +26,11 @@ from promptq.worker.engine.attention.decode_work import cut
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.prefill_work import PrefillWork
+from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.attention.triton_kernels.decode import PROGRAMS_PER_PROCESSOR
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.model.cuda_graphs import DecodeBuffers, graph_sizes
+from promptq.worker.engine.model.cuda_graphs import graph_kinds
 from promptq.worker.engine.model.load_check import check_model
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import PackedModel
@@ -185,66 +186,105 @@ class Recording:
         return self.model.logits(step, rows)
 
 
+KINDS = [*map(StepKind, (1, 2, 4)), StepKind(16, is_mixed=True), StepKind(32, is_mixed=True)]
+
+
+def padded(model: Any, kinds: list[StepKind] = KINDS) -> PaddedModel:
+    return PaddedModel(model, kinds, max_num_seqs=4, max_model_len=128, block_size=4, device=DEVICE)
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Four rows are multiplied another way than three, and experts pass the rounding on."""
+    assert expected.isfinite().all()
+    off = (logits - expected).norm(dim=1)
+    spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
+    assert (off < 1e-3 * spread).all()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
 @torch.inference_mode()
-def test_padded_decodes_give_the_same_logits(family: str, seed: int) -> None:
-    """Also after a step of another size, whose rows the buffers still hold."""
+def test_padded_steps_give_the_same_logits(family: str, seed: int) -> None:
+    """Also after a step of another size or kind, whose rows the buffers still hold."""
     tiny = TinyModel(family, seed)
     recording = Recording(tiny.model)
-    graphed = PaddedModel(
-        recording, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE
-    )
+    graphed = padded(recording)
     tiny.prefill()
     recording.num_rows.clear()
-    for num_sequences in (3, 2, 1, 3):
-        step = tiny.decode_step(num_sequences)
-        rows = torch.arange(num_sequences, device=DEVICE).flip(0)
+    steps = [
+        tiny.decode_step(3),
+        tiny.pack([(2, 3), (8, 17), (8, 9)]),  # a chunk beside two decodes
+        tiny.decode_step(2),
+        tiny.pack([(0, 3), (0, 17), (0, 9)]),  # chunks alone
+        tiny.decode_step(1),
+        tiny.pack([(2, 3), (5, 10)]),
+        tiny.decode_step(3),
+    ]
+    for step in steps:
+        rows = torch.arange(len(step.items), device=DEVICE).flip(0)
         expected = tiny.model.logits(step, rows)
-        assert expected.isfinite().all()
-        # Four rows are multiplied another way than three, and experts pass the rounding on.
-        off = (graphed.logits(step, rows) - expected).norm(dim=1)
-        spread = (expected - expected.mean(dim=1, keepdim=True)).norm(dim=1)
-        assert (off < 1e-3 * spread).all()
+        assert_close(graphed.logits(step, rows), expected)
     if DEVICE.type == "cpu":  # where replays run the model
-        assert recording.num_rows == [4, 2, 1, 4]
+        assert recording.num_rows == [4, 16, 2, 32, 1, 16, 4]
+
+
+@torch.inference_mode()
+def test_a_padded_chunk_writes_its_own_keys_and_values_only(seed: int) -> None:
+    tiny, plain = TinyModel("qwen3", seed), TinyModel("qwen3", seed)
+    cuts = [(0, 3), (0, 17)]
+    row = torch.tensor([0], device=DEVICE)
+    padded(tiny.model).logits(tiny.pack(cuts), row)
+    plain.model.logits(plain.pack(cuts), row)
+    for layer, expected in zip(tiny.cache.layers, plain.cache.layers, strict=True):
+        torch.testing.assert_close(layer.key, expected.key, equal_nan=True)
+        torch.testing.assert_close(layer.value, expected.value, equal_nan=True)
 
 
 @torch.inference_mode()
 def test_other_steps_run_as_they_are(seed: int) -> None:
     tiny = TinyModel("qwen3", seed)
-    graphed = PaddedModel(tiny.model, sizes=[1, 2], max_model_len=128, block_size=4, device=DEVICE)
-    chunks = tiny.pack([(0, 2), (0, 16), (0, 8)])
-    rows = torch.tensor([1, 17], device=DEVICE)
-    torch.testing.assert_close(graphed.logits(chunks, rows), tiny.model.logits(chunks, rows))
-    too_many = tiny.decode_step(3)
-    torch.testing.assert_close(
-        graphed.logits(too_many, rows[:1]), tiny.model.logits(too_many, rows[:1])
-    )
+    recording = Recording(tiny.model)
+    graphed = padded(recording, [StepKind(2), StepKind(16, is_mixed=True)])
+    tiny.prefill()
+    recording.num_rows.clear()
+    for step in (tiny.decode_step(3), tiny.pack([(0, 2), (0, 16), (0, 8)])):
+        rows = torch.tensor([1], device=DEVICE)
+        torch.testing.assert_close(graphed.logits(step, rows), tiny.model.logits(step, rows))
+    step, rows = tiny.pack([(1, 3), (7, 12)]), torch.arange(5, device=DEVICE)  # of four at most
+    torch.testing.assert_close(graphed.logits(step, rows), tiny.model.logits(step, rows))
+    assert recording.num_rows == [3, 26, 7]
 
 
 @torch.inference_mode()
 def test_rows_of_an_earlier_step_become_padding(seed: int) -> None:
     """They would write into blocks that may be another's by now."""
-    tiny = TinyModel("qwen3", seed)
-    buffers = DecodeBuffers.of(4, 128, 4, DEVICE)
-    padded, exact = buffers.step(4), tiny.decode_step(2)
-    buffers.fill(tiny.decode_step(3), 4)
-    buffers.fill(exact, 4)
-    assert padded.layout.write_blocks.tolist() == [*exact.layout.write_blocks.tolist(), -1, -1]
-    parts = padded.layout.plans[DECODE_WORK].parts(FULL).tolist()
+    tiny, kind = TinyModel("qwen3", seed), StepKind(4)
+    buffers = StepBuffers([kind], 4, 128, 4, DEVICE)
+    (held, sampled), exact = buffers.step(kind), tiny.decode_step(2)
+    buffers.fill(tiny.decode_step(3), torch.tensor([2, 1, 0], device=DEVICE), kind)
+    buffers.fill(exact, torch.tensor([1], device=DEVICE), kind)
+    assert held.layout.write_blocks.tolist() == [*exact.layout.write_blocks.tolist(), -1, -1]
+    parts = held.layout.plans[DECODE_WORK].parts(FULL).tolist()
     assert parts == cut([*exact.layout.context_lens, 0, 0], FULL).tolist()
-    assert padded.input_ids.tolist() == [[*exact.input_ids[0].tolist(), 0, 0]]
-    assert padded.positions.tolist() == [[*exact.positions[0].tolist(), 0, 0]]
+    assert held.input_ids.tolist() == [[*exact.input_ids[0].tolist(), 0, 0]]
+    assert held.positions.tolist() == [[*exact.positions[0].tolist(), 0, 0]]
+    assert sampled.tolist() == [1, 0, 0, 0]
     width = exact.layout.block_tables.shape[1]
-    torch.testing.assert_close(padded.layout.block_tables[:2, :width], exact.layout.block_tables)
+    torch.testing.assert_close(held.layout.block_tables[:2, :width], exact.layout.block_tables)
 
 
-def test_graph_sizes() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(4) == [1, 2, 4]
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
-    assert graph_sizes(1000)[-1] == 256
+def test_kinds_of_graphs() -> None:
+    def decodes(max_num_seqs: int) -> list[int]:
+        kinds = graph_kinds(max_num_seqs, max_num_batched_tokens=2048)
+        return [kind.num_rows for kind in kinds if not kind.is_mixed]
+
+    assert decodes(1) == [1]
+    assert decodes(4) == [1, 2, 4]
+    assert decodes(20) == [1, 2, 4, 8, 16, 20]
+    assert decodes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert decodes(1000)[-1] == 256
+    mixed = [kind.num_rows for kind in graph_kinds(64, 150) if kind.is_mixed]
+    assert mixed == [16, 32, 64, 128]
+    assert max(graph_kinds(64, 2048)) == StepKind(512, is_mixed=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

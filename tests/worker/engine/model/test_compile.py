@@ -17,6 +17,7 @@ from promptq.shared.runtime.settings import read_settings
 from promptq.worker.engine.api.messages import Engine, EngineRequest
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -141,12 +142,15 @@ def test_padded_decodes_on_the_triton_backend() -> None:
         layer.value.zero_()
     compiled = CompiledModel(tiny.model, tiny.cache, 128)
     tiny.prefill()
-    graphed = PaddedModel(compiled, sizes=[1, 2, 4], max_model_len=128, block_size=4, device=DEVICE)
+    kinds = [StepKind(size) for size in (1, 2, 4)]
+    graphed = PaddedModel(
+        compiled, kinds, max_num_seqs=4, max_model_len=128, block_size=4, device=DEVICE
+    )
     outputs = []
     for model in (graphed, tiny.model):
         for num_sequences in (3, 2, 1):
             rows = torch.arange(num_sequences, device=DEVICE)
-            outputs.append(model.logits(tiny.decode_step(num_sequences), rows))
+            outputs.append(model.logits(tiny.decode_step(num_sequences), rows).clone())
         assert compiled.is_compiled == (model is graphed)
         assert num_graphs() == 2
         compiled.undo()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
 from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.model import model_runner
@@ -22,7 +23,7 @@ from tests.worker.engine.model.fake_cuda import FakeCuda
 from tests.worker.engine.tiny_models import save_model
 
 CPU = torch.device("cpu")
-SIZES = [1, 2, 4]
+KINDS = [*map(StepKind, (1, 2, 4)), StepKind(16, is_mixed=True)]
 
 
 class TinyModel:
@@ -51,7 +52,7 @@ def load_tiny(folder: Path) -> ModelRunner:
 
 
 def graphed(model: TinyModel) -> GraphedModel:
-    return GraphedModel(model, sizes=SIZES, max_model_len=64, block_size=16, device=CPU)
+    return GraphedModel(model, KINDS, max_num_seqs=4, max_model_len=64, block_size=16, device=CPU)
 
 
 def decodes(count: int) -> PackedStep:
@@ -63,18 +64,25 @@ def decodes(count: int) -> PackedStep:
     return Packer(16, CPU).pack(Batch(items))
 
 
+def chunks(count: int) -> PackedStep:
+    sequence = make_sequence(count)
+    sequence.slot, sequence.block_table = 0, [0]
+    return Packer(16, CPU).pack(Batch([ScheduledSequence(sequence, 0, count, samples=True)]))
+
+
 def test_all_sizes_are_captured_on_one_stream_into_one_pool(cuda: FakeCuda) -> None:
     before = cuda.stream
     model = graphed(TinyModel())
     assert model.why_no_graphs == ""
     graphs = [graph for graph, _, _ in cuda.captured]
-    assert len(graphs) == len(SIZES)
+    assert len(graphs) == len(KINDS)
     assert len({stream for _, stream, _ in cuda.captured} | {before}) == 2
     assert len({pool for _, _, pool in cuda.captured}) == 1
     assert (cuda.open_pools, cuda.stream, cuda.sync_debug_mode) == ([], before, 0)
     model.logits(decodes(3), torch.arange(3))
     model.logits(decodes(1), torch.arange(1))
-    assert cuda.replayed == [graphs[0], graphs[2]]  # the largest was captured first
+    model.logits(chunks(9), torch.tensor([8]))
+    assert cuda.replayed == [graphs[1], graphs[3], graphs[0]]  # the largest was captured first
 
 
 def test_a_step_that_waits_for_the_device_is_never_captured(cuda: FakeCuda) -> None:

@@ -16,6 +16,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention import kv_cache
 from promptq.worker.engine.attention.backend import LayerCache
 from promptq.worker.engine.attention.kv_cache import CUDA_SHARE, MIN_BLOCKS, KVCache
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
@@ -158,7 +159,9 @@ def test_graphs_are_estimated_by_the_two_largest(
     sizes: list[int], needed: int, cuda: FakeCuda
 ) -> None:
     cuda.free = iter([1000, 900, 1000, 893])
-    assert graph_bytes(TinyModel(), sizes, 64, 16, CPU) == needed
+    kinds = [StepKind(size) for size in sizes]
+    limits = {"max_num_seqs": 8, "max_model_len": 64, "block_size": 16}
+    assert graph_bytes(TinyModel(), kinds, **limits, device=CPU) == needed
     assert len(cuda.captured) == min(3, 2 * len(sizes) - 1)
 
 

@@ -1,0 +1,119 @@
+"""The inputs of steps at addresses that stay the same, for graphs that are captured once and
+replayed with other inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from promptq.worker.engine.attention.backend import DECODE_WORK, PREFILL_WORK, StepLayout
+from promptq.worker.engine.attention.decode_work import DecodeWork
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.prefill_work import PrefillWork
+from promptq.worker.engine.core.block_manager import num_blocks_for
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepKind:
+    """Steps that are padded to `num_rows` rows.
+
+    Mixed ones have chunks of prompts, with or without decodes beside them. The others have decodes
+    alone, for which a layer launches one kernel less.
+    """
+
+    num_rows: int
+    is_mixed: bool = False
+
+
+class StepBuffers:
+    """Room for the largest of some kinds of steps, with up to `max_num_seqs` sequences."""
+
+    def __init__(
+        self,
+        kinds: list[StepKind],
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        most_rows = max(kinds).num_rows
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self.max_num_seqs = max_num_seqs
+        self._block_size = block_size
+        self._input_ids = zeros(most_rows)
+        self._positions = zeros(most_rows)
+        self._write_blocks = zeros(most_rows) - 1  # -1: written nowhere
+        self._write_offsets = zeros(most_rows)
+        self._block_tables = zeros(max_num_seqs, num_blocks_for(max_model_len, block_size))
+        self._sampled = zeros(most_rows)
+        contexts = [max_model_len] * min(max_num_seqs, most_rows)
+        self._decodes = DecodeWork([*contexts, *[0] * (most_rows - len(contexts))], device)
+        self._chunks = {
+            kind: PrefillWork(self._layout(kind), (kind.num_rows, self.max_sampled(kind)))
+            for kind in kinds
+            if kind.is_mixed
+        }
+
+    def max_sampled(self, kind: StepKind) -> int:
+        """How many rows of a step of this kind may be sampled, and how many sequences it has."""
+        return min(kind.num_rows, self.max_num_seqs)
+
+    def fits(self, step: PackedStep, num_sampled: int, kind: StepKind) -> bool:
+        """Whether a step can be padded to this kind."""
+        layout = step.layout
+        is_mixed = layout.num_decodes < len(layout.context_lens)
+        return (
+            is_mixed == kind.is_mixed
+            and step.input_ids.shape[1] <= kind.num_rows
+            and max(num_sampled, len(layout.context_lens)) <= self.max_sampled(kind)
+        )
+
+    def fill(self, step: PackedStep, sampled: torch.Tensor, kind: StepKind) -> None:
+        """Copy the inputs of a step, with the rows that are sampled, and pad it to the kind."""
+        layout = step.layout
+        num_rows, num_padding = step.input_ids.shape[1], kind.num_rows - step.input_ids.shape[1]
+        for buffer, values, nothing in (
+            (self._input_ids, step.input_ids[0], 0),
+            (self._positions, step.positions[0], 0),
+            (self._write_blocks, layout.write_blocks, -1),
+            (self._write_offsets, layout.write_offsets, 0),
+            (self._sampled, sampled, 0),
+        ):
+            buffer[: len(values)] = values
+            buffer[len(values) : kind.num_rows] = nothing
+        num_sequences, width = layout.block_tables.shape
+        self._block_tables[:num_sequences, :width] = layout.block_tables
+        decodes = layout.context_lens[: layout.num_decodes]
+        of_chunks = [-1] * (num_rows - len(decodes))
+        self._decodes.fill([*decodes, *of_chunks, *[0] * num_padding])
+        if kind.is_mixed:
+            self._chunks[kind].fill(layout)
+
+    def step(self, kind: StepKind) -> tuple[PackedStep, torch.Tensor]:
+        """A step of this kind on the buffers, and the rows of it that are sampled. Until the
+        buffers are filled, its rows are padding."""
+        self._decodes.fill([0] * kind.num_rows)
+        layout = self._layout(kind)
+        layout.plans[DECODE_WORK] = self._decodes
+        if kind.is_mixed:
+            layout.plans[PREFILL_WORK] = self._chunks[kind]
+        rows = slice(kind.num_rows)
+        step = PackedStep([], self._input_ids[None, rows], self._positions[None, rows], layout)
+        return step, self._sampled[: self.max_sampled(kind)]
+
+    def _layout(self, kind: StepKind) -> StepLayout:
+        """Its lengths are only right in the work lists, where each row may be a decode."""
+        rows, longest = kind.num_rows, self._block_tables.shape[1] * self._block_size
+        return StepLayout(
+            num_decodes=rows,
+            query_starts=list(range(rows + 1)),
+            context_lens=[longest] * rows,
+            block_tables=self._block_tables[: self.max_sampled(kind)],
+            write_blocks=self._write_blocks[:rows],
+            write_offsets=self._write_offsets[:rows],
+            block_size=self._block_size,
+        )
