@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PROGRAMS_PER_PROCESSOR = 2
 """While one of them starts or ends a part, the other one keeps the memory busy."""
 MAX_COMBINED = 2048
-"""How many numbers of parts are combined at once. More would need more registers than the loop."""
+"""How many numbers of parts are combined at once: 16 in each thread, and no register is spilled."""
 
 _FIELDS = tl.constexpr(FIELDS)
 _MAX_PARTS = tl.constexpr(MAX_PARTS)
