@@ -66,10 +66,11 @@ class NativeDecoder(LlamaDecoder):
 
     def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
         projections = (layer.query, layer.key, layer.value)
-        biases = [linear.bias for linear in projections if linear.bias is not None]
+        weights: list[torch.Tensor] = [linear.weight for linear in projections]
+        biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
         self._decoder.add_layer(
             layer.input_norm,
-            torch.cat(tuple(linear.weight for linear in projections)),
+            torch.cat(weights),
             torch.cat(biases) if biases else None,
             layer.query_norm,
             layer.key_norm,
