@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.fused.norm import rounded
-
 TILE = 1024
 
 
@@ -33,5 +31,5 @@ def _silu_kernel(
     source = gate_up + 2 * row * SIZE + column
     gate = tl.load(source, mask=within, other=0.0).to(tl.float32)
     up = tl.load(source + SIZE, mask=within, other=0.0).to(tl.float32)
-    activated = rounded(gate / (1.0 + tl.exp(-gate)), gate_up)
-    tl.store(output + row * SIZE + column, activated * up, mask=within)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty)
+    tl.store(output + row * SIZE + column, activated.to(tl.float32) * up, mask=within)

@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.fused.norm import rounded
-
 if TYPE_CHECKING:
     from promptq.worker.engine.attention.backend import LayerCache, StepLayout
 
@@ -44,8 +42,10 @@ def place_heads(
     num_rows = len(qkv)
     _, num_kv_heads, block_size, size = cache.key.shape
     num_heads = qkv.shape[1] // size - 2 * num_kv_heads
+    group = num_heads // num_kv_heads
+    head_tile, tile = triton.next_power_of_2(group + 2), triton.next_power_of_2(size)
     query = qkv.new_empty(num_rows, num_heads, size)
-    _place_heads_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+    _place_heads_kernel[(num_rows, num_kv_heads)](
         qkv,
         positions,
         rotary.cosine,
@@ -58,13 +58,14 @@ def place_heads(
         layout.write_blocks,
         layout.write_offsets,
         HAS_NORMS=norms is not None,
-        NUM_HEADS=num_heads,
+        GROUP=group,
         NUM_KV_HEADS=num_kv_heads,
         SIZE=size,
-        TILE=triton.next_power_of_2(size),
         ROTARY_SIZE=rotary.cosine.shape[1],
         BLOCK_SIZE=block_size,
-        num_warps=1,
+        HEAD_TILE=head_tile,
+        TILE=tile,
+        num_warps=min(8, max(1, head_tile * tile // 256)),
     )
     return query
 
@@ -83,48 +84,52 @@ def _place_heads_kernel(
     write_blocks: tl.tensor,
     write_offsets: tl.tensor,
     HAS_NORMS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
     ROTARY_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
-    """One program for each row and head: the query's, then the key's, then the value's."""
+    """One program for each row and KV head: its group of query heads, its key and its value."""
+    dtype = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    column = tl.arange(0, TILE)
-    within = column < SIZE
-    source = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * SIZE
-    own = tl.load(source + column, mask=within, other=0.0).to(tl.float32)
+    kv_head = tl.program_id(1)
+    in_group = tl.arange(0, HEAD_TILE)[:, None]
+    column = tl.arange(0, TILE)[None, :]
+    is_query, is_key, is_value = in_group < GROUP, in_group == GROUP, in_group == GROUP + 1
+    head = kv_head + tl.where(is_key, GROUP * NUM_KV_HEADS, (GROUP + 1) * NUM_KV_HEADS)
+    head = tl.where(is_query, kv_head * GROUP + in_group, head)
+    within, turns = column < SIZE, column < ROTARY_SIZE
+    source = qkv + (row * ((GROUP + 2) * NUM_KV_HEADS) + head) * SIZE
+    is_head = in_group < GROUP + 2
+    value = tl.load(source + column, mask=is_head & within, other=0.0)
 
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        # Each column turns with a partner, half a rotation away.
-        is_first = column < ROTARY_SIZE // 2
-        turns = column < ROTARY_SIZE
-        partner = tl.where(is_first, column + ROTARY_SIZE // 2, column - ROTARY_SIZE // 2)
-        other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
-        if HAS_NORMS:
-            weights = norms + tl.where(head < NUM_HEADS, 0, SIZE)
-            rate = tl.rsqrt(tl.sum(own * own, 0) / SIZE + epsilon)
-            own_weight = tl.load(weights + column, mask=within, other=0.0).to(tl.float32)
-            other_weight = tl.load(weights + partner, mask=turns, other=0.0).to(tl.float32)
-            own = rounded(rounded(own * rate, qkv) * own_weight, qkv)
-            other = rounded(rounded(other * rate, qkv) * other_weight, qkv)
-        place = tl.load(positions + row) * ROTARY_SIZE + column
-        cosine = tl.load(cosines + place, mask=turns, other=1.0).to(tl.float32)
-        sine = tl.load(sines + place, mask=turns, other=0.0).to(tl.float32)
-        signed = tl.where(is_first, -other, other)
-        own = rounded(own * cosine, qkv) + rounded(signed * sine, qkv)
+    # Each column turns with a partner, half a rotation away.
+    is_first = column < ROTARY_SIZE // 2
+    partner = tl.where(is_first, column + ROTARY_SIZE // 2, column - ROTARY_SIZE // 2)
+    own = value.to(tl.float32)
+    other = tl.load(source + partner, mask=is_head & turns, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        rate = tl.rsqrt(tl.sum(own * own, 1) / SIZE + epsilon)[:, None]
+        weights = norms + tl.where(is_query, 0, SIZE)
+        own_weight = tl.load(weights + column, mask=is_head & within, other=0.0).to(tl.float32)
+        other_weight = tl.load(weights + partner, mask=is_head & turns, other=0.0).to(tl.float32)
+        own = ((own * rate).to(dtype).to(tl.float32) * own_weight).to(dtype).to(tl.float32)
+        other = ((other * rate).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
+    angle = tl.load(positions + row) * ROTARY_SIZE + column
+    cosine = tl.load(cosines + angle, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
+    straight = (own * cosine).to(dtype).to(tl.float32)
+    across = (tl.where(is_first, -other, other) * sine).to(dtype).to(tl.float32)
+    turned = (straight + across).to(dtype)
 
-    if head < NUM_HEADS:
-        tl.store(query + (row * NUM_HEADS + head) * SIZE + column, own, mask=within)
-    else:
-        block = tl.load(write_blocks + row)
-        if block >= 0:
-            kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-            line = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + tl.load(write_offsets + row)
-            if head < NUM_HEADS + NUM_KV_HEADS:
-                tl.store(key_cache + line * SIZE + column, own, mask=within)
-            else:
-                tl.store(value_cache + line * SIZE + column, own, mask=within)
+    place = (row * (GROUP * NUM_KV_HEADS) + head) * SIZE + column
+    tl.store(query + place, turned, mask=is_query & within)
+    block = tl.load(write_blocks + row)
+    if block >= 0:
+        line = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + tl.load(write_offsets + row)
+        place = tl.broadcast_to(line * SIZE + column, (HEAD_TILE, TILE))
+        tl.store(key_cache + place, turned, mask=is_key & within)
+        tl.store(value_cache + place, value, mask=is_value & within)

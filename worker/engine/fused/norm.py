@@ -33,12 +33,6 @@ def add_rms_norm(
 
 
 @triton.jit
-def rounded(numbers: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """fp32 numbers, rounded to the dtype of the elements that `like` points to."""
-    return numbers.to(like.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def _add_rms_norm_kernel(
     hidden: tl.tensor,
     update: tl.tensor,
@@ -50,14 +44,16 @@ def _add_rms_norm_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """One program for each row."""
+    dtype = hidden.dtype.element_ty
     start = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, TILE)
     within = column < SIZE
     row = tl.load(hidden + start + column, mask=within, other=0.0).to(tl.float32)
     if HAS_UPDATE:
         added = tl.load(update + start + column, mask=within, other=0.0).to(tl.float32)
-        row = rounded(row + added, hidden)
+        row = (row + added).to(dtype).to(tl.float32)
         tl.store(hidden + start + column, row, mask=within)
-    normed = rounded(row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + epsilon), hidden)
+    rate = tl.rsqrt(tl.sum(row * row, 0) / SIZE + epsilon)
+    normed = (row * rate).to(dtype).to(tl.float32)
     weights = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
     tl.store(output + start + column, normed * weights, mask=within)
