@@ -146,6 +146,8 @@ def recorded() -> Iterator[Recorder]:
 def record_step(size: Size, rows: int, context: int, *, fused: bool) -> Recorder:
     """What a decode step launches: with the fused decoder, or through the library's modules."""
     decoder, step = _on_meta(size, rows, context, fused)
+    with recorded():
+        decoder.logits(step, step.positions[0])  # makes the step's plans, which graphs do not do
     with recorded() as recorder:
         decoder.logits(step, step.positions[0])
     return recorder

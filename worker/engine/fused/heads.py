@@ -65,7 +65,7 @@ def place_heads(
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
         TILE=tile,
-        num_warps=min(8, max(1, head_tile * tile // 256)),
+        num_warps=min(16, max(1, head_tile * tile // 256)),
     )
     return query
 

@@ -29,10 +29,12 @@ from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.fused import linear
 from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.llama.parts import NotOfThisKindError
+from promptq.worker.engine.model import model_runner
 from promptq.worker.engine.model.backend_choice import own_decoders
 from promptq.worker.engine.model.load_check import (
     LOW_PRECISION_TOLERANCE,
@@ -41,7 +43,8 @@ from promptq.worker.engine.model.load_check import (
     off_by,
 )
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
-from tests.worker.engine.tiny_models import FAMILIES, LLAMA_SHAPED, VOCAB_SIZE, make_model
+from promptq.worker.engine.model.model_runner import ModelRunner
+from tests.worker.engine.tiny_models import FAMILIES, LLAMA_SHAPED, VOCAB_SIZE, generate, make_model
 
 BLOCK_SIZE = 4
 LENGTHS = (6, 2, 4)
@@ -209,10 +212,9 @@ def test_no_weight_is_held_twice(seed: int) -> None:
     tiny = Tiny("llama", seed)
     expected, before = tiny.alone(), live_bytes()
     FusedDecoder.arrange(tiny.library)
-    decoder = tiny.decoder()
+    decoders = [tiny.decoder(), tiny.decoder()]
     table = 2 * MAX_LENGTH * LLAMA_SHAPED["head_dim"] * 4
-    assert live_bytes() == before + table
-    del decoder
+    assert live_bytes() == before + len(decoders) * table
     for found, wanted in zip(tiny.alone(), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -262,7 +264,43 @@ def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.Monkey
     assert "of their spread" in checked.why_not_native
 
 
-def test_what_is_asked_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_makes_the_librarys_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked, warmed up and stepped, with the CPU in the place of a card. The weights are laid out
+    before free memory is counted."""
+    events: list[str] = []
+
+    def note(name: str, owner: Any) -> None:
+        plain = getattr(owner, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note("arrange", FusedDecoder)
+    note("fitting_blocks", model_runner)
+    monkeypatch.setattr(model_runner, "backends_on", lambda *_: [TritonPaged()])
+    monkeypatch.setattr(model_runner, "own_decoders", lambda *_: ([FusedDecoder], ""))
+    model = make_model("llama", 7, **SMALL)
+    prompts = {0: [5, 9, 11], 1: [40, 3]}
+    expected = {each: generate(model, prompt, 3) for each, prompt in prompts.items()}
+    model.requires_grad_(False).to(DEVICE)
+    options = LoadOptions(block_size=BLOCK_SIZE, kv_cache_memory=50_000, max_model_len=8)
+    runner = ModelRunner.of(LoadedModel("tiny", model, frozenset()), options)
+    assert runner.why_not_native == ""
+    assert events == ["arrange", "fitting_blocks"]
+    engine = LLMEngine(runner, max_num_seqs=2, max_num_batched_tokens=8)
+    greedy, found = SamplingParams(temperature=0.0), {0: list[int](), 1: list[int]()}
+    for each, prompt in prompts.items():
+        engine.add(EngineRequest(each, prompt, greedy, seed=0, max_tokens=3))
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[output.sequence_id] += output.token_ids
+    assert found == expected
+
+
+def test_what_is_asked_for_decides() -> None:
     cuda = torch.device("cuda", 0)
     assert own_decoders(cuda, LoadOptions(), "no compiler") == ([FusedDecoder], "")
     assert own_decoders(cuda, LoadOptions(attention="triton"), "") == ([FusedDecoder], "")
