@@ -45,7 +45,7 @@ class Served:
     dtype: str
     """Empty if nothing is computed."""
     way: str = ""
-    """How it computes, in words: native code, or why not."""
+    """How it computes, in words: with code of our own, or why not."""
     grammars: Grammars | None = None
     """Makes outputs match a schema; None for an engine that cannot use grammars."""
 
@@ -140,10 +140,10 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
 
 
 def _way(runner: ModelRunner) -> str:
-    if not runner.why_not_native:
-        return "native code"
-    is_compiled = runner.compiled is not None and runner.compiled.is_compiled
-    way = f"no native code ({runner.why_not_native}){', compiled' * is_compiled}"
+    way = runner.own_code
+    if runner.why_not_native:
+        is_compiled = runner.compiled is not None and runner.compiled.is_compiled
+        way = f"no {way} ({runner.why_not_native}){', compiled' * is_compiled}"
     return f"{way}, no CUDA graphs ({runner.why_no_graphs})" if runner.why_no_graphs else way
 
 

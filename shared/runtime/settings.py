@@ -61,12 +61,14 @@ class Settings(BaseSettings):
         " otherwise the fastest backend that is available",
     )
     native: bool = Field(
-        True, description="on a CPU, compute models of the Llama kind in native code"
+        True,
+        description="compute models of the Llama kind in code of our own: native code on a CPU,"
+        " fused kernels on a GPU",
     )
     compile: bool = Field(
         False,
-        description="if there is no native code (so on a GPU), run the model's layers through"
-        " torch.compile: steps are faster, the start takes longer",
+        description="if no code of our own serves the model, run its layers through torch.compile:"
+        " steps are faster, the start takes longer",
     )
     cuda_graphs: bool = Field(
         True, description="on a GPU, run decode steps as CUDA graphs; off: to debug or save memory"

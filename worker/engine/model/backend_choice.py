@@ -1,4 +1,4 @@
-"""Decides what computes a model: the device, the attention backend, and whether native code."""
+"""Decides what computes a model: the device, the attention backend, and which code of our own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
-from promptq.worker.engine.model.loading import LoadedModel
+from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.model.loading import LoadedModel, LoadOptions
 from promptq.worker.engine.native.build import NativeCodeError, load_native
-from promptq.worker.engine.native.decoder import DTYPES
+from promptq.worker.engine.native.decoder import DTYPES, NativeDecoder
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonPaged, TorchPaged)
 """In order of speed, the fastest first."""
+
+NOT_ASKED_FOR = "it was not asked for"
 
 logger = logging.getLogger(__name__)
 
@@ -93,3 +96,27 @@ def why_no_native_code(loaded: LoadedModel) -> str:
         logger.warning("no native code, so %s: %s", cost, error)
         return "it could not be made"
     return ""
+
+
+def own_decoders(
+    device: torch.device, options: LoadOptions, no_native_code: str
+) -> tuple[list[type[LlamaDecoder]], str]:
+    """The decoders of our own to try on the device, or else why there are none.
+
+    `no_native_code` is what `why_no_native_code` says; only the decoder on a CPU needs such code.
+    """
+    if not options.native:
+        return [], NOT_ASKED_FOR
+    if device.type == "cuda":
+        if options.attention not in ("auto", TritonPaged.name):
+            return [], f"--attention {options.attention} was asked for"
+        if find_spec(TritonPaged.needs) is None:
+            return [], f"they need the package {TritonPaged.needs}, which is not installed"
+        from promptq.worker.engine.fused.decoder import FusedDecoder
+
+        return [FusedDecoder], ""
+    if no_native_code:
+        return [], no_native_code
+    if options.attention != "auto":
+        return [], f"--attention {options.attention} was asked for"
+    return [NativeDecoder], ""

@@ -31,7 +31,9 @@ from promptq.worker.engine.attention.packed_step import Packer
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.precision import exact_products, in_float32
-from promptq.worker.engine.model.backend_choice import first_that_serves
+from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.llama.parts import NotOfThisKindError
+from promptq.worker.engine.model.backend_choice import NOT_ASKED_FOR, first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import (
@@ -40,7 +42,6 @@ from promptq.worker.engine.model.packed_model import (
     leave_seam,
     set_attention,
 )
-from promptq.worker.engine.native.decoder import NativeDecoder, NotOfThisKindError
 
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
@@ -70,8 +71,10 @@ class CheckedModel:
     backend: AttentionBackend
     counts_rows: bool = False
     """See PackedModel."""
-    why_not_native: str = "it was not asked for"
-    """Empty if the native decoder serves the model, instead of the library's modules."""
+    decoder: type[LlamaDecoder] | None = None
+    """Our own decoder that serves the model; None: the library's modules do."""
+    why_not_native: str = NOT_ASKED_FOR
+    """Why no decoder of our own serves the model; empty if one does."""
 
     def on(
         self,
@@ -79,11 +82,13 @@ class CheckedModel:
         cache: KVCache,
         max_length: int,
         max_position: int | None = None,
-    ) -> PackedModel | NativeDecoder:
+    ) -> PackedModel | LlamaDecoder:
         """The model on this cache, for sequences of up to `max_length` tokens."""
         patterns = [spec.pattern.shortened(max_length) for spec in self.specs]
-        if not self.why_not_native:
-            return NativeDecoder(model, cache.layers, patterns, max_position or max_length)
+        if self.decoder is not None:
+            return self.decoder(
+                model, cache.layers, patterns, self.backend, max_position or max_length
+            )
         return PackedModel(
             model, self.modules, cache.layers, patterns, self.backend, counts_rows=self.counts_rows
         )
@@ -130,14 +135,16 @@ def check_model(
     backends: Items[AttentionBackend],
     max_length: int | None,
     *,
-    why_not_native: str = "it was not asked for",
+    decoders: Items[type[LlamaDecoder]] = (),
+    why_not_native: str = NOT_ASKED_FOR,
 ) -> CheckedModel:
     """Find out what each layer asks for, and compare packed steps with the library's attention.
 
     The first of the backends that knows all that the layers ask for is used. Positions up to
-    `max_length` are tried. If `why_not_native` is empty, the native decoder is tried too, and it
-    serves the model if it passes. Raises UnsupportedModelError, naming the family and the reason,
-    if the model would not be served correctly.
+    `max_length` are tried. The first of `decoders` that passes the same comparison serves the
+    model instead of the library's modules. `why_not_native` tells why there are none to try.
+    Raises UnsupportedModelError, naming the family and the reason, if the model would not be served
+    correctly.
     """
     family, model = loaded.family, loaded.model
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -161,14 +168,14 @@ def check_model(
                 differences = {}
                 for counts_rows in (not is_exact, is_exact):
                     checked = CheckedModel(
-                        modules, specs_now, backend, counts_rows, why_not_native or _UNTRIED
+                        modules, specs_now, backend, counts_rows, why_not_native=why_not_native
                     )
                     difference = _compare(loaded, checked, probes, tolerance)
                     differences[counts_rows] = difference
                     if difference.is_tolerable:
                         break
-                if not why_not_native and difference.is_tolerable:
-                    checked = _native_if_it_passes(loaded, checked, max_length, tolerance)
+                if decoders and difference.is_tolerable:
+                    checked = _with_decoder(loaded, checked, decoders, max_length, tolerance)
     except _FAILURES as error:
         raise UnsupportedModelError(
             f"{family}: a packed step does not run: {type(error).__name__}: {error}"
@@ -184,30 +191,32 @@ def check_model(
     return replace(checked, specs=true_specs)
 
 
-def _native_if_it_passes(
+def _with_decoder(
     loaded: LoadedModel,
     checked: CheckedModel,
+    decoders: Items[type[LlamaDecoder]],
     max_length: int | None,
     tolerance: float,
 ) -> CheckedModel:
-    """`checked` with the native decoder, if that passes, or with the reason why it does not."""
-    probes = _probes(loaded, min(max_length or _NATIVE_POSITIONS, _NATIVE_POSITIONS))
-    native = replace(checked, why_not_native="")
-    try:
-        difference = _compare(loaded, native, probes, tolerance)
-    except (*_FAILURES, NotOfThisKindError) as error:
-        return replace(checked, why_not_native=str(error).split("\n")[0])
-    if difference.is_tolerable:
-        return native
-    reason = f"its logits are off by {difference.median:.2g} of their spread"
-    return replace(checked, why_not_native=reason)
+    """`checked` with the first of our decoders that passes, or with the reasons why none does."""
+    probes = _probes(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
+    reasons = []
+    for decoder in decoders:
+        tried = replace(checked, decoder=decoder, why_not_native="")
+        try:
+            difference = _compare(loaded, tried, probes, tolerance)
+        except (*_FAILURES, NotOfThisKindError) as error:
+            reasons.append(str(error).split("\n")[0])
+            continue
+        if difference.is_tolerable:
+            return tried
+        reasons.append(f"its logits are off by {difference.median:.2g} of their spread")
+    return replace(checked, why_not_native="; ".join(reasons))
 
 
-_UNTRIED = "it was not tried"
-"""The reason while the library's modules are checked, which comes first."""
-_NATIVE_POSITIONS = 1024
-"""The most positions that are tried. This is enough, because the decoder's table of positions
-comes from the model's own module."""
+_DECODER_POSITIONS = 1024
+"""The most positions that a decoder of our own is tried with. This is enough, because its table of
+positions comes from the model's own module."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,12 +50,13 @@ class LoadOptions:
     attention: str = "auto"
     """The name of the attention backend; `auto` is native code or else the fastest backend."""
     native: bool = True
-    """Whether to use native code. Without it, torch samples and the library's modules compute. They
-    also compute if the native decoder does not fit the model."""
+    """Whether to use code of our own: native code on a CPU, fused kernels on CUDA. Without it,
+    torch samples and the library's modules compute. They also compute if no decoder of our own fits
+    the model."""
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True
-    """Whether to run the library's modules as CUDA graphs (see GraphedModel)."""
+    """Whether to run decode steps as CUDA graphs (see GraphedModel)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,11 @@ from promptq.worker.engine.device.memory import (
     give_back,
 )
 from promptq.worker.engine.device.precision import has_fast_bf16_products
+from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.model.backend_choice import (
+    NOT_ASKED_FOR,
     backends_on,
+    own_decoders,
     resolve_device,
     why_no_native_code,
 )
@@ -106,25 +109,22 @@ class ModelRunner:
         self.vocab_size: int = loaded.text_config.vocab_size
         self.max_model_len = max_model_len
         model = checked.on(loaded.model, cache, max_model_len)
-        self._model: PackedModel | CompiledModel | GraphedModel | NativeDecoder = model
+        self._model: PackedModel | CompiledModel | GraphedModel | LlamaDecoder = model
         self.compiled: CompiledModel | None = None
         """Set if compiling was asked for and the modules of the library compute."""
-        if isinstance(model, PackedModel):
-            modules: PackedModel | CompiledModel = model
-            if options.compile:
-                modules = self.compiled = CompiledModel(model, cache, max_model_len)
-            self._model = modules
-            if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
-                self._model = GraphedModel(
-                    modules,
-                    graph_kinds(options.max_num_seqs, options.max_num_batched_tokens),
-                    max_num_seqs=options.max_num_seqs,
-                    max_model_len=max_model_len,
-                    block_size=cache.block_size,
-                    device=self.device,
-                )
-        else:
+        if options.compile and isinstance(model, PackedModel):
+            self._model = self.compiled = CompiledModel(model, cache, max_model_len)
+        if isinstance(model, NativeDecoder):
             release_weights(loaded.model)
+        if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
+            self._model = GraphedModel(
+                self._model,
+                graph_kinds(options.max_num_seqs, options.max_num_batched_tokens),
+                max_num_seqs=options.max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=cache.block_size,
+                device=self.device,
+            )
         self.why_not_native = checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
@@ -169,12 +169,12 @@ class ModelRunner:
         limit = model_length(loaded, None)
         length = model_length(loaded, options.max_model_len) or LENGTH_WITHOUT_LIMIT
         progress("native code")
-        no_native_code = why_no_native_code(loaded) if options.native else "it was not asked for"
+        no_native_code = why_no_native_code(loaded) if options.native else NOT_ASKED_FOR
         progress("checking")
-        why_not_native = no_native_code
-        if options.attention != "auto":
-            why_not_native = why_not_native or f"--attention {options.attention} was asked for"
-        checked = check_model(loaded, backends, limit, why_not_native=why_not_native)
+        decoders, why_none = own_decoders(device, options, no_native_code)
+        checked = check_model(loaded, backends, limit, decoders=decoders, why_not_native=why_none)
+        if checked.decoder is not None:
+            checked.decoder.arrange(loaded.model)
         give_back(device)
         reserved_bytes = 0
         if counts_memory(device) and options.kv_cache_memory is None:
@@ -303,6 +303,11 @@ class ModelRunner:
         """These are known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
         return EngineAbilities(exact_resume=is_exact)
+
+    @property
+    def own_code(self) -> str:
+        """What our own code for this device is called, whether or not it serves the model."""
+        return "fused kernels" if self.device.type == "cuda" else "native code"
 
     @property
     def why_no_graphs(self) -> str:

@@ -1,21 +1,18 @@
-"""Builds the native decoder from a model of the library whose layers are of the Llama kind.
-
-A layer's modules tell what it computes. The check at load compares the result with the library's
-own model. So a family that has the same module names but another formula is detected, and is
-served through its own modules.
-"""
+"""Builds the native decoder from a model of the library whose layers are of the Llama kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.worker.engine.attention.backend import LayerCache, Pattern
+from promptq.worker.engine.attention.backend import AttentionBackend, LayerCache, Pattern
 from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts
 
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of weights that it can compute with."""
@@ -23,58 +20,37 @@ DTYPES = (torch.float32, torch.bfloat16)
 VISIBLE = {"full": 0, "sliding": 1, "chunked": 2}
 """The kinds of patterns as native/src/attention/pieces.h numbers them."""
 
-_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
-
-class NotOfThisKindError(Exception):
-    """The model is not of the kind that the native decoder computes; the message says where."""
-
-
-class NativeDecoder:
-    """Computes packed steps like PackedModel, in one call that releases the interpreter lock.
-
-    Raises NotOfThisKindError if the model has a part that it does not know.
-    """
+class NativeDecoder(LlamaDecoder):
+    """Computes packed steps in one call that releases the interpreter lock."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         caches: Sequence[LayerCache],
         patterns: Sequence[Pattern],
+        backend: AttentionBackend,
         max_length: int,
     ) -> None:
-        whole: Any = model  # its class is only partly typed
-        body = whole.get_decoder()
-        layers = list(body.layers)
-        attention = layers[0].self_attn
-        _require(len(layers) == len(caches), "layers without attention")
-        _require({"embed_tokens", "layers", "norm", "rotary_emb"} == _parts(body), "other parts")
-        norms = list(_norms(body))
-        epsilons = {getattr(norm, "variance_epsilon", 0.0) for norm in norms}
-        _require(len(epsilons) == 1 and 0.0 not in epsilons, "norms that are not all RMS norms")
-        head = whole.get_output_embeddings()
-        _require(type(head) is nn.Linear and head.bias is None, "an output layer with a bias")
-        cosine, sine = _rotations(body.rotary_emb, max_length)
-        head_size = attention.head_dim
+        """See LlamaDecoder. It has its own attention, so it does not use the backend."""
+        parts = LlamaParts.of(model)
+        cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
         self._decoder: Any = torch.classes.promptq.Decoder(
-            body.embed_tokens.weight,
+            parts.embedding,
             cosine,
             sine,
-            body.norm.weight,
-            head.weight,
-            attention.q_proj.out_features // head_size,
-            attention.k_proj.out_features // head_size,
-            head_size,
-            epsilons.pop(),
-            float(attention.scaling),
+            parts.norm,
+            parts.head,
+            parts.num_heads,
+            parts.num_kv_heads,
+            parts.head_size,
+            parts.epsilon,
+            parts.scale,
         )
-        for layer, cache, pattern in zip(layers, caches, patterns, strict=True):
+        for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel."""
         layout = step.layout
         logits: torch.Tensor = self._decoder.logits(
             step.input_ids[0],
@@ -88,32 +64,22 @@ class NativeDecoder:
         )
         return logits
 
-    def _add(self, layer: Any, cache: LayerCache, pattern: Pattern) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        _require(_parts(layer) == _LAYER_PARTS, f"a layer of {sorted(_parts(layer))}")
-        _require(_parts(attention) <= _ATTENTION_PARTS, f"attention of {_parts(attention)}")
-        _require(_parts(mlp) <= _MLP_PARTS, f"an MLP of {sorted(_parts(mlp))}")
-        _require(_is_silu(mlp.act_fn), "an activation other than SiLU")
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            _require(type(linear) is nn.Linear, f"a linear layer of type {type(linear).__name__}")
-        _require(
-            all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
-            "an MLP with biases",
-        )
-        biases = [linear.bias for linear in projections if linear.bias is not None]
-        _require(len(biases) in (0, 3), "biases in some of the projections")
+    def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
+        projections = (layer.query, layer.key, layer.value)
+        weights: list[torch.Tensor] = [linear.weight for linear in projections]
+        biases: list[torch.Tensor] = [each.bias for each in projections if each.bias is not None]
         self._decoder.add_layer(
-            layer.input_layernorm.weight,
-            torch.cat([linear.weight for linear in projections]),
+            layer.input_norm,
+            torch.cat(weights),
             torch.cat(biases) if biases else None,
-            *(getattr(getattr(attention, name, None), "weight", None) for name in _HEAD_NORMS),
-            attention.o_proj.weight,
-            attention.o_proj.bias,
-            layer.post_attention_layernorm.weight,
-            mlp.gate_proj.weight,
-            mlp.up_proj.weight,
-            mlp.down_proj.weight,
+            layer.query_norm,
+            layer.key_norm,
+            layer.output.weight,
+            layer.output.bias,
+            layer.inner_norm,
+            layer.gate.weight,
+            layer.up.weight,
+            layer.down.weight,
             cache.key,
             cache.value,
             VISIBLE[pattern.kind],
@@ -132,37 +98,3 @@ def release_weights(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Linear) and module.weight is not embedding.weight:
             # A new parameter, because the decoder may hold the old one.
             module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-
-
-_HEAD_NORMS = ("q_norm", "k_norm")
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise NotOfThisKindError(f"it has {otherwise}")
-
-
-def _parts(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _is_silu(activation: Any) -> bool:
-    probe = torch.linspace(-4.0, 4.0, 33)
-    return torch.allclose(activation(probe), nn.functional.silu(probe), atol=1e-6)
-
-
-def _norms(body: Any) -> Iterator[Any]:
-    yield body.norm
-    for layer in body.layers:
-        yield from (layer.input_layernorm, layer.post_attention_layernorm)
-        for name in _HEAD_NORMS:
-            if (norm := getattr(layer.self_attn, name, None)) is not None:
-                _require(norm.weight.shape == (layer.self_attn.head_dim,), "norms across heads")
-                yield norm
-
-
-def _rotations(rotary: Any, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [max_length, rotary size] in fp32, from the model's own module."""
-    like = torch.empty(1, dtype=torch.float32)
-    cosine, sine = rotary(like, torch.arange(max_length).unsqueeze(0))
-    return cosine[0].contiguous(), sine[0].contiguous()

@@ -110,7 +110,11 @@ def test_the_ready_line_says_why_there_are_no_graphs(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runner = load_tiny(tmp_path)
-    assert "graphs" not in _way(runner)
+    assert _way(runner) == "no native code (it was not asked for)"
+    monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
+    assert _way(runner) == "no fused kernels (it was not asked for)"
+    monkeypatch.setattr(runner, "why_not_native", "")
+    assert _way(runner) == "fused kernels"
     cuda.breaks_captures = True
     monkeypatch.setattr(runner, "_model", graphed(TinyModel()))
     assert _way(runner).endswith(f"no CUDA graphs ({runner.why_no_graphs})")

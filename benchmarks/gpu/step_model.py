@@ -1,0 +1,211 @@
+"""What a decode step launches, and how long that has to take.
+
+`python -m benchmarks.gpu.step_model` needs no GPU. It is a model and no measurement: a kernel takes
+its launch, and as long as the memory needs for the bytes that it moves. The launches are counted by
+running the decoder on tensors without values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from benchmarks.gpu.models import BLOCK_SIZE, LARGE, Size, build
+from promptq.worker.engine.attention.backend import FULL, LayerSpec, StepLayout
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.fused.decoder import FusedDecoder
+from promptq.worker.engine.model.packed_model import PackedModel
+
+CARDS = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes a second, from the data sheets of the SXM cards."""
+LAUNCH = 1.5e-6
+"""Seconds from the end of a kernel in a CUDA graph to the start of the next; an assumption."""
+BATCHES, CONTEXT = (1, 64, 256), 1000
+NUM_BYTES = 2
+"""Of a number in bf16."""
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch, by the name that a Recorder gives it, and the bytes that it moves."""
+
+    name: str
+    bytes: int
+
+
+def _matmul(rows: int, inputs: int, outputs: int) -> Kernel:
+    numbers = inputs * outputs + rows * (inputs + outputs)
+    return Kernel("mm", NUM_BYTES * numbers)
+
+
+def _add_norm(rows: int, hidden: int) -> Kernel:
+    """Reads the hidden state and the update, and writes the sum and its norm."""
+    return Kernel("_add_rms_norm_kernel", NUM_BYTES * (4 * rows + 1) * hidden)
+
+
+def layer_kernels(size: Size, rows: int, context: int) -> list[Kernel]:
+    """The launches of a layer in a decode step of so many rows, each with so long a context."""
+    query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
+    in_heads = 2 * rows * (query + 2 * kv) + 2 * (rows + 1) * size.head_size
+    attended = 2 * rows * context * kv + 2 * rows * query
+    return [
+        _add_norm(rows, size.hidden),
+        _matmul(rows, size.hidden, query + 2 * kv),
+        Kernel("_place_heads_kernel", NUM_BYTES * in_heads),
+        Kernel("_decode_kernel", NUM_BYTES * attended),
+        _matmul(rows, query, size.hidden),
+        _add_norm(rows, size.hidden),
+        _matmul(rows, size.hidden, 2 * size.intermediate),
+        Kernel("_silu_kernel", NUM_BYTES * 3 * rows * size.intermediate),
+        _matmul(rows, size.intermediate, size.hidden),
+    ]
+
+
+def outer_kernels(size: Size, rows: int) -> list[Kernel]:
+    """The launches before the first layer and after the last, without sampling."""
+    copied = NUM_BYTES * 2 * rows * size.hidden
+    return [
+        Kernel("embedding", copied),
+        Kernel("index_select", copied),
+        Kernel("index_select", copied),
+        _add_norm(rows, size.hidden),
+        _matmul(rows, size.hidden, size.vocab),
+    ]
+
+
+def step_kernels(size: Size, rows: int, context: int) -> list[Kernel]:
+    """All launches of a decode step."""
+    return layer_kernels(size, rows, context) * size.layers + outer_kernels(size, rows)
+
+
+def seconds_of(kernels: Sequence[Kernel], bytes_per_second: float) -> float:
+    return sum(LAUNCH + kernel.bytes / bytes_per_second for kernel in kernels)
+
+
+def floor_bytes(size: Size, rows: int, context: int) -> int:
+    """What any program has to read: the weights of a step, and live K and V."""
+    query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
+    in_layer = size.hidden * (2 * query + 2 * kv + 3 * size.intermediate)
+    weights = size.layers * in_layer + size.hidden * size.vocab
+    return NUM_BYTES * (weights + size.layers * 2 * rows * context * kv)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts launches: Triton's kernels, and torch's operations but views and allocations.
+
+    On tensors of the meta device nothing is computed, and any look at a value raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.matmul_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        name = "mm" if name == "addmm" else name
+        if not func.is_view and name not in ("empty", "empty_like", "new_empty", "_unsafe_view"):
+            self.counts[name] += 1
+        if name == "mm":
+            tensors = [each for each in (*args, result) if isinstance(each, torch.Tensor)]
+            self.matmul_bytes += sum(each.numel() * each.element_size() for each in tensors)
+        return result
+
+
+@contextmanager
+def recorded() -> Iterator[Recorder]:
+    """Record what is launched meanwhile; Triton's kernels do not run."""
+    recorder = Recorder()
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        recorder.counts[self.__name__] += 1
+
+    with (
+        torch.no_grad(),
+        patch.object(JITFunction, "run", launch),
+        patch.object(InterpretedFunction, "run", launch),
+        recorder,
+    ):
+        yield recorder
+
+
+def record_step(size: Size, rows: int, context: int, *, fused: bool) -> Recorder:
+    """What a decode step launches: with the fused decoder, or through the library's modules."""
+    decoder, step = _on_meta(size, rows, context, fused)
+    with recorded():
+        decoder.logits(step, step.positions[0])  # makes the step's plans, which graphs do not do
+    with recorded() as recorder:
+        decoder.logits(step, step.positions[0])
+    return recorder
+
+
+def launches_of_a_layer(size: Size, rows: int, context: int, *, fused: bool) -> Counter[str]:
+    two, three = (
+        record_step(replace(size, layers=layers), rows, context, fused=fused).counts
+        for layers in (2, 3)
+    )
+    return three - two
+
+
+def _on_meta(
+    size: Size, rows: int, context: int, fused: bool
+) -> tuple[FusedDecoder | PackedModel, PackedStep]:
+    model: Any = build(size, META).model
+    dtype = torch.bfloat16
+    spec = LayerSpec(size.heads, size.kv_heads, size.head_size, size.head_size, dtype, dtype)
+    specs = [spec] * size.layers
+    cache = KVCache(specs, num_blocks=2, block_size=BLOCK_SIZE, device=META)
+    patterns, backend = [FULL] * size.layers, TritonPaged()
+    zeros = torch.zeros(rows, dtype=torch.int64, device=META)
+    layout = StepLayout(
+        num_decodes=rows,
+        query_starts=list(range(rows + 1)),
+        context_lens=[context] * rows,
+        block_tables=zeros.unsqueeze(1).expand(rows, num_blocks_for(context, BLOCK_SIZE)),
+        write_blocks=zeros,
+        write_offsets=zeros,
+        block_size=BLOCK_SIZE,
+    )
+    step = PackedStep([], zeros.unsqueeze(0), zeros.unsqueeze(0), layout)
+    if fused:
+        return FusedDecoder(model, cache.layers, patterns, backend, context), step
+    modules = [layer.self_attn for layer in model.model.layers]
+    return PackedModel(model, modules, cache.layers, patterns, backend), step
+
+
+def main() -> None:
+    size = LARGE
+    print(f"launches of a layer, {BATCHES[1]} rows, contexts of {CONTEXT} tokens")
+    for way, fused in (("fused", True), ("the library's modules", False)):
+        counts = launches_of_a_layer(size, BATCHES[1], CONTEXT, fused=fused)
+        print(f"  {way}: {counts.total()}: {dict(sorted(counts.items()))}")
+    print(f"a step, contexts of {CONTEXT} tokens; floor, bytes alone, with launches (ms)")
+    for card, rate in CARDS.items():
+        for rows in BATCHES:
+            kernels = step_kernels(size, rows, CONTEXT)
+            moved = sum(kernel.bytes for kernel in kernels)
+            floor = floor_bytes(size, rows, CONTEXT) / rate
+            took = seconds_of(kernels, rate)
+            print(
+                f"  {card}, {rows:3} rows: {len(kernels)} launches, {moved / 1e9:.2f} GB; "
+                f"{floor * 1e3:.2f}, {moved / rate * 1e3:.2f}, {took * 1e3:.2f} "
+                f"({floor / took:.0%} of the floor's rate)"
+            )
+
+
+if __name__ == "__main__":
+    main()

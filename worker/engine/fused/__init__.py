@@ -1,0 +1,1 @@
+"""Fused kernels for the GPU: a decoder layer in nine launches."""

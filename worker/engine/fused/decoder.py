@@ -1,0 +1,122 @@
+"""The decoder on a GPU: a layer of the Llama kind in nine launches, seen from the host's side.
+
+    hidden = embed(ids)
+    each layer: hidden += o(attention(qkv(norm(hidden))))
+                hidden += down(silu(gate(norm(hidden))) * up(norm(hidden)))
+    logits = head(norm(hidden of the sampling rows))
+
+Each sum is left to the norm after it, which reads the hidden state anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from promptq.worker.engine.attention.backend import (
+    AttentionBackend,
+    LayerCache,
+    Pattern,
+    Scoring,
+)
+from promptq.worker.engine.attention.packed_step import PackedStep
+from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.fused.activation import silu_and_multiply
+from promptq.worker.engine.fused.heads import Rotary, place_heads
+from promptq.worker.engine.fused.linear import Linear, fused
+from promptq.worker.engine.fused.norm import add_rms_norm
+from promptq.worker.engine.llama.decoder import LlamaDecoder
+from promptq.worker.engine.llama.parts import LlamaLayer, LlamaParts, NotOfThisKindError
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor  # [hidden size]
+    qkv: Linear
+    head_norms: torch.Tensor | None  # [2, head size]: the query's, the key's
+    cache: LayerCache
+    scoring: Scoring
+    output: Linear
+    inner_norm: torch.Tensor  # [hidden size]
+    gate_up: Linear
+    down: Linear
+
+
+class FusedDecoder(LlamaDecoder):
+    """Computes packed steps in fused kernels, as they are or captured in a CUDA graph.
+
+    The parameters of `model` become views of the fused weights, so the model can still compute.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        caches: Sequence[LayerCache],
+        patterns: Sequence[Pattern],
+        backend: AttentionBackend,
+        max_length: int,
+    ) -> None:
+        if not isinstance(backend, TritonPaged):
+            raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
+        parts = LlamaParts.of(model)
+        self._backend = backend
+        self._embedding, self._norm, self._head = parts.embedding, parts.norm, Linear(parts.head)
+        self._epsilon = parts.epsilon
+        self._rotary = Rotary(*parts.rotations(max_length, parts.embedding))
+        self._layers = [
+            _layer(layer, cache, Scoring(parts.scale, pattern))
+            for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True)
+        ]
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        layout, positions, epsilon = step.layout, step.positions[0], self._epsilon
+        hidden = nn.functional.embedding(step.input_ids[0], self._embedding)
+        update: torch.Tensor | None = None
+        for layer in self._layers:
+            normed = add_rms_norm(hidden, update, layer.input_norm, epsilon)
+            query = place_heads(
+                layer.qkv(normed),
+                positions,
+                self._rotary,
+                layer.head_norms,
+                epsilon,
+                layer.cache,
+                layout,
+            )
+            attended = self._backend.attend_written(query, layer.cache, layout, layer.scoring)
+            update = layer.output(attended.flatten(1))
+            normed = add_rms_norm(hidden, update, layer.inner_norm, epsilon)
+            update = layer.down(silu_and_multiply(layer.gate_up(normed)))
+        assert update is not None  # there is a layer
+        hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
+        return self._head(add_rms_norm(hidden, update, self._norm, epsilon))
+
+    @classmethod
+    def arrange(cls, model: PreTrainedModel) -> None:
+        for layer in LlamaParts.of(model).layers:
+            _fuse(layer)
+
+
+def _fuse(layer: LlamaLayer) -> tuple[Linear, Linear]:
+    """The layer's QKV, and its gate and up."""
+    return fused(layer.query, layer.key, layer.value), fused(layer.gate, layer.up)
+
+
+def _layer(layer: LlamaLayer, cache: LayerCache, scoring: Scoring) -> _Layer:
+    qkv, gate_up = _fuse(layer)
+    norms = [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    return _Layer(
+        input_norm=layer.input_norm,
+        qkv=qkv,
+        head_norms=torch.stack(norms) if norms else None,
+        cache=cache,
+        scoring=scoring,
+        output=Linear(layer.output.weight, layer.output.bias),
+        inner_norm=layer.inner_norm,
+        gate_up=gate_up,
+        down=Linear(layer.down.weight, layer.down.bias),
+    )

@@ -1,0 +1,1 @@
+"""What decoders of our own need to know of models of the Llama kind."""

@@ -1,0 +1,165 @@
+"""Takes a model of the library apart whose layers are of the Llama kind.
+
+A layer's modules tell what it computes: their names, shapes and types. The check at load compares
+a decoder's result with the library's own model. So a family that has the same module names but
+another formula is detected, and is served through its own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+_BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class NotOfThisKindError(Exception):
+    """The model is not of the kind that our own decoders compute; the message says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """One layer: `hidden += output(attention(norm(hidden)))`, then the same with the MLP."""
+
+    input_norm: torch.Tensor  # [hidden size]
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    query_norm: torch.Tensor | None  # [head size]; of each head, before it is rotated
+    key_norm: torch.Tensor | None  # the same; there are both, or none
+    output: nn.Linear
+    inner_norm: torch.Tensor  # [hidden size]
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaParts:
+    """A whole model of this kind. The tensors are the model's own parameters."""
+
+    embedding: torch.Tensor  # [vocab size, hidden size]
+    layers: list[LlamaLayer]
+    norm: torch.Tensor  # [hidden size]
+    head: torch.Tensor  # [vocab size, hidden size]; may be the embedding
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    epsilon: float
+    """Of all norms."""
+    scale: float
+    """Of all scores."""
+    rotary: nn.Module
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LlamaParts:
+        """Raises NotOfThisKindError if the model has a part that is not known."""
+        whole: Any = model  # its class is only partly typed
+        body = whole.get_decoder()
+        _require(_parts(body) == _BODY_PARTS, "other parts")
+        layers = [_layer(layer) for layer in body.layers]
+        epsilons = {getattr(norm, "variance_epsilon", 0.0) for norm in _norms(body)}
+        _require(len(epsilons) == 1 and 0.0 not in epsilons, "norms that are not all RMS norms")
+        head = whole.get_output_embeddings()
+        _require(type(head) is nn.Linear and head.bias is None, "an output layer with a bias")
+        shapes = {_heads(layer.self_attn) for layer in body.layers}
+        _require(len(shapes) == 1, "layers with different heads")
+        num_heads, num_kv_heads, head_size, scale = shapes.pop()
+        return cls(
+            embedding=body.embed_tokens.weight,
+            layers=layers,
+            norm=body.norm.weight,
+            head=head.weight,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            epsilon=epsilons.pop(),
+            scale=scale,
+            rotary=body.rotary_emb,
+        )
+
+    def rotations(self, max_length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [max_length, rotary size] from the model's own module.
+
+        They have the dtype of `like` and are on its device.
+        """
+        positions = torch.arange(max_length, device=like.device).unsqueeze(0)
+        cosine, sine = self.rotary(like, positions)
+        return cosine[0].contiguous(), sine[0].contiguous()
+
+
+def _layer(layer: Any) -> LlamaLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    _require(_parts(layer) == _LAYER_PARTS, f"a layer of {sorted(_parts(layer))}")
+    _require(_parts(attention) <= _ATTENTION_PARTS, f"attention of {sorted(_parts(attention))}")
+    _require(_parts(mlp) <= _MLP_PARTS, f"an MLP of {sorted(_parts(mlp))}")
+    _require(_is_silu(mlp.act_fn), "an activation other than SiLU")
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        _require(type(linear) is nn.Linear, f"a linear layer of type {type(linear).__name__}")
+    in_mlp = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    _require(all(linear.bias is None for linear in in_mlp), "an MLP with biases")
+    num_biases = sum(linear.bias is not None for linear in projections)
+    _require(num_biases in (0, 3), "biases in some of the projections")
+    query_norm, key_norm = (_norm_of_heads(attention, name) for name in ("q_norm", "k_norm"))
+    _require((query_norm is None) == (key_norm is None), "a norm of queries or keys alone")
+    return LlamaLayer(
+        input_norm=layer.input_layernorm.weight,
+        query=attention.q_proj,
+        key=attention.k_proj,
+        value=attention.v_proj,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        output=attention.o_proj,
+        inner_norm=layer.post_attention_layernorm.weight,
+        gate=mlp.gate_proj,
+        up=mlp.up_proj,
+        down=mlp.down_proj,
+    )
+
+
+def _norm_of_heads(attention: Any, name: str) -> torch.Tensor | None:
+    norm = getattr(attention, name, None)
+    if norm is None:
+        return None
+    _require(norm.weight.shape == (attention.head_dim,), "norms across heads")
+    weight: torch.Tensor = norm.weight
+    return weight
+
+
+def _norms(body: Any) -> Iterator[Any]:
+    yield body.norm
+    for layer in body.layers:
+        yield from (layer.input_layernorm, layer.post_attention_layernorm)
+        for name in ("q_norm", "k_norm"):
+            if (norm := getattr(layer.self_attn, name, None)) is not None:
+                yield norm
+
+
+def _heads(attention: Any) -> tuple[int, int, int, float]:
+    """Query heads, KV heads, the size of a head, and the scale of scores."""
+    size: int = attention.head_dim
+    num_heads = attention.q_proj.out_features // size
+    return num_heads, attention.k_proj.out_features // size, size, float(attention.scaling)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise NotOfThisKindError(f"it has {otherwise}")
+
+
+def _parts(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_silu(activation: Any) -> bool:
+    probe = torch.linspace(-4.0, 4.0, 33)
+    return torch.allclose(activation(probe), nn.functional.silu(probe), atol=1e-6)
