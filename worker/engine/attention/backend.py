@@ -127,8 +127,9 @@ class AttentionBackend(ABC):
     needs: ClassVar[str] = ""
     """A package that it needs and that may not be installed."""
     takes_padding: ClassVar[bool] = False
-    """Whether decodes may be padded to the size of a CUDA graph. A padding row has the write block
-    -1 and the context 0 (in DECODE_WORK). It reads nothing, and its output is zero."""
+    """Whether steps may be padded to the size of a CUDA graph (see StepBuffers). A padding row has
+    the write block -1 and, in DECODE_WORK, the context 0. It reads nothing, and its output is
+    zero."""
     refuses: ClassVar[Set[str]] = frozenset()
     """The names in LayerSpec.features that it does not know."""
 
