@@ -11,7 +11,7 @@ import torch
 
 from promptq.worker.engine.attention.backend import StepLayout
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.device.async_copies import to_device
+from promptq.worker.engine.device.async_copies import to_device_at_once
 
 UNKNOWN = 0
 """The input in place of a token that the previous step is still computing."""
@@ -65,24 +65,24 @@ class Packer:
         position_of_row = np.array(positions, dtype=np.int64)
         owner_of_row = np.repeat(np.arange(len(items)), counts)
         write_blocks = tables[owner_of_row, position_of_row // self._block_size]
+        inputs = (
+            np.array([input_ids], dtype=np.int64),
+            position_of_row[None],
+            tables,
+            write_blocks,
+            position_of_row % self._block_size,
+        )
+        ids, places, block_tables, blocks, offsets = to_device_at_once(inputs, self._device)
         layout = StepLayout(
             num_decodes=len(decodes),
             query_starts=[0, *np.cumsum(counts).tolist()],
             context_lens=[item.start + item.num_rows for item in items],
-            block_tables=self._to_device(tables),
-            write_blocks=self._to_device(write_blocks),
-            write_offsets=self._to_device(position_of_row % self._block_size),
+            block_tables=block_tables,
+            write_blocks=blocks,
+            write_offsets=offsets,
             block_size=self._block_size,
         )
-        return PackedStep(
-            items=items,
-            input_ids=self._to_device(np.array([input_ids], dtype=np.int64)),
-            positions=self._to_device(position_of_row[None]),
-            layout=layout,
-        )
-
-    def _to_device(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return to_device(array, self._device)
+        return PackedStep(items, ids, places, layout)
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
         """[len(sequences), longest table]; rewrites only the rows that changed."""

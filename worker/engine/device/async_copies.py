@@ -25,6 +25,33 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def to_device_at_once(
+    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
+) -> list[torch.Tensor]:
+    """As `to_device` for several arrays of int64, in one copy. The tensors are views of it."""
+    if device.type != "cuda":
+        return [to_device(array, device) for array in arrays]
+    together, starts = _joined(arrays)
+    copied = to_device(together, device)
+    return [
+        copied[start : start + array.size].view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
+
+
+def _joined(
+    arrays: Sequence[npt.NDArray[np.int64]],
+) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """All in one array, and where each begins: at multiples of 16 bytes, as Triton compiles kernels
+    once more for addresses that are none."""
+    ends = np.cumsum([array.size + array.size % 2 for array in arrays])
+    starts = [0, *ends[:-1].tolist()]
+    together = np.zeros(int(ends[-1]), dtype=np.int64)
+    for start, array in zip(starts, arrays, strict=True):
+        together[start : start + array.size] = array.ravel()
+    return together, starts
+
+
 class HostCopies:
     """Copies of tensors to the host, which start after the work that is queued now."""
 
