@@ -23,8 +23,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from promptq.producer.jobs.untrusted_entries import entries_of, shown
 from promptq.producer.settings import JobsSettings
 from promptq.producer.webhooks.tenant_turns import Turns
-from promptq.producer.webhooks.webhook_signature import WebhookSecrets
-from promptq.producer.webhooks.webhooks import (
+from promptq.producer.webhooks.webhook_attempts import (
     BACKOFF_SECONDS,
     DeliveryError,
     UndeliverableError,
@@ -33,6 +32,7 @@ from promptq.producer.webhooks.webhooks import (
     tenant_of,
     webhook_id_of,
 )
+from promptq.producer.webhooks.webhook_signature import WebhookSecrets
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 from promptq.shared.protocol.keys import Keys, check_request_id, is_request_id
 from promptq.shared.queue import lookups

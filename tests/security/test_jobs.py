@@ -179,7 +179,7 @@ async def test_a_forged_webhook_is_not_sent(
     server = own_worker.redis
     with receiver() as receiving:
         body = json.dumps({"data": {"request_id": "unknown"}})
-        name = "promptq.producer.webhooks.webhooks.deliver_webhook"
+        name = "promptq.producer.webhooks.webhook_attempts.deliver_webhook"
         for queue in QUEUES:
             Forger(server).call(
                 queue, name, None, ["default", "msg_x", receiving.url("/forged"), body], {}

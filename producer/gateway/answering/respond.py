@@ -14,7 +14,7 @@ from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
-from promptq.producer.gateway.context.access import Caller
+from promptq.producer.gateway.context.access import Caller, check_priority, check_tenant
 from promptq.producer.gateway.context.caller_rates import account_of, rates_of, take
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.http.body_budget import Hold
@@ -156,23 +156,14 @@ def unknown_model(asked: str, served: str) -> ApiError:
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
     """The call with its caller's tenant and priority. Raises ApiError 403 for wrong ones."""
     tenant, priority = call.fields.get("tenant"), call.fields.get("priority")
-    if tenant is not None and tenant != caller.tenant and not caller.is_free:
-        raise ApiError(
-            403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
-        )
-    if tenant is None and caller.tenant is not None:
+    if tenant is not None:
+        check_tenant(caller, tenant)
+    elif caller.tenant is not None:
         call = call.with_fields(tenant=caller.tenant)
-    if priority is None:
-        if caller.highest_priority > 0:
-            call = call.with_fields(priority=caller.highest_priority)
-    elif isinstance(priority, int) and priority < caller.highest_priority:
-        raise ApiError(
-            403,
-            f"priority: {priority} is sooner than {caller.highest_priority}, which this API key"
-            " allows",
-            param="priority",
-            code="priority",
-        )
+    if isinstance(priority, int):
+        check_priority(caller, priority)
+    elif priority is None and caller.highest_priority > 0:
+        call = call.with_fields(priority=caller.highest_priority)
     return call
 
 

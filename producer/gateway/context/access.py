@@ -98,6 +98,26 @@ def check_scope(caller: Caller, scope: str) -> None:
         )
 
 
+def check_tenant(caller: Caller, tenant: Any) -> None:
+    """Raises ApiError 403 if the caller's key may not act for the tenant."""
+    if tenant != caller.tenant and not caller.is_free:
+        raise ApiError(
+            403, f"tenant: {tenant!r} is not that of this API key", param="tenant", code="tenant"
+        )
+
+
+def check_priority(caller: Caller, priority: int) -> None:
+    """Raises ApiError 403 if the priority is more urgent than the caller's key allows."""
+    if priority < caller.highest_priority:
+        raise ApiError(
+            403,
+            f"priority: {priority} is sooner than {caller.highest_priority}, which this API key"
+            " allows",
+            param="priority",
+            code="priority",
+        )
+
+
 def _unauthorised(message: str) -> ApiError:
     headers = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, message, code="invalid_api_key", headers=headers)

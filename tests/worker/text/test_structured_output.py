@@ -14,7 +14,7 @@ import torch
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.core.sequence import Sequence
-from promptq.worker.engine.sampling.masks import Masks
+from promptq.worker.engine.sampling.grammar_masks import Masks
 from promptq.worker.served_model import Served
 from tests.worker.text.structured import (
     SCHEMAS,

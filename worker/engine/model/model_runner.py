@@ -15,12 +15,8 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.engine.api.progress import Progress, unheard
-from promptq.worker.engine.attention.kv_cache import (
-    MIN_BLOCKS,
-    KVCache,
-    bytes_per_token,
-    fitting_blocks,
-)
+from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
+from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
@@ -55,7 +51,7 @@ from promptq.worker.engine.model.trial_steps import (
     trial_batch,
 )
 from promptq.worker.engine.native.decoder import NativeDecoder, release_weights
-from promptq.worker.engine.sampling.masks import Masks
+from promptq.worker.engine.sampling.grammar_masks import Masks
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 LENGTH_WITHOUT_LIMIT = 8192

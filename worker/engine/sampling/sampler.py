@@ -18,6 +18,7 @@ from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.sampling.constraints import Constraints
 from promptq.worker.engine.sampling.filters import Filters
+from promptq.worker.engine.sampling.grammar_masks import PendingMasks
 from promptq.worker.engine.sampling.kernels import (
     Distributions,
     Kernels,
@@ -25,7 +26,6 @@ from promptq.worker.engine.sampling.kernels import (
     TorchKernels,
 )
 from promptq.worker.engine.sampling.logprobs import RawLogprobs
-from promptq.worker.engine.sampling.masks import PendingMasks
 from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 

@@ -17,12 +17,11 @@ from promptq.shared.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from promptq.worker.engine.attention import kv_cache
+from promptq.worker.engine.attention import kv_cache_size
 from promptq.worker.engine.attention.backend import LayerSpec
-from promptq.worker.engine.attention.kv_cache import (
+from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
+from promptq.worker.engine.attention.kv_cache_size import (
     CPU_SHARE,
-    KVCache,
-    bytes_per_token,
     default_memory_bytes,
     fitting_blocks,
 )
@@ -244,7 +243,7 @@ def test_the_cache_holds_at_least_two_blocks_and_no_more_than_wanted(
 ) -> None:
     spec = LayerSpec(4, 2, 8, 8, torch.float32, torch.float32)
     memory = fitting * 16 * spec.bytes_per_token
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda _: -(-memory // CPU_SHARE))
+    monkeypatch.setattr(kv_cache_size, "free_bytes", lambda _: -(-memory // CPU_SHARE))
     assert held == fitting_blocks(
         [spec], block_size=16, memory_bytes=None, wanted_tokens=wanted, device=CPU
     )
@@ -252,7 +251,8 @@ def test_the_cache_holds_at_least_two_blocks_and_no_more_than_wanted(
 
 def test_memory_for_one_block_alone_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = LayerSpec(4, 2, 8, 8, torch.float32, torch.float32)
-    monkeypatch.setattr(kv_cache, "free_bytes", lambda _: 1.5 * 16 * spec.bytes_per_token / 0.4)
+    free = 1.5 * 16 * spec.bytes_per_token / 0.4
+    monkeypatch.setattr(kv_cache_size, "free_bytes", lambda _: free)
     with pytest.raises(ConfigurationError, match=r"hold 1 blocks of 16 tokens.* at least"):
         fitting_blocks([spec], block_size=16, memory_bytes=None, wanted_tokens=1, device=CPU)
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.engine.attention import kv_cache
-from promptq.worker.engine.attention.backend import LayerCache
-from promptq.worker.engine.attention.kv_cache import CUDA_SHARE, MIN_BLOCKS, KVCache
+from promptq.worker.engine.attention import kv_cache_size
+from promptq.worker.engine.attention.kv_cache import KVCache
+from promptq.worker.engine.attention.kv_cache_size import CUDA_SHARE, MIN_BLOCKS
 from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -47,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """The CPU stands for a CUDA device whose memory is counted."""
     fake = FakeCuda()
     fake.install(monkeypatch)
-    for module in (memory, kv_cache, model_runner):
+    for module in (memory, kv_cache_size, model_runner):
         monkeypatch.setattr(module, "counts_memory", lambda device: True)
     return fake
 

@@ -16,8 +16,8 @@ from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.sampling import (
     constraints,
     filters,
+    grammar_masks,
     logprobs,
-    masks,
     penalties,
     sampler,
 )
@@ -59,7 +59,7 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for module in (constraints, filters, logprobs, masks, penalties, sampler):
+    for module in (constraints, filters, logprobs, grammar_masks, penalties, sampler):
         if hasattr(module, "to_device"):
             monkeypatch.setattr(module, "to_device", to_meta)
     kernel = pytest.importorskip("promptq.worker.engine.sampling.top_p_kernel")

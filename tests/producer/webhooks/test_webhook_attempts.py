@@ -21,13 +21,13 @@ from promptq.producer.jobs.earlier_webhooks import take_over
 from promptq.producer.jobs.rq_queues import open_jobs_redis
 from promptq.producer.settings import JobsSettings, read_jobs_settings
 from promptq.producer.webhooks.safe_http import tls_context
+from promptq.producer.webhooks.webhook_attempts import BACKOFF_SECONDS
 from promptq.producer.webhooks.webhook_signature import (
     OVERLAP_SECONDS,
     WebhookSecrets,
     master_file,
     shared_file,
 )
-from promptq.producer.webhooks.webhooks import BACKOFF_SECONDS
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request
 from promptq.shared.queue.request_queue import RequestQueue

@@ -1,0 +1,66 @@
+"""How many blocks the KV cache gets, and what share of the free memory that may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from promptq.shared.errors import ConfigurationError
+from promptq.worker.engine.attention.backend import LayerSpec
+from promptq.worker.engine.attention.kv_cache import bytes_per_token
+from promptq.worker.engine.core.block_manager import num_blocks_for
+from promptq.worker.engine.device.memory import counts_memory, free_bytes
+
+MIN_BLOCKS = 2
+"""With one block, a sequence that fills it could never go on."""
+CPU_SHARE = 0.4
+CUDA_SHARE = 0.95
+"""Of what the largest step and the graphs leave free. The rest is for what was not foreseen, such
+as gaps between allocations of other sizes."""
+
+
+def fitting_blocks(
+    specs: Sequence[LayerSpec],
+    *,
+    block_size: int,
+    memory_bytes: int | None,
+    wanted_tokens: int,
+    device: torch.device,
+    reserved_bytes: int = 0,
+) -> int:
+    """How many blocks to allocate: as many as fit into `memory_bytes`.
+
+    If that is None, as many as `wanted_tokens` need, up to a share of the memory that is free now
+    without `reserved_bytes`, which is kept for other things. Raises ConfigurationError if fewer
+    than two fit.
+    """
+    block_bytes = bytes_per_token(specs) * block_size
+    if memory_bytes is not None:
+        num_blocks = memory_bytes // block_bytes
+    else:
+        memory_bytes = default_memory_bytes(device, reserved_bytes)
+        wanted_blocks = max(num_blocks_for(wanted_tokens, block_size), MIN_BLOCKS)
+        num_blocks = min(memory_bytes // block_bytes, wanted_blocks)
+    if num_blocks < MIN_BLOCKS and reserved_bytes:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens: a step, with its CUDA graphs, takes {reserved_bytes} bytes"
+            f" of {device}, which leaves {memory_bytes} for the KV cache, and this model needs at"
+            f" least {MIN_BLOCKS * block_bytes}; a smaller --max-num-seqs helps too"
+        )
+    if num_blocks < MIN_BLOCKS:
+        raise ConfigurationError(
+            f"--kv-cache-memory: {memory_bytes} bytes hold {num_blocks} blocks of {block_size} "
+            f"tokens, and this model needs at least {MIN_BLOCKS * block_bytes} bytes "
+            f"({block_bytes} a block)"
+        )
+    return num_blocks
+
+
+def default_memory_bytes(device: torch.device, reserved_bytes: int = 0) -> int:
+    """The share of the device's free memory that a cache takes if no amount was asked for.
+
+    `reserved_bytes` of it are not free for the cache.
+    """
+    share = CUDA_SHARE if counts_memory(device) else CPU_SHARE
+    return max(0, int((free_bytes(device) - reserved_bytes) * share))
