@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,11 +19,11 @@ from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel
+from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model
 from promptq.worker.engine.model.load_check import CheckedModel, check_model
 from promptq.worker.engine.model.loading import LoadedModel
-from promptq.worker.engine.model.packed_model import PackedModel
 
 BLOCK_SIZE = 16
 SEED = 5
@@ -135,7 +135,11 @@ class Bench:
 
     def __init__(self, loaded: LoadedModel, size: Size, device: torch.device) -> None:
         self.loaded, self.size, self.device = loaded, size, device
-        self.checked: CheckedModel = check_model(loaded, [TritonPaged()], size.max_length)
+        # In the interpreter its kernels would take most of a trial's time, and tests run them.
+        decoders = [FusedDecoder] if device.type == "cuda" else []
+        self.checked: CheckedModel = check_model(
+            loaded, [TritonPaged()], size.max_length, decoders=decoders
+        )
         steps = [*size.decodes.values(), [size.prompt] * size.prompts]
         blocks = max(sum(num_blocks_for(it, BLOCK_SIZE) for it in contexts) for contexts in steps)
         self.cache = KVCache(
@@ -144,17 +148,19 @@ class Bench:
         for layer in self.cache.layers:
             layer.key.normal_()
             layer.value.normal_()
-        self.model: PackedModel = self.checked.on(loaded.model, self.cache, size.max_length)
+        self.model = self.checked.on(loaded.model, self.cache, size.max_length)
         self._packer = Packer(BLOCK_SIZE, device)
 
     @contextmanager
-    def layers(self, *, compiled: bool) -> Iterator[PackedModel | CompiledModel]:
-        """The model with its layers as they are, or compiled for this time. Raises RuntimeError if
-        they cannot be."""
+    def layers(self, *, compiled: bool) -> Iterator[Model]:
+        """The model as it is served, or the library's modules, compiled for this time. Raises
+        RuntimeError if they cannot be."""
         if not compiled:
             yield self.model
             return
-        model = CompiledModel(self.model, self.cache, self.size.max_length)
+        of_the_library = replace(self.checked, decoder=None)
+        modules = of_the_library.on(self.loaded.model, self.cache, self.size.max_length)
+        model = CompiledModel(modules, self.cache, self.size.max_length)
         try:
             if not model.is_compiled:
                 raise RuntimeError("the layers cannot be compiled here")
@@ -164,7 +170,7 @@ class Bench:
         finally:
             model.undo()
 
-    def graphed(self, model: PackedModel | CompiledModel, batch: int) -> PaddedModel:
+    def graphed(self, model: Model, batch: int) -> PaddedModel:
         """For the batch that is measured."""
         return PaddedModel(
             model,

@@ -64,7 +64,8 @@ def engine_rate(
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
             max_model_len=size.request_prompt + size.request_output,
             block_size=BLOCK_SIZE,
-            native=False,
+            # Native code on a CPU would free the weights.
+            native=device.type == "cuda" and not compiled,
             compile=compiled,
         ),
     )
