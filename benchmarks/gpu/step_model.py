@@ -1,8 +1,8 @@
 """What a decode step launches, and how long that has to take.
 
-`python -m benchmarks.gpu.step_model` needs no GPU. It is a model and no measurement: a kernel takes
-its launch, and as long as the memory needs for the bytes that it moves. The launches are counted by
-running the decoder on tensors without values.
+`TRITON_INTERPRET=1 python -m benchmarks.gpu.step_model` needs no GPU. It is a model and no
+measurement: a kernel takes its launch, and as long as the memory needs for the bytes that it moves.
+The launches are counted by running the decoder on tensors without values.
 """
 
 from __future__ import annotations
