@@ -14,6 +14,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention import kv_cache_size
+from promptq.worker.engine.attention.backend import LayerCache
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.kv_cache_size import CUDA_SHARE, MIN_BLOCKS
 from promptq.worker.engine.attention.step_buffers import StepKind
