@@ -112,11 +112,13 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
             why_not_native=runner.why_not_native,
         )
     progress("tokenizer")
+    is_on_cuda = runner.device.type == "cuda"
     engine = _engine(
         runner,
         settings,
-        _SPECULATIVE_TOKENS if runner.is_row_invariant else 0,
-        async_scheduling=runner.device.type == "cuda",
+        # A sequence that may draft keeps the next step from being launched ahead.
+        _SPECULATIVE_TOKENS if runner.is_row_invariant and not is_on_cuda else 0,
+        async_scheduling=is_on_cuda,
     )
     tokenizer = HuggingFaceTokenizer.load(
         name,

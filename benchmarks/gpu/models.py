@@ -37,7 +37,7 @@ class PaddedModel(GraphedModel):
             super()._prepare(kinds, device)
             return
         for kind in kinds:
-            self._runs[kind] = partial(self._model.logits, *self._buffers.step(kind))
+            self._runs[kind] = partial(self.plain.logits, *self._buffers.step(kind))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
     workers = yield [lookups.worker_stats(keys, worker_id) for worker_id in worker_ids]
     return QueueStats(
         queue=keys.queue,
-        model=(model or told_before or b"").decode(),  # earlier releases write it into `config`
+        # Earlier releases write it into `config`.
+        model=(model or told_before or b"").decode(errors="replace"),
         paused=paused == b"1",
         waiting=waiting,
         delayed=delayed,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import RequestState
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue.call import Call, ids_of, text_map, text_of, texts_of
+from promptq.shared.queue.call import Call, ids_of, text_map, text_of
 
 
 def server_time_ms() -> Call[int]:
@@ -77,8 +77,13 @@ def dead_ids(keys: Keys, limit: int) -> Call[list[str]]:
 
 
 def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
-    """Workers whose heartbeat is not overdue; none if something else wrote the key."""
-    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], texts_of, list)
+    """Workers whose heartbeat is not overdue. What a stranger wrote is left out: ids that are not
+    text, and a key of another type."""
+
+    def parse(ids: list[bytes]) -> list[str]:
+        return [text for text in ids_of(ids) if text.isprintable()]
+
+    return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], parse, list)
 
 
 def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
@@ -90,4 +95,4 @@ def worker_stats(keys: Keys, worker_id: str) -> Call[WorkerStats | None]:
             return WorkerStats.model_validate(fields) if fields else None
         return None
 
-    return Call("", ["HGETALL", keys.worker(worker_id)], parse)
+    return Call("", ["HGETALL", keys.worker(worker_id)], parse, lambda: None)

@@ -71,7 +71,7 @@ class Settings(BaseSettings):
         " steps are faster, the start takes longer",
     )
     cuda_graphs: bool = Field(
-        True, description="on a GPU, run decode steps as CUDA graphs; off: to debug or save memory"
+        True, description="on a GPU, run steps as CUDA graphs; off: to debug or save memory"
     )
     max_num_seqs: int = Field(64, ge=1, description="most sequences in the batch (slots)")
     max_num_batched_tokens: int = Field(2048, ge=1, description="token budget of a step")
@@ -89,7 +89,8 @@ class Settings(BaseSettings):
         ge=0,
         le=64,
         description="most tokens that a step drafts for one sequence from its own text, if that"
-        " pays; default: 7 if no token's logits depend on what else a step computes, otherwise 0",
+        " pays; default: on a CPU 7 if no token's logits depend on what else a step computes,"
+        " otherwise 0",
     )
     async_scheduling: bool | None = Field(
         None,

@@ -36,18 +36,22 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
         earlier = check_out(tmp_path / "earlier", own_environment=False)
     except subprocess.CalledProcessError:
         pytest.skip("the last release is not in this clone's history")
-    (tmp_path / "run").mkdir()
-    seed = random.randrange(10**6)
     often = {
         **MEAN_SECONDS,
         Fault.KILL: 0.6,
     }  # so that many streams go both ways in so short a time
     options = {"queues": [Queue.VOLUME], "means": often, "earlier": earlier}
-    run = Run(seed, 20, tmp_path / "run", 3.0, **options)
-    outcome = await run.run()
-    print(report(outcome))
-    assert not outcome.violations, report(outcome)
-    assert len(outcome.passed_on) == 2, report(outcome)
+    ways: set[object] = set()
+    for number in range(3):  # on a busy machine few workers die while they hold a request
+        folder = tmp_path / f"run-{number}"
+        folder.mkdir()
+        outcome = await Run(random.randrange(10**6), 20, folder, 3.0, **options).run()
+        print(report(outcome))
+        assert not outcome.violations, report(outcome)
+        ways |= set(outcome.passed_on)
+        if len(ways) == 2:
+            break
+    assert len(ways) == 2, report(outcome)
 
 
 async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:

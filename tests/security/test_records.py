@@ -74,6 +74,25 @@ async def test_a_key_of_another_type_takes_no_gateway_down(
         assert 'promptq_queue_up{queue="default"} 1.0' in metrics.text
 
 
+async def test_workers_that_strangers_made_up_take_no_gateway_down(
+    redis_url: str, admin: httpx2.Client
+) -> None:
+    """An id that is no text, one whose record is of another type, and a model that is no text."""
+    async with running_worker(redis_url):
+        with redis.Redis.from_url(as_role("worker", redis_url)) as forger:
+            forger.zadd(KEYS.workers, {b"\xff": "+inf", "x": "+inf"})
+            forger.set(KEYS.worker("x"), "junk")
+            forger.hset(KEYS.model, "model", b"\xff")
+        answer = await asyncio.to_thread(
+            admin.post, "/v1/completions", json={"prompt": "a", "max_tokens": 2}
+        )
+        assert answer.status_code == 200, answer.text
+        ready = await asyncio.to_thread(admin.get, "/readyz")
+        assert ready.status_code == 200, ready.text
+        metrics = await asyncio.to_thread(admin.get, "/metrics")
+        assert 'promptq_queue_up{queue="default"} 1.0' in metrics.text
+
+
 HALF_A_CHARACTER: list[tuple[str, Any]] = [
     ("drain", b'{"id":"\\ud800"}'),
     ("cancel", b'{"id":"\\ud800"}'),

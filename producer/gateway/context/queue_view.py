@@ -55,7 +55,7 @@ class QueueWatch:
         # Workers of earlier releases write it into `config`.
         model, style = told if told[0] is not None else told_before
         return QueueView(
-            model=(model or b"").decode(),
+            model=(model or b"").decode(errors="replace"),
             tool_call_style=ToolCallStyle.from_json(style) if style else None,
             has_worker=bool(workers),
         )

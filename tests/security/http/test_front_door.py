@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from promptq.producer.gateway import app
-from promptq.producer.gateway.http import protocol
+from promptq.producer.gateway.http import connection_limits
 from tests.producer.gateway.api_keys import bearer, make_key
 from tests.producer.gateway.living import LiveGateway, connected, live_gateway
 from tests.waiting import until
@@ -83,7 +83,7 @@ def test_without_a_key_the_answer_comes_before_the_body(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On every route that reads one; and the connection goes on behind what is dropped."""
-    monkeypatch.setattr(protocol, "_DROPPED_BYTES_A_SECOND", 1 << 40)
+    monkeypatch.setattr(connection_limits, "_DROPPED_BYTES_A_SECOND", 1 << 40)
     make_key(redis_url, "web")
     with live_gateway(redis_url) as gateway:
         for path in paths_with_bodies(gateway):
@@ -95,7 +95,7 @@ def test_without_a_key_the_answer_comes_before_the_body(
 
 
 def test_without_a_key_no_body_is_kept(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_DROPPED_BYTES_A_SECOND", 1 << 40)
+    monkeypatch.setattr(connection_limits, "_DROPPED_BYTES_A_SECOND", 1 << 40)
     make_key(redis_url, "web")
     with live_gateway(redis_url) as gateway, ExitStack() as stack:
         crowd = [stack.enter_context(connected(gateway)) for _ in range(48)]
@@ -131,7 +131,7 @@ def test_one_byte_now_and_then_keeps_no_connection(
     with live_gateway(redis_url) as gateway:
         with monkeypatch.context() as patch, ExitStack() as stack:
             for name in ("_SILENCE_SECONDS", "_HEAD_SECONDS"):
-                patch.setattr(protocol, name, 0.3)
+                patch.setattr(connection_limits, name, 0.3)
             connection = stack.enter_context(connected(gateway))
             connection.sendall(sent)
             wait_until_closed(connection, piece)
@@ -141,8 +141,8 @@ def test_one_byte_now_and_then_keeps_no_connection(
 def test_who_was_refused_may_not_send_for_ever(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_DROP_SECONDS", 0.3)
-    monkeypatch.setattr(protocol, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connection_limits, "_DROP_SECONDS", 0.3)
+    monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
     make_key(redis_url, "web")
     with live_gateway(redis_url) as gateway, connected(gateway) as connection:
         connection.sendall(head("/v1/completions", "", 100 * MIB))
@@ -153,8 +153,8 @@ def test_who_was_refused_may_not_send_for_ever(
 def test_an_answer_that_nobody_reads_keeps_no_connection(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_UNREAD_SECONDS", 0.3)
-    monkeypatch.setattr(protocol, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connection_limits, "_UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
     with live_gateway(redis_url, files_dir=tmp_path) as gateway, connected(gateway) as connection:
         form = {"files": {"file": b"x" * 20 * MIB}, "data": {"purpose": "batch"}}
         file_id = httpx2.post(f"{gateway.url}/v1/files", **form, timeout=30).json()["id"]
@@ -249,9 +249,9 @@ def test_a_large_body_may_not_save_up_time_for_silence(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who sent much at first is closed as soon as one who sent little."""
-    monkeypatch.setattr(protocol, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(protocol, "_SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(protocol, "_WINDOW_SECONDS", 0.3)
+    monkeypatch.setattr(connection_limits, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(connection_limits, "_WINDOW_SECONDS", 0.3)
     secret = make_key(redis_url, "web")
     with live_gateway(redis_url) as gateway, stalled(gateway, CHAT, secret) as connection:
         with connected(gateway) as little:

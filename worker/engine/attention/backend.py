@@ -129,7 +129,9 @@ class AttentionBackend(ABC):
     takes_padding: ClassVar[bool] = False
     """Whether steps may be padded to the size of a CUDA graph (see StepBuffers). A padding row has
     the write block -1 and, in DECODE_WORK, the context 0. It reads nothing, and its output is
-    zero."""
+    zero. The lists in `plans` (DECODE_WORK, PREFILL_WORK) say which rows are decodes and which
+    belong to chunks. The layout's `num_decodes`, `query_starts` and `context_lens` mean nothing in
+    such a step."""
     refuses: ClassVar[Set[str]] = frozenset()
     """The names in LayerSpec.features that it does not know."""
 

@@ -96,7 +96,7 @@ class Scheduler:
         None if a sequence may be admitted, or if a choice depends on the tokens.
         """
         shares = {it.sequence: it for it in batch.scheduled if _runs(it)}
-        if self._may_admit or not all(map(_is_free, shares.values())):
+        if not all(map(_is_free, shares.values())):
             return None
         plan = self._new_plan(long_prompt_chunk)
         prefilling = []
@@ -114,7 +114,9 @@ class Scheduler:
         plan.limit_prompts(prompt_tokens)
         for sequence, start in prefilling:
             plan.give(sequence, start)
-        return Batch(list(plan.shares.values())) if plan.shares else None
+        if not plan.shares or self._may_admit(plan):
+            return None
+        return Batch(list(plan.shares.values()))
 
     def check_integrity(self) -> None:
         """Audit slots and queues. Raises RuntimeError that names what is inconsistent."""
@@ -140,19 +142,22 @@ class Scheduler:
             self.block_manager.block_size,
         )
 
-    @property
-    def _may_admit(self) -> bool:
-        """Whether a waiting sequence can get a place, a free one or one of another sequence."""
+    def _may_admit(self, plan: _Plan) -> bool:
+        """Whether a waiting sequence can get a place beside this plan, a free one or one of another
+        sequence."""
         if not self.waiting or not self.running:
             return bool(self.waiting)
         most_urgent = self._waiting_by_urgency[0]
         if most_urgent.request.priority < self.running[-1].request.priority:
             prefix = self.block_manager.find_prefix(most_urgent)
-            if self._find_victims(most_urgent, prefix) is not None:
+            waits = plan.computes_next_block(most_urgent, prefix)
+            if not waits and self._find_victims(most_urgent, prefix) is not None:
                 return True
-        return self._num_places > 0 and self._fits(
-            self.waiting[0], self.block_manager.find_prefix(self.waiting[0])
-        )
+        for sequence in self.waiting[: max(0, self._num_places)]:
+            prefix = self.block_manager.find_prefix(sequence)
+            if not plan.computes_next_block(sequence, prefix):
+                return self._fits(sequence, prefix)
+        return False
 
     @property
     def _num_places(self) -> int:

@@ -62,7 +62,7 @@ class FusedDecoder(LlamaDecoder):
     ) -> None:
         if not isinstance(backend, TritonPaged):
             raise NotOfThisKindError(f"it attends with {backend.name}, not with Triton")
-        parts = LlamaParts.of(model)
+        parts = LlamaParts.of(model, len(caches))
         self._backend = backend
         self._embedding, self._norm, self._head = parts.embedding, parts.norm, Linear(parts.head)
         self._epsilon = parts.epsilon

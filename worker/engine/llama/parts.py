@@ -60,12 +60,14 @@ class LlamaParts:
     rotary: nn.Module
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> LlamaParts:
-        """Raises NotOfThisKindError if the model has a part that is not known."""
+    def of(cls, model: PreTrainedModel, num_attending: int | None = None) -> LlamaParts:
+        """`num_attending` is how many layers attend, if that is known. Raises NotOfThisKindError if
+        the model has a part that is not known."""
         whole: Any = model  # its class is only partly typed
         body = whole.get_decoder()
         _require(_parts(body) == _BODY_PARTS, "other parts")
         layers = [_layer(layer) for layer in body.layers]
+        _require(num_attending in (None, len(layers)), "layers without attention")
         epsilons = {getattr(norm, "variance_epsilon", 0.0) for norm in _norms(body)}
         _require(len(epsilons) == 1 and 0.0 not in epsilons, "norms that are not all RMS norms")
         head = whole.get_output_embeddings()

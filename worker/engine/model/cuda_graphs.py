@@ -73,6 +73,7 @@ def graph_bytes(
         )
 
     largest, *others = sorted(kinds, reverse=True)
+    held([largest])  # what a first capture sets up stays, and is not a graph's
     first = held([largest])
     if not others:
         return first
@@ -97,7 +98,7 @@ class GraphedModel:
         block_size: int,
         device: torch.device,
     ) -> None:
-        self._model = model
+        self.plain = model
         self._buffers = StepBuffers(kinds, max_num_seqs, max_model_len, block_size, device)
         self._runs: dict[StepKind, Callable[[], torch.Tensor]] = {}
         self.why_no_graphs = ""
@@ -106,18 +107,19 @@ class GraphedModel:
 
     @torch.inference_mode()
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
-        """See PackedModel. The next step writes its logits to the same place."""
+        """See PackedModel. The result is valid until the next call, which writes to the same
+        place."""
         fitting = (kind for kind in self._runs if self._buffers.fits(step, len(rows), kind))
         kind = min(fitting, default=None)
         if kind is None:
-            return self._model.logits(step, rows)
+            return self.plain.logits(step, rows)
         self._buffers.fill(step, rows, kind)
         return self._runs[kind]()[: len(rows)]
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
         """Capture the largest first, so that the smaller graphs fit into its memory."""
-        capture = _Capture(self._model)
+        capture = _Capture(self.plain)
         for kind in sorted(kinds, reverse=True):
             try:
                 self._runs[kind] = capture.of(*self._buffers.step(kind))

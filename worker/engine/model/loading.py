@@ -56,7 +56,7 @@ class LoadOptions:
     compile: bool = False
     """Whether to compile the library's modules (see CompiledModel)."""
     cuda_graphs: bool = True
-    """Whether to run decode steps as CUDA graphs (see GraphedModel)."""
+    """Whether to run steps as CUDA graphs (see GraphedModel)."""
 
 
 @dataclass(frozen=True, slots=True)

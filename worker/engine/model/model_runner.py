@@ -30,7 +30,6 @@ from promptq.worker.engine.device.memory import (
     give_back,
 )
 from promptq.worker.engine.device.precision import has_fast_bf16_products
-from promptq.worker.engine.llama.decoder import LlamaDecoder
 from promptq.worker.engine.model.backend_choice import (
     NOT_ASKED_FOR,
     backends_on,
@@ -39,7 +38,7 @@ from promptq.worker.engine.model.backend_choice import (
     why_no_native_code,
 )
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, graph_bytes, graph_kinds
+from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model, graph_bytes, graph_kinds
 from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
@@ -105,7 +104,7 @@ class ModelRunner:
         self.vocab_size: int = loaded.text_config.vocab_size
         self.max_model_len = max_model_len
         model = checked.on(loaded.model, cache, max_model_len)
-        self._model: PackedModel | CompiledModel | GraphedModel | LlamaDecoder = model
+        self._model: Model = model
         self.compiled: CompiledModel | None = None
         """Set if compiling was asked for and the modules of the library compute."""
         if options.compile and isinstance(model, PackedModel):
@@ -270,15 +269,22 @@ class ModelRunner:
         for count in (num_tokens, min(num_tokens, 2), 1):
             batch = Batch([ScheduledSequence(sequence, num_tokens - count, count, samples=True)])
             row = torch.tensor([count - 1], device=self.device)
-            last_rows.append(self._model.logits(self._packer.pack(batch), row))
+            last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
         self.collect(self.launch(batch))
         self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
 
     def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """Run each kind of step and of sampling once, because kernels are compiled when they are
-        first launched. At last comes the largest step, now that the cache takes its memory."""
-        for batch in self._kinds(max_num_batched_tokens, max_num_seqs):
-            self.collect(self.launch(batch))
+        first launched. At last comes the largest step, now that the cache takes its memory.
+
+        Graphs are left out: their kernels were compiled when they were captured."""
+        served = self._model
+        self._model = served.plain if isinstance(served, GraphedModel) else served
+        try:
+            for batch in self._kinds(max_num_batched_tokens, max_num_seqs):
+                self.collect(self.launch(batch))
+        finally:
+            self._model = served
 
     def _kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Batch]:
         layout = self.kv_layout
@@ -307,7 +313,7 @@ class ModelRunner:
 
     @property
     def why_no_graphs(self) -> str:
-        """Why decode steps are not replayed as CUDA graphs, though they should be; or empty."""
+        """Why steps are not replayed as CUDA graphs, though they should be; or empty."""
         return self._model.why_no_graphs if isinstance(self._model, GraphedModel) else ""
 
     @property

@@ -33,7 +33,7 @@ class NativeDecoder(LlamaDecoder):
         max_length: int,
     ) -> None:
         """See LlamaDecoder. It has its own attention, so it does not use the backend."""
-        parts = LlamaParts.of(model)
+        parts = LlamaParts.of(model, len(caches))
         cosine, sine = parts.rotations(max_length, torch.empty(1, dtype=torch.float32))
         self._decoder: Any = torch.classes.promptq.Decoder(
             parts.embedding,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from promptq.producer.gateway.http import protocol
+from promptq.producer.gateway.http import connection_limits
 from tests.producer.gateway.living import LiveGateway
 
 CHUNKED = b"Transfer-Encoding: chunked"
@@ -49,7 +49,7 @@ def test_a_body_without_end(
     strict: LiveGateway, monkeypatch: pytest.MonkeyPatch, path: bytes, length: bytes
 ) -> None:
     """The answer comes at once, and the connection is closed before long."""
-    monkeypatch.setattr(protocol, "_MOST_DROPPED_BYTES", 1_000_000)
+    monkeypatch.setattr(connection_limits, "_MOST_DROPPED_BYTES", 1_000_000)
     parts = urlsplit(strict.url)
     piece = b"1000\r\n%s\r\n" % (b"x" * 4096)
     with socket.create_connection((parts.hostname, parts.port)) as connection:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from promptq.producer.gateway.http import protocol
+from promptq.producer.gateway.http import connection_limits
 from promptq.producer.gateway.http.connection_limits import MAX_HEAD_BYTES
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.request import FinishReason, RequestState
@@ -87,8 +87,8 @@ def test_a_client_that_sends_no_more(
     sent: bytes,
 ) -> None:
     """Its connection is closed in the end; that of a client that waits for an answer is not."""
-    monkeypatch.setattr(protocol, "_SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(protocol, "_HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(connection_limits, "_SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(connection_limits, "_HEAD_SECONDS", 0.1)
     gateway = start_gateway()
     asked = b'{"prompt":"Hi"}'
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"

@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(  # to the end of the queue
         "a_place_in_the_queue_is_kept",
         ALL_SCRIPTS,
-        "local number = tonumber(score or nil)",
+        "local number = tonumber(stored or nil)",
         "local number = nil",
     ),
     Mutant(  # it is forgotten as soon as somebody has held it

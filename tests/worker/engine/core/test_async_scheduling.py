@@ -225,6 +225,23 @@ def test_a_batch_is_launched_ahead_while_memory_is_short_for_those_who_wait() ->
     assert engine.stats.num_preemptions == 0
 
 
+def test_one_that_fits_behind_one_that_waits_for_a_prefix_is_let_in() -> None:
+    engine, runner = make_engine(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64)
+    engine.add(make_request(0, max_tokens=300))
+    for _ in range(5):
+        engine.step()
+    prompt = [*range(2, 252)] * 3  # 188 blocks of 4 tokens, in small chunks beside a decode
+    engine.add(make_request(1, prompt[:600], max_tokens=2))
+    engine.step()
+    engine.step()
+    engine.add(make_request(2, [*prompt[:600], 7, 8], max_tokens=2))  # waits for the blocks of 1
+    engine.add(make_request(3, 5, max_tokens=2))
+    runner.events.clear()
+    engine.step()
+    engine.step()
+    assert "launch [0, 1, 3]" in runner.events
+
+
 def test_under_load_almost_every_step_is_ahead_that_neither_admits_nor_preempts() -> None:
     """Memory for about half of the slots, requests that always wait, and penalties in some."""
     print(f"seed {SEED}")

@@ -106,6 +106,39 @@ def test_a_capture_that_breaks_leaves_no_pool_open_and_no_stream_behind(cuda: Fa
     assert model.logits(decodes(2), torch.arange(2)).flatten().tolist() == [5.0, 4.0]
 
 
+class OnePlace:
+    """A model whose results differ from step to step, and lie where the last ones lay."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._logits = torch.zeros(4, vocab_size)
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        return self._logits.add_(torch.arange(self._logits.shape[1]))[: len(rows)]
+
+
+def test_a_warm_up_compares_results_that_graphs_write_to_one_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = load_tiny(tmp_path)
+    monkeypatch.setattr(runner, "_model", OnePlace(runner.vocab_size))
+    runner._warm_up()
+    assert not runner.is_row_invariant
+
+
+def test_the_warm_up_of_kernels_replays_no_graph(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their kernels were compiled when they were captured, for their own sizes alone."""
+    runner = load_tiny(tmp_path)
+    served = GraphedModel(
+        runner._model, KINDS, max_num_seqs=4, max_model_len=64, block_size=16, device=CPU
+    )
+    monkeypatch.setattr(runner, "_model", served)
+    runner.warm_up_kinds(16, 2)
+    assert cuda.replayed == []
+    assert runner._model is served
+
+
 def test_the_ready_line_says_why_there_are_no_graphs(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -159,11 +159,11 @@ def test_the_larger_one_of_reserved_and_allocated_memory_counts(
 def test_graphs_are_estimated_by_the_two_largest(
     sizes: list[int], needed: int, cuda: FakeCuda
 ) -> None:
-    cuda.free = iter([1000, 900, 1000, 893])
+    cuda.free = iter([1000, 870, 1000, 900, 1000, 893])  # the first one is not counted
     kinds = [StepKind(size) for size in sizes]
     limits = {"max_num_seqs": 8, "max_model_len": 64, "block_size": 16}
     assert graph_bytes(TinyModel(), kinds, **limits, device=CPU) == needed
-    assert len(cuda.captured) == min(3, 2 * len(sizes) - 1)
+    assert len(cuda.captured) == (2 if len(sizes) == 1 else 4)
 
 
 def caches_alive() -> dict[int, LayerCache]:
