@@ -20,6 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.models import BLOCK_SIZE, LARGE, Size, build
+from benchmarks.gpu.timing import CARDS
 from promptq.worker.engine.attention.backend import FULL, LayerSpec, StepLayout
 from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep
@@ -28,8 +29,6 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.model.packed_model import PackedModel
 
-CARDS = {"H100": 3.35e12, "H200": 4.8e12}
-"""Bytes a second, from the data sheets of the SXM cards."""
 LAUNCH = 1.5e-6
 """Seconds from the end of a kernel in a CUDA graph to the start of the next; an assumption."""
 BATCHES, CONTEXT = (1, 64, 256), 1000
@@ -194,7 +193,8 @@ def main() -> None:
         counts = launches_of_a_layer(size, BATCHES[1], CONTEXT, fused=fused)
         print(f"  {way}: {counts.total()}: {dict(sorted(counts.items()))}")
     print(f"a step, contexts of {CONTEXT} tokens; floor, bytes alone, with launches (ms)")
-    for card, rate in CARDS.items():
+    for name, rate in CARDS.items():
+        card = name.split()[0]
         for rows in BATCHES:
             kernels = step_kernels(size, rows, CONTEXT)
             moved = sum(kernel.bytes for kernel in kernels)

@@ -145,8 +145,8 @@ class Scheduler:
     def _may_admit(self, plan: _Plan) -> bool:
         """Whether a waiting sequence can get a place beside this plan, a free one or one of another
         sequence."""
-        if not self.waiting or not self.running:
-            return bool(self.waiting)
+        if not self.waiting:
+            return False
         most_urgent = self._waiting_by_urgency[0]
         if most_urgent.request.priority < self.running[-1].request.priority:
             prefix = self.block_manager.find_prefix(most_urgent)

@@ -44,40 +44,24 @@ def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind
 
 
 def graph_bytes(
-    model: Model,
     kinds: list[StepKind],
-    *,
-    max_num_seqs: int,
-    max_model_len: int,
-    block_size: int,
+    capture: Callable[[list[StepKind]], GraphedModel],
     device: torch.device,
 ) -> int:
-    """An estimate of the memory that a GraphedModel of these kinds takes, in bytes.
+    """An estimate of the memory that the graphs of these kinds take, in bytes.
 
-    Graphs are captured for the two largest and dropped again. The first holds the results of the
+    The two largest are captured and dropped again. The first holds the results of the
     largest step, in which the smaller steps find room. So each further one is counted as what the
     second one added, which is mostly the driver's own.
     """
 
-    def held(kinds: list[StepKind]) -> int:
-        return bytes_held(
-            device,
-            lambda: GraphedModel(
-                model,
-                kinds,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                block_size=block_size,
-                device=device,
-            ),
-        )
-
     largest, *others = sorted(kinds, reverse=True)
-    held([largest])  # what a first capture sets up stays, and is not a graph's
-    first = held([largest])
+    capture([largest])  # what a first capture sets up stays, and is not a graph's
+    first = bytes_held(device, lambda: capture([largest]))
     if not others:
         return first
-    return first + len(others) * max(0, held([largest, others[0]]) - first)
+    both = bytes_held(device, lambda: capture([largest, others[0]]))
+    return first + len(others) * max(0, both - first)
 
 
 class GraphedModel:

@@ -48,7 +48,8 @@ class LoadOptions:
     max_model_len: int | None = None
     block_size: int = 16
     attention: str = "auto"
-    """The name of the attention backend; `auto` is native code or else the fastest backend."""
+    """The name of the attention backend; `auto` is the fastest one that serves the model. Native
+    code has its own, so a name rules it out."""
     native: bool = True
     """Whether to use code of our own: native code on a CPU, fused kernels on CUDA. Without it,
     torch samples and the library's modules compute. They also compute if no decoder of our own fits

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -18,6 +19,7 @@ from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
@@ -112,14 +114,7 @@ class ModelRunner:
         if isinstance(model, NativeDecoder):
             release_weights(loaded.model)
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
-            self._model = GraphedModel(
-                self._model,
-                graph_kinds(options.max_num_seqs, options.max_num_batched_tokens),
-                max_num_seqs=options.max_num_seqs,
-                max_model_len=max_model_len,
-                block_size=cache.block_size,
-                device=self.device,
-            )
+            self._model = self._capturing(options)(_graph_kinds(options))
         self.why_not_native = checked.why_not_native
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
@@ -216,16 +211,20 @@ class ModelRunner:
         runner.collect(runner.launch(trial_batch(shares, runner.kv_layout, MOST_SAMPLING)))
         needed = peak.bytes()
         if options.cuda_graphs and checked.backend.takes_padding:
-            needed += graph_bytes(
-                runner._model,
-                graph_kinds(options.max_num_seqs, options.max_num_batched_tokens),
-                max_num_seqs=options.max_num_seqs,
-                max_model_len=length,
-                block_size=block_size,
-                device=device,
-            )
+            needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
         leave_seam(checked.modules)  # or they would keep this cache
         return needed
+
+    def _capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
+        """What captures graphs of the model for some kinds of steps."""
+        return partial(
+            GraphedModel,
+            self._model,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.kv_layout.block_size,
+            device=self.device,
+        )
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
         """See Runner. On CUDA the work is queued; on a CPU it is done on return."""
@@ -328,6 +327,10 @@ class ModelRunner:
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _graph_kinds(options: LoadOptions) -> list[StepKind]:
+    return graph_kinds(options.max_num_seqs, options.max_num_batched_tokens)
 
 
 @contextmanager

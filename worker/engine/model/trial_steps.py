@@ -81,21 +81,14 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
 def kinds_of_steps(num_tokens: int, num_seqs: int, max_context: int) -> Iterator[Shares]:
     """Steps that together launch every variant of the kernels that serving can launch.
 
-    Kernels have variants for sizes that are rounded to powers of two: of the longest chunk, and of
-    the longest context or the number of decodes. A decode also comes alone, because the strides of
-    a tensor with one row may be any.
+    Kernels have variants for the longest chunk, rounded to a power of two. A decode also comes
+    alone, because the strides of a tensor with one row may be any.
     """
-    longest = min(num_tokens, max_context)
-    for context in powers_of_two(max_context):
-        yield [(context, 1)]
-        num_rows = context if context <= longest else min(2, longest)
-        yield [(context, num_rows)]
+    for num_rows in powers_of_two(min(num_tokens, max_context)):
+        yield [(num_rows, num_rows)]
         if num_rows < num_tokens:
-            yield [(context, 1), (context, num_rows)]
-    if longest < max_context:
-        yield [(longest, longest)]
-    for num_decodes in powers_of_two(min(num_seqs, num_tokens)):
-        yield [(1, 1)] * num_decodes
+            yield [(num_rows, 1), (num_rows, num_rows)]
+    yield [(1, 1)] * min(num_seqs, num_tokens)
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -24,8 +24,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu.cases import Case, Shape
-from promptq.worker.engine.attention.backend import Pattern, Scoring
+from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring, StepLayout
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
+from promptq.worker.engine.fused.activation import silu_and_multiply
+from promptq.worker.engine.fused.heads import Rotary, place_heads
+from promptq.worker.engine.fused.norm import add_rms_norm
 from promptq.worker.engine.sampling.top_p_kernel import top_p_thresholds
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -96,6 +99,25 @@ def main() -> None:
         case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
     column = torch.zeros(4, 1)
     top_p_thresholds(torch.zeros(4, 150_000), column, column.double(), lowest=-60.0)
+    launch_fused(hidden=4096, num_heads=32, num_kv_heads=8, size=128)
+
+
+def launch_fused(hidden: int, num_heads: int, num_kv_heads: int, size: int) -> None:
+    """The kernels of the fused decoder, for a model of these sizes."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    places = torch.zeros(2, dtype=torch.int64)
+    layout = StepLayout(0, [], [], places.unsqueeze(1), places, places, 16)
+    cache = LayerCache(*(empty(4, num_kv_heads, 16, size) for _ in range(2)))
+    qkv = empty(2, (num_heads + 2 * num_kv_heads) * size)
+    rotary = Rotary(empty(9, size), empty(9, size))
+    place_heads(qkv, places, rotary, empty(2, size), 1e-6, cache, layout)
+    silu_and_multiply(empty(2, 6 * hidden))
+    for width in (hidden, 4 * hidden):  # also of the widest models
+        rows = empty(2, width)
+        add_rms_norm(rows, rows, empty(width), 1e-6)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from importlib.util import find_spec
-from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +20,6 @@ from promptq.worker.engine.attention.backend import LayerCache, StepLayout
 from promptq.worker.engine.fused.activation import TILE, silu_and_multiply
 from promptq.worker.engine.fused.heads import Rotary, place_heads
 from promptq.worker.engine.fused.norm import add_rms_norm
-from tests.paths import ROOT
 
 EPSILON = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,23 +175,3 @@ def test_heads_are_normed_rotated_and_written(
     for row in range(heads.rows):
         alone, _ = heads.place(slice(row, row + 1))
         assert torch.equal(alone[0], query[row])
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the kernels run, so they compile")
-def test_kernels_compile() -> None:
-    """For real cards, and all numbers of a row find room in registers."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_kernels.py")
-    architectures = {"80", "90", "100"}
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(script), *architectures],
-        env=environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    kernels = {"_add_rms_norm_kernel", "_place_heads_kernel", "_silu_kernel"}
-    assert {(line[0], line[1]) for line in lines} == set(product(architectures, kernels))
-    assert {int(stack) for *_, stack in lines} == {0}
