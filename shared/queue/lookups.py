@@ -81,7 +81,11 @@ def live_worker_ids(keys: Keys, now_ms: int) -> Call[list[str]]:
     text, and a key of another type."""
 
     def parse(ids: list[bytes]) -> list[str]:
-        return [text for text in ids_of(ids) if text.isprintable()]
+        found = []
+        for worker_id in ids:
+            with suppress(UnicodeDecodeError):
+                found.append(text_of(worker_id))
+        return found
 
     return Call("", ["ZRANGE", keys.workers, now_ms, "+inf", "BYSCORE"], parse, list)
 
