@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -30,6 +30,13 @@ test-newest: $(SET_UP)
 # The client on old and new versions of redis-py: ARGS="5.2.1 6.4.0" for some of them.
 test-redis-py: $(SET_UP)
 	@$(BIN)/python -m tests.package.redis_py $(ARGS)
+
+# The real inference servers behind workers (make bench-peers builds them), and faults of all sides.
+test-engines: bench-peers
+	@PROMPTQ_TEST_ENGINES=1 $(BIN)/python -m pytest -n 0 tests/engines tests/worker/test_engine_contract.py $(ARGS)
+	@$(BIN)/python -m tests.engines.chaos stand-in --worker-kills 200 --server-kills 200
+	@$(BIN)/python -m tests.engines.chaos llama.cpp --worker-kills 15 --server-kills 15
+	@$(BIN)/python -m tests.engines.chaos vllm --worker-kills 5 --server-kills 5
 
 # The native code, built with the address and undefined-behaviour sanitizers and without a warning.
 test-sanitizers: $(SET_UP)
@@ -73,6 +80,10 @@ bench-batch: $(SET_UP)
 # How long a cancelled request keeps its KV blocks.
 bench-cancel: $(SET_UP)
 	@$(BIN)/python -m benchmarks.engine.cancel
+
+# The same at vLLM's and llama.cpp's servers, behind a worker.
+bench-cancel-at-server: bench-peers
+	@$(BIN)/python -m benchmarks.engine.cancel_at_server $(ARGS)
 
 # What drafting gains where a text repeats itself, and costs where it does not.
 bench-drafting: $(SET_UP)

@@ -1,9 +1,11 @@
 """This checkout against another one, in alternating pairs: has anything become slower?
 
 `make bench-pairs ARGS="../earlier"`, with a checkout that has an environment of its own (`make
-.venv/.set-up`). Nothing is drafted, as random weights repeat themselves. Each ratio is this
-checkout's figure over the other's, of waiting times the other's over this one's: more is better.
-The interval of the median is the span of all pairs, which for seven holds it in 98 of 100 cases.
+.venv/.set-up`). Both have a worker with a 54M model on a server of their own all the time, and the
+same requests go to one and then to the other, the first one changing. So what else the machine does
+hits both: a single request takes seconds, where a run of the whole suite takes minutes. Nothing is
+drafted, as random weights repeat themselves. Each ratio is this checkout's figure over the
+other's.
 """
 
 from __future__ import annotations
@@ -13,64 +15,100 @@ import json
 import os
 import statistics
 import subprocess
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.models import MODELS, model_dir
+from promptq.shared.server.embedded import EmbeddedServer
+
 _ROOT = Path(__file__).parent.parent
+_MEMBER = _ROOT / "benchmarks" / "driving" / "pair_member.py"
 _FIGURES = {
-    "burst, whole path, tokens/s": ("burst", "redis", "tokens_per_second", False),
-    "burst, first token p95": ("burst", "redis", "first_token_p95", True),
-    "solo, first token p50": ("solo", "redis", "first_token_p50", True),
-    "solo, whole path, tokens/s": ("solo", "redis", "tokens_per_second", False),
-    "poisson, first token p95": ("poisson", "redis", "first_token_p95", True),
-    "poisson, between tokens p95": ("poisson", "redis", "gap_p95", True),
-    "queue alone, requests/s": ("queue", "queue", "requests_per_second", False),
+    "solo": ("first_token_p50", "tokens_per_second"),
+    "burst": ("first_token_p50", "first_token_p95", "tokens_per_second"),
 }
-"""By title: workload, row, figure, and whether less is more."""
+
+Figures = dict[str, float]
 
 
-def measure(checkout: Path, options: argparse.Namespace, number: int) -> dict[str, float]:
-    """One round of a checkout's own benchmark: its figures by title."""
-    with tempfile.TemporaryDirectory(prefix="promptq-pairs-") as folder:
-        report = Path(folder) / "report.json"
-        command = [
-            *(str(checkout / ".venv" / "bin" / "python"), "-m", "benchmarks"),
-            *("--models", "54m", "--rows", "redis,queue", "--rounds", "1"),
-            *("--workloads", "burst,solo,poisson,queue", "--rate", str(options.rate)),
-            *("--seconds", str(options.seconds), "--seed", str(number)),
-            *("--cache", str(options.cache), "--json", str(report)),
-        ]
+class Member:
+    """One checkout's worker and client."""
+
+    def __init__(self, checkout: Path, url: str, model: Path) -> None:
         environment = {**os.environ, "PROMPTQ_SPECULATIVE_TOKENS": "0"}
-        subprocess.run(
-            command, check=True, cwd=checkout, env=environment, stdout=subprocess.DEVNULL
+        environment.pop("PYTHONPATH", None)
+        python = checkout / ".venv" / "bin" / "python"
+        self.process = subprocess.Popen(
+            [str(python), str(_MEMBER), url, str(model)],
+            cwd=checkout,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        rounds = json.loads(report.read_text())["rounds"]
-    told = {(it["workload"], it["row"]): it["figures"][0] for it in rounds}
-    return {title: told[at[:2]][at[2]] for title, at in _FIGURES.items()}
+        self._read()
+
+    def ask(self, kind: str, seed: object) -> Figures:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{kind} {seed}\n")
+        self.process.stdin.flush()
+        told: Figures = json.loads(self._read())
+        return told
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended")
+        return line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-pairs", description=__doc__)
     parser.add_argument("other", type=Path, help="another checkout")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second of poisson")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long poisson goes on")
+    parser.add_argument("--solo", type=int, default=61, help="pairs of single requests")
+    parser.add_argument("--burst", type=int, default=9, help="pairs of bursts of 64")
     parser.add_argument("--cache", type=Path, default=_ROOT / "benchmarks" / ".cache")
     options = parser.parse_args()
-    options.cache = options.cache.resolve()
-    checkouts = (_ROOT, options.other.resolve())
-    ratios: dict[str, list[float]] = {title: [] for title in _FIGURES}
-    for number in range(options.pairs):
-        in_turn = checkouts if number % 2 == 0 else checkouts[::-1]
-        measured = {checkout: measure(checkout, options, number) for checkout in in_turn}
-        this, other = (measured[checkout] for checkout in checkouts)
-        for title, (*_, less_is_more) in _FIGURES.items():
-            ratio = other[title] / this[title] if less_is_more else this[title] / other[title]
-            ratios[title].append(ratio)
-            print(f"pair {number + 1}: {title}: {this[title]:.4g}, {other[title]:.4g}", flush=True)
-    for title, found in ratios.items():
-        span = f"{min(found):.2f} to {max(found):.2f}"
-        print(f"{title}: {statistics.median(found):.3f} ({span}, {len(found)} pairs)")
+    options.cache.mkdir(parents=True, exist_ok=True)
+    model = model_dir(MODELS["54m"], options.cache.resolve())
+    with ExitStack() as stack:
+        members: list[Member] = []
+        for checkout in (_ROOT, options.other.resolve()):
+            server = stack.enter_context(EmbeddedServer())
+            members.append(Member(checkout, server.url, model))
+            stack.callback(members[-1].close)
+        for kind in (*_FIGURES, *_FIGURES):
+            for member in members:
+                member.ask(kind, "to warm up")
+        for kind, count in (("solo", options.solo), ("burst", options.burst)):
+            _tell(kind, _pairs(members, kind, count))
+
+
+def _pairs(members: list[Member], kind: str, count: int) -> list[tuple[Figures, Figures]]:
+    found = []
+    for number in range(count):
+        in_turn = members if number % 2 == 0 else members[::-1]
+        told = {member: member.ask(kind, number) for member in in_turn}
+        found.append((told[members[0]], told[members[1]]))
+    return found
+
+
+def _tell(kind: str, pairs: list[tuple[Figures, Figures]]) -> None:
+    for name in _FIGURES[kind]:
+        ratios = sorted(this[name] / other[name] for this, other in pairs)
+        middle = f"{ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}"
+        medians = [statistics.median(it[name] for it in each) for each in zip(*pairs, strict=True)]
+        print(
+            f"{kind}, {name}: {statistics.median(ratios):.3f} (half of {len(ratios)} pairs:"
+            f" {middle}); medians {medians[0]:.4g} and {medians[1]:.4g}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr
 
 from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES
 from promptq.shared.runtime.settings import Settings, read_settings_of
+from promptq.shared.server.acl import ALL_QUEUES
 
 
 def _default_folder() -> Path:
@@ -43,6 +44,12 @@ class GatewaySettings(FilesSettings):
         100, ge=0, description="most unfinished batches of a tenant; 0: no limit"
     )
 
+    queues: tuple[str, ...] = Field(
+        (),
+        description="the queues that the gateway serves, as a JSON list; the first one holds API"
+        " keys, files and batches, and `*` stands for all others of the server; default:"
+        " PROMPTQ_QUEUE if it is set, else `default` and `*`",
+    )
     http_host: str = Field("127.0.0.1", description="address that the gateway listens on")
     http_port: int = Field(8000, ge=0, le=65535, description="port of the gateway; 0: any free one")
     http_share_port: bool = Field(
@@ -84,6 +91,14 @@ class GatewaySettings(FilesSettings):
     http_drain_seconds: float = Field(
         20.0, ge=0, description="how long a gateway that stops continues its answers"
     )
+
+    @property
+    def served_queues(self) -> tuple[str, ...]:
+        """The names for `ServedQueues`. If none is set, all queues of the server are served."""
+        if not self.queues:
+            return (self.queue,) if "queue" in self.model_fields_set else (self.queue, ALL_QUEUES)
+        names = [it for it in self.queues if it != ALL_QUEUES] or [self.queue]
+        return (*names, ALL_QUEUES) if ALL_QUEUES in self.queues else (*names,)
 
 
 class JobsSettings(FilesSettings):

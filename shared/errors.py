@@ -9,7 +9,8 @@ PromptqError
 ├── ModelError                    the model side
 │   ├── ModelNotFoundError        no loadable causal language model there
 │   ├── UnsupportedModelError     a family that the engine would serve wrongly
-│   └── ModelMismatchError        the queue already serves another model
+│   ├── ModelMismatchError        the queue already serves another model
+│   └── ModelNotServedError       no queue of the server serves this model
 ├── QueueError
 │   ├── QueueFullError            a limit of the queue is reached; says when to come back
 │   └── QueueClosedError          used after close(), or a wait was aborted by it
@@ -62,6 +63,10 @@ class UnsupportedModelError(ModelError):
 
 class ModelMismatchError(ModelError):
     """The queue is served by workers of another model."""
+
+
+class ModelNotServedError(ModelError):
+    """No queue of the server serves a model of this name; names those that are served."""
 
 
 class QueueError(PromptqError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 from promptq.shared.errors import PromptqError
-from promptq.shared.runtime.extras import require
+from promptq.shared.runtime.extras import require_one_of
 from promptq.shared.runtime.printable import printable
 
 
 def main() -> None:
     """Run the command. A PromptqError is reported in one sentence."""
     try:
-        require("a worker", "worker")
+        require_one_of("a worker", "worker", "upstream")
         from promptq.worker.command import command
 
         command()(prog_name="promptq worker")

@@ -37,6 +37,8 @@ from promptq.worker.telemetry.start_up import StartUp
 T = TypeVar("T")
 
 _RETRY_SECONDS = 0.2
+_ARGUMENTS = "engine_arguments"
+"""The setting that is given behind `--`."""
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
 """The engine's thread gets the interpreter so soon after a step. The default would be 5 ms."""
@@ -49,6 +51,8 @@ Examples:
   promptq worker --model ./my-model --redis redis://localhost:6379/0
   promptq worker --model Qwen/Qwen3-0.6B --dtype bfloat16 --max-num-seqs 32
   promptq worker --model model-free
+  promptq worker --engine vllm --upstream http://localhost:8000
+  promptq worker --engine vllm --model ./big -- --tensor-parallel-size 2
 
 Without options it serves the shipped model, on the server of the running `promptq up` or on one of
 its own. `model-free` is not a model: it makes random letters, for load tests.
@@ -171,6 +175,14 @@ def _place_compute_threads() -> None:
         os.environ.setdefault("OMP_PROC_BIND", "close")
 
 
+def _leave_torch_out() -> None:
+    """Keep transformers from loading torch where it is installed, since its tokenizers need none.
+
+    It would take 180 MB and half of the start. A model's own code may need it.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
 def _spare_the_collector() -> None:
     """Keep the garbage collector from scanning libraries and model, which stay anyway.
 
@@ -198,19 +210,23 @@ def _ready_line(
 ) -> str:
     limits = served.engine.limits
     megabytes = limits.kv_tokens * limits.bytes_per_token / 2**20
+    memory = f" ({megabytes:,.0f} MiB)" if megabytes else ""
     dtype = f" in {served.dtype}" if served.dtype else ""
     return (
         f"ready after {seconds:.1f} s: model {served.identity.name} on {served.device}"
         f"{dtype}{', ' * bool(served.way)}{served.way},"
         f" queue {settings.queue} at {without_password(redis_url)},"
-        f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens ({megabytes:,.0f} MiB),"
+        f" {limits.max_num_seqs} slots, {limits.kv_tokens:,} KV tokens{memory},"
         f" up to {limits.max_model_len:,} tokens a request" + (f"; {stages}" if stages else "")
     )
 
 
 def run(settings: Settings) -> None:
     """Run the command with these settings. Raises PromptqError."""
-    _place_compute_threads()
+    if settings.engine == "native":
+        _place_compute_threads()
+    elif not settings.trust_remote_code:
+        _leave_torch_out()
     configure_logs(settings.log_level, settings.log_format)
     redis_url = settings.redis_url or advertised()
     if redis_url is not None:
@@ -246,6 +262,8 @@ def command() -> click.Command:
 
     options: list[click.Parameter] = []
     for key, field in Settings.model_fields.items():
+        if key == _ARGUMENTS:
+            continue
         is_flag = field.annotation is bool
         without_default = field.default is None or field.default is False
         default = "" if without_default else f" [default: {field.default}]"
@@ -261,13 +279,25 @@ def command() -> click.Command:
                 metavar=None if is_flag else _metavar(field.annotation),
             )
         )
-    return click.Command(
+    return _WorkerCommand(
         "worker",
         params=options,
         callback=callback,
         help=HELP,
+        options_metavar="[OPTIONS] [-- ARGUMENTS]",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+
+class _WorkerCommand(click.Command):
+    """Takes what follows `--` for the server. A stray word before it is a mistake, as ever."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:end])
+        # None lets the environment have them.
+        ctx.params[_ARGUMENTS] = tuple(args[end + 1 :]) or None
+        return rest
 
 
 def _metavar(annotation: Any) -> str:

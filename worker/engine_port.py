@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from promptq.worker.engine.api.messages import (
     EngineAbilities,
@@ -14,6 +14,7 @@ from promptq.worker.engine.api.messages import (
 )
 
 
+@runtime_checkable
 class EnginePort(Protocol):
     """Runs sequences and returns their outputs. All methods belong to one event loop."""
 
@@ -26,6 +27,12 @@ class EnginePort(Protocol):
     @property
     def stats(self) -> EngineStats:
         """The totals and the state of the batch, as last reported."""
+        ...
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether it can run new sequences. While it cannot, nothing is claimed for it, and what is
+        added is given back."""
         ...
 
     def start(self) -> None:

@@ -32,6 +32,8 @@ _IDLE_TICK_SECONDS = 0.5
 class EngineThread:
     """Runs an engine that is driven by steps; see `EnginePort` for what it promises."""
 
+    is_accepting = True
+
     def __init__(self, engine: Engine) -> None:
         self.limits = engine.limits
         self.abilities = engine.abilities

@@ -15,6 +15,14 @@ from promptq.shared.runtime.metrics import Reading
 if TYPE_CHECKING:
     from promptq.worker.service import Worker
 
+_MADE_OF = {
+    metrics.PREFIX_QUERIES: "cached_tokens",
+    metrics.PREFIX_HITS: "cached_tokens",
+    metrics.DRAFTED: "drafted_tokens",
+    metrics.ACCEPTED: "accepted_tokens",
+    metrics.RECOMPUTED: "recomputed_tokens",
+}
+"""Metrics that are left out if the engine does not tell this statistic."""
 _VLLMS_WORDS = {FinishReason.CANCELLED: "abort"}
 
 
@@ -46,8 +54,10 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.FENCES_LOST: meter.num_fences_lost,
         metrics.PUBLISHED: meter.num_published,
     }
+    untold = worker.engine.abilities.untold
     for spec, value in gauges_and_counters.items():
-        yield spec, model, float(value)
+        if _MADE_OF.get(spec) not in untold:
+            yield spec, model, float(value)
     for reason in FinishReason:
         labels = (*model, _VLLMS_WORDS.get(reason, reason.value))
         yield metrics.SUCCESS, labels, float(meter.num_ended[reason])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.logs import get_logger, take_over_logs
-from promptq.shared.runtime.settings import Settings
+from promptq.shared.runtime.settings import Settings, flag_of
 from promptq.worker.engine.api.messages import Engine
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.runner import Runner
+from promptq.worker.engine_port import EnginePort
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
 from promptq.worker.text.chat_template import tool_call_style
 from promptq.worker.text.structured_output import Grammars
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from promptq.worker.engine.model.model_runner import ModelRunner
 
 MODEL_FREE = "model-free"
+NATIVE = "native"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HASHED_BYTES = 2**20
 _MODEL_FREE_BLOCK_SIZE = 16
@@ -37,7 +41,8 @@ _MODEL_FREE_MODEL_LEN = 8192
 class Served:
     """A model, ready to serve."""
 
-    engine: Engine
+    engine: Engine | EnginePort
+    """One that is driven by steps gets a thread from the worker."""
     tokenizer: Tokenizer
     identity: ModelIdentity
     end_token_ids: frozenset[int]
@@ -63,6 +68,15 @@ def parse_size(text: str) -> int:
 def build(settings: Settings, progress: Progress = unheard) -> Served:
     """Load the model that the settings name. Raises ConfigurationError, ModelError."""
     memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    if settings.engine != NATIVE:
+        return _build_upstream(settings, progress)
+    for name in ("upstream", "upstream_key", "engine_command", "engine_arguments"):
+        if getattr(settings, name):
+            raise ConfigurationError(
+                f"{flag_of(name)}: belongs to an inference server; name its kind with --engine,"
+                " such as --engine vllm"
+            )
+    require("the native engine", "worker")
     if settings.model == MODEL_FREE:
         return _build_model_free(settings, memory)
     return _build_model(settings, memory, progress)
@@ -109,7 +123,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         get_logger().warning(
             "this processor has no fast products in bfloat16, and there is no native code for this"
             " model: --dtype float32 is many times faster",
-            why_not_native=runner.why_not_native,
+            why_no_own_code=runner.why_no_own_code,
         )
     progress("tokenizer")
     is_on_cuda = runner.device.type == "cuda"
@@ -130,7 +144,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         tokenizer=tokenizer,
         identity=ModelIdentity(
             _shown_name(settings.model),
-            _fingerprint(name),
+            _fingerprint(name, with_weights=True),
             tool_call_style(tokenizer.chat_template),
         ),
         end_token_ids=runner.end_token_ids,
@@ -141,11 +155,79 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     )
 
 
+def _build_upstream(settings: Settings, progress: Progress) -> Served:
+    require("an engine behind HTTP", "upstream")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
+    from promptq.worker.upstream.connecting import DIALECTS, find_server, start_server
+    from promptq.worker.upstream.forwarding_engine import ForwardingEngine
+    from promptq.worker.upstream.model_files import read_model_facts
+
+    for setting in ("engine_command", "engine_arguments") if settings.upstream else ():
+        if getattr(settings, setting):
+            raise ConfigurationError(
+                f"{flag_of(setting)}: belongs to a server that the worker starts, but --upstream"
+                " names one that runs already; leave one of the two out"
+            )
+    take_over_logs("transformers", "huggingface_hub")
+    dialect = DIALECTS[settings.engine](
+        is_exact=settings.dtype == "float32", shares_prefixes=settings.share_prefix_cache
+    )
+    progress("server")
+    process = None if settings.upstream else start_server(dialect, settings)
+    found = find_server(dialect, settings, process)
+    name = settings.model or found.description.model_dir
+    if name is None or (settings.trust_remote_code and settings.model is None):
+        raise ConfigurationError(
+            "--model: name the directory or hub name of the model that the server serves; what it"
+            " says itself is missing, or not trusted with --trust-remote-code"
+        )
+    progress("tokenizer")
+    facts = read_model_facts(name, trust_remote_code=settings.trust_remote_code)
+    limits = found.limits(settings, facts.vocab_size)
+    tokenizer = HuggingFaceTokenizer.load(
+        name,
+        trust_remote_code=settings.trust_remote_code,
+        max_prompt_tokens=limits.max_model_len,
+    )
+    found.check_tokenizer(tokenizer)
+    abilities = dialect.abilities
+    get_logger().info(
+        "what this engine cannot do",
+        server=found.description.software,
+        refused=" ".join(abilities.refused),
+        exact_resume=abilities.exact_resume,
+        not_exact_with=" ".join(sorted(abilities.inexact_with)),
+    )
+    engine = ForwardingEngine(
+        found.url,
+        settings.upstream_key,
+        dialect,
+        limits,
+        found.description.model,
+        settings.stuck_seconds,
+        process,
+    )
+    identity = ModelIdentity(
+        _shown_name(name),
+        f"{settings.engine}-{_fingerprint(name, with_weights=False)}",
+        tool_call_style(tokenizer.chat_template),
+    )
+    return Served(
+        engine=engine,
+        tokenizer=tokenizer,
+        identity=identity,
+        end_token_ids=facts.end_token_ids,
+        device=found.url,
+        dtype="" if settings.dtype == "auto" else settings.dtype,
+        way=found.description.software,
+    )
+
+
 def _way(runner: ModelRunner) -> str:
     way = runner.own_code
-    if runner.why_not_native:
+    if runner.why_no_own_code:
         is_compiled = runner.compiled is not None and runner.compiled.is_compiled
-        way = f"no {way} ({runner.why_not_native}){', compiled' * is_compiled}"
+        way = f"no {way} ({runner.why_no_own_code}){', compiled' * is_compiled}"
     return f"{way}, no CUDA graphs ({runner.why_no_graphs})" if runner.why_no_graphs else way
 
 
@@ -176,10 +258,11 @@ def _shown_name(model: str | None) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _fingerprint(name_or_dir: str) -> str:
+def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     """A hash that tells models apart, of the sizes and beginnings of a model's files.
 
-    A safetensors file begins with the names and shapes of all its tensors.
+    A safetensors file begins with the names and shapes of all its tensors. A machine whose worker
+    forwards may have it or not.
     """
     folder = Path(name_or_dir)
     if not folder.is_dir():
@@ -189,7 +272,9 @@ def _fingerprint(name_or_dir: str) -> str:
     digest = hashlib.sha256()
     names = ("config.json", "tokenizer.json", "tokenizer.model")
     files = [folder / name for name in names if (folder / name).exists()]
-    for file in [*files, *sorted(folder.glob("*.safetensors"))]:
+    if with_weights:
+        files += sorted(folder.glob("*.safetensors"))
+    for file in files:
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as content:
             digest.update(content.read(_HASHED_BYTES))

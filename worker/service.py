@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue import lookups
+from promptq.shared.queue import directory, lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
@@ -43,6 +43,8 @@ from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
 
 _REAPS_PER_LEASE = 4
+_NOTE_SECONDS = 5.0
+"""How often the queue's name is added to those of the server."""
 
 
 class Worker:
@@ -75,7 +77,8 @@ class Worker:
             model=served.identity,
             seed=settings.seed,
         )
-        self.engine: EnginePort = EngineThread(served.engine)
+        engine = served.engine
+        self.engine = engine if isinstance(engine, EnginePort) else EngineThread(engine)
         self.leases = Leases(self.engine)
         self.meter = Meter()
         tracer = RequestTracer(tracing, settings.queue, served.identity.name, self.worker_id)
@@ -118,6 +121,7 @@ class Worker:
             self.leases, self._publisher, self._watchdog, self._queue.lease_ms
         )
         self._told_to_drain = asyncio.Event()
+        self._was_refused = False
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
 
@@ -138,6 +142,7 @@ class Worker:
             max_model_len=limits.max_model_len,
             kv_tokens=limits.kv_tokens,
             kv_bytes_per_token=limits.bytes_per_token,
+            untold=" ".join(sorted(self.engine.abilities.untold)),
             start_up_seconds=sum(start_up_seconds.values()),
             start_up_stages=" ".join(f"{it.replace(' ', '_')}={took:.3f}" for it, took in stages),
         )
@@ -155,8 +160,10 @@ class Worker:
         self._spawn(self._lease_timer.run())
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reaper.run_once))
+        self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
         await self._beat()
         await self._survive_redis(self._compare_lengths)
+        await self._survive_redis(self._note_queue)
         self.intake.start()
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -196,7 +203,8 @@ class Worker:
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
         await self._survive_redis(self._publisher.flush)
-        broken = self.engine.has_failed or self._watchdog.is_in_engine
+        has_failed = self.engine.has_failed and self.engine.abilities.is_at_risk
+        broken = has_failed or self._watchdog.is_in_engine
         for lease in self.leases:  # no need to wait for the running step: it writes nothing
             is_suspect = broken and lease.state is LeaseState.RUNNING
             self.leases.returning(lease, crashed=is_suspect)
@@ -212,6 +220,18 @@ class Worker:
     def stats(self) -> WorkerStats:
         """The worker's statistics as they are now."""
         return self._heartbeat.stats()
+
+    async def _note_queue(self) -> None:
+        """Have gateways of several queues find this one, also after the server lost its data."""
+        try:
+            await self._queue.run(directory.note_queue(self._queue.keys.queue))
+        except NoPermissionError:
+            if not self._was_refused:
+                self._was_refused = True
+                self._log.warning(
+                    "gateways that serve all queues will not find this one: the Redis user may not"
+                    " add to promptq:queues; make the users anew (promptq acl)"
+                )
 
     async def _beat(self) -> None:
         self.intake.num_workers = await self._heartbeat.beat()

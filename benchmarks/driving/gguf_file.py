@@ -1,4 +1,4 @@
-"""Writes a model of the suite as a GGUF file in bf16, which llama.cpp reads."""
+"""Writes a model of the Qwen3 kind as a GGUF file, which llama.cpp reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-
-from benchmarks.models import END_OF_TEXT, vocabulary
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -26,13 +24,16 @@ _NAMES = {
 }
 
 
-def gguf_file(model: Path, gguf_package: Path) -> Path:
-    """The file, written beside the weights once; `gguf_package` comes with llama.cpp."""
-    file = model / "model.gguf"
+def gguf_file(model: Path, gguf_package: Path, *, folder: Path | None = None) -> Path:
+    """The file in bf16, written beside the weights once; `gguf_package` comes with llama.cpp.
+
+    With `folder` it is written there, and in fp32.
+    """
+    file = (folder or model) / "model.gguf"
     if not file.exists():
         sys.path.insert(0, str(gguf_package))
-        unfinished = model / "unfinished.gguf"
-        _write(model, unfinished)
+        unfinished = file.with_name("unfinished.gguf")
+        _write(model, unfinished, is_fp32=folder is not None)
         unfinished.rename(file)
     return file
 
@@ -46,7 +47,7 @@ def gguf_name(name: str) -> str:
     return f"{_NAMES[stem]}.weight"
 
 
-def _write(model: Path, file: Path) -> None:
+def _write(model: Path, file: Path, *, is_fp32: bool) -> None:
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter, TokenType
     from safetensors.torch import load_file
@@ -63,20 +64,24 @@ def _write(model: Path, file: Path) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_file_type(32)  # mostly bf16
+    writer.add_file_type(0 if is_fp32 else 32)  # all in fp32, or mostly bf16
 
-    tokens, merges = vocabulary()
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {it["content"]: it["id"] for it in tokenizer["added_tokens"]}
+    tokens = sorted({**vocabulary, **special}, key={**vocabulary, **special}.__getitem__)
+    merges = tokenizer["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(
-        [TokenType.CONTROL if token == END_OF_TEXT else TokenType.NORMAL for token in tokens]
+        [TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens]
     )
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_eos_token_id(0)
+    writer.add_eos_token_id(config["eos_token_id"])
 
     for name, tensor in load_file(model / "model.safetensors").items():
-        if tensor.dim() == 1:  # llama.cpp keeps the norms in fp32
+        if is_fp32 or tensor.dim() == 1:  # llama.cpp keeps the norms in fp32
             writer.add_tensor(gguf_name(name), tensor.float().numpy())
         else:
             bits = tensor.view(torch.uint8).numpy()  # the last dimension in bytes, as it is stored

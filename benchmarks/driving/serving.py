@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from benchmarks.driving.streaming import Stream, drive, wait_until_healthy
 from benchmarks.memory import peak_bytes, reset_peak, tree
@@ -23,9 +24,18 @@ def serve(
     job: Job, done: Callable[[str, Outcome], None], command: list[str], port: int, stream: Stream
 ) -> None:
     """All workloads against the server that `command` starts; its memory is the server's alone."""
-    server = subprocess.Popen(command)
-    try:
+    with running_server(command) as server:
         asyncio.run(_drive_all(job, done, server, port, stream))
+
+
+@contextmanager
+def running_server(
+    command: list[str], environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that `command` starts, until the end of the context."""
+    server = subprocess.Popen(command, env=environment)
+    try:
+        yield server
     finally:
         server.terminate()
         try:

@@ -124,7 +124,7 @@ def main() -> None:
     rng = random.Random(SEED)
     ids = itertools.count()
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(PROMPT)] for _ in range(BATCH)]
-    how = f"not native: {runner.why_not_native}" if runner.why_not_native else "native"
+    how = f"not native: {runner.why_no_own_code}" if runner.why_no_own_code else "native"
     table = Table(
         title=f"Sampling, {BATCH} x {VOCAB_SIZE:,}, {torch.get_num_threads()} threads, {how}"
     )

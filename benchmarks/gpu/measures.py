@@ -67,7 +67,7 @@ def measure_prefill(
     """A step of whole prompts over what its products take at the matrix rate."""
     size = bench.size
     step = bench.step([size.prompt] * size.prompts, size.prompt)
-    rows = torch.tensor(step.sampling_rows(step.items), device=bench.device)
+    rows = step.sampled
     head = size.hidden * size.vocab
     in_layers = weight_bytes(bench.loaded.model) // 2 - head
     pairs = size.prompts * size.prompt * (size.prompt + 1) // 2

@@ -21,7 +21,7 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.fused.decoder import FusedDecoder
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model
+from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model, Results
 from promptq.worker.engine.model.load_check import CheckedModel, check_model
 from promptq.worker.engine.model.loading import LoadedModel
 
@@ -37,7 +37,10 @@ class PaddedModel(GraphedModel):
             super()._prepare(kinds, device)
             return
         for kind in kinds:
-            self._runs[kind] = partial(self.plain.logits, *self._buffers.step(kind))
+            self._runs[kind] = partial(self._run_plain, self._buffers.step(kind))
+
+    def _run_plain(self, step: PackedStep) -> Results:
+        return self.plain.logits(step, step.sampled), None
 
 
 @dataclass(frozen=True, slots=True)

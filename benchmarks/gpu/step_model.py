@@ -179,7 +179,8 @@ def _on_meta(
         write_offsets=zeros,
         block_size=BLOCK_SIZE,
     )
-    step = PackedStep([], zeros.unsqueeze(0), zeros.unsqueeze(0), layout)
+    row = zeros.unsqueeze(0)
+    step = PackedStep([], row, row, layout, zeros, zeros[:0].double(), zeros[:0])
     if fused:
         return FusedDecoder(model, cache.layers, patterns, backend, context), step
     modules = [layer.self_attn for layer in model.model.layers]

@@ -7,23 +7,17 @@ from collections.abc import AsyncIterator, Callable
 
 from benchmarks.driving.serving import free_port, serve
 from benchmarks.driving.streaming import http_events
+from benchmarks.driving.vllm_command import MODEL, vllm_command
 from benchmarks.suite.jobs import Job, Outcome, Request, main
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     port = free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", job.model),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "bench"),
-        *("--dtype", job.torch_dtype, "--max-model-len", str(job.max_model_len)),
-        *("--max-num-seqs", str(job.max_num_seqs)),
-        *("--kv-cache-memory-bytes", str(job.kv_cache_bytes)),
-        *("--disable-log-stats", "--disable-uvicorn-access-log"),
-    ]
+    command = vllm_command(sys.executable, job, port)
 
     async def stream(request: Request) -> AsyncIterator[int]:
         body = {
-            "model": "bench",
+            "model": MODEL,
             "prompt": request.prompt,
             "max_tokens": request.num_output,
             "temperature": 0.0,

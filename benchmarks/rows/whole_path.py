@@ -23,14 +23,20 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    run_worker(
+        job,
+        done,
+        *("--model", job.model, "--dtype", "bfloat16"),
+        *("--max-num-seqs", str(job.max_num_seqs)),
+        *("--max-model-len", str(job.max_model_len)),
+        *("--kv-cache-memory", str(job.kv_cache_bytes)),
+    )
+
+
+def run_worker(job: Job, done: Callable[[str, Outcome], None], *flags: str) -> None:
+    """All workloads through Redis and one worker with these flags."""
     with EmbeddedServer() as server:
-        worker = start_worker(
-            server.url,
-            *("--model", job.model, "--dtype", "bfloat16"),
-            *("--max-num-seqs", str(job.max_num_seqs)),
-            *("--max-model-len", str(job.max_model_len)),
-            *("--kv-cache-memory", str(job.kv_cache_bytes)),
-        )
+        worker = start_worker(server.url, *flags)
         try:
             asyncio.run(_drive_all(job, done, server.url, worker.pid))
         finally:

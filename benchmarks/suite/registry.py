@@ -22,6 +22,8 @@ class Row:
     peer: str | None = None
     """Folder among the peers' that it needs."""
     is_own: bool = False
+    runs_in_peer: bool = False
+    """Whether its process runs in vLLM's environment."""
 
     def missing(self, peers: Path) -> str | None:
         """Why it cannot run; None if it can."""
@@ -34,16 +36,20 @@ class Row:
 
     def interpreter(self, peers: Path) -> Path:
         """The Python that its process runs in."""
-        if self.peer == "vllm":
-            return peers / "vllm" / "bin" / "python"
+        if self.runs_in_peer:
+            return vllm_python(peers)
         return Path(sys.executable)
 
     def variables(self, peers: Path) -> dict[str, str]:
         """What its process finds in the environment."""
-        return _vllm_variables(peers) if self.peer == "vllm" else {}
+        return vllm_variables(peers) if self.runs_in_peer else {}
 
 
-def _vllm_variables(peers: Path) -> dict[str, str]:
+def vllm_python(peers: Path) -> Path:
+    return peers / "vllm" / "bin" / "python"
+
+
+def vllm_variables(peers: Path) -> dict[str, str]:
     """What makes vLLM as fast on a CPU as it can be: all cores, tcmalloc, Intel's OpenMP."""
     libraries = [
         *sorted((peers / "tcmalloc").rglob("libtcmalloc_minimal.so.*"))[:1],
@@ -64,8 +70,9 @@ ROWS = {
     for row in (
         Row("engine", "engine alone", "engine", _OWN | {"step"}, is_own=True),
         Row("redis", "whole path through Redis", "whole_path", _OWN, is_own=True),
-        Row("vllm-offline", "vLLM offline", "vllm_offline", _AT_ONCE, "vllm"),
-        Row("vllm-server", "vLLM server", "vllm_server", _STREAMED, "vllm"),
+        Row("vllm-offline", "vLLM offline", "vllm_offline", _AT_ONCE, "vllm", runs_in_peer=True),
+        Row("vllm-server", "vLLM server", "vllm_server", _STREAMED, "vllm", runs_in_peer=True),
+        Row("vllm-worker", "vLLM behind Redis", "vllm_worker", _STREAMED, "vllm", is_own=True),
         Row("llama-server", "llama.cpp server", "llama_server", _AT_ONCE, "llama"),
         Row("continuous", "transformers continuous batching", "continuous", _AT_ONCE),
         Row("static", "transformers generate, static", "static", _AT_ONCE),

@@ -71,6 +71,12 @@ def targets(measured: Measured, floor_ratio: float | None) -> Iterator[Target]:
     for model in ("54m", "473m"):
         value = ratio(speed, (model, "burst", "redis"), (model, "burst", "engine"))
         yield Target(f"whole path through Redis over the engine alone, {model}", value, 0.97, 0.99)
+    for model in ("473m", "54m"):
+        keys = ((model, "burst", "vllm-worker"), (model, "burst", "vllm-server"))
+        name = f"burst, {model}, vLLM's server behind Redis over its own streams"
+        yield Target(name, ratio(speed, *keys), 0.95, 1.0)
+        value = ratio("first_token_p95", *keys)
+        yield Target(f"{name}, time to first token p95", value, 1.1, 1.0, less_is_more=True)
     name = "decode step over its floor, 473m at 32, length 250"
     yield Target(name, floor_ratio, 1.5, 1.25, less_is_more=True)
     for model in ("54m", "473m"):

@@ -53,6 +53,8 @@ class ApiKey(BaseModel):
     """Whether it may see and control the whole queue."""
     scopes: tuple[str, ...] | None = None
     """The scopes (`SCOPES`) that it may call; None: all."""
+    models: tuple[str, ...] | None = None
+    """The names of the models that it may use; None: all."""
     expires_at: int = Field(0, ge=0)
     """When it stops being valid, in Unix milliseconds; 0: never."""
     created_at: int = 0

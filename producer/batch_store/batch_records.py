@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -44,6 +45,8 @@ class BatchRecord(BaseModel):
     tenant: str = ""
     caller: ApiKey = ApiKey(name="unknown")
     """What the key that made it allowed, and so what its lines may have."""
+    queues: tuple[str, ...] = ()
+    """The queues to which its lines may go, beside that which holds it; `*` are all others."""
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     ending: Status | None = None
@@ -77,7 +80,7 @@ class BatchRecord(BaseModel):
 
     def to_api(self) -> dict[str, object]:
         """OpenAI's batch object."""
-        hidden = {"tenant", "caller", "ending", "output_ttl_seconds"}
+        hidden = {"tenant", "caller", "queues", "ending", "output_ttl_seconds"}
         hidden |= {"total", "completed", "failed", "errors", "usage"}
         is_cancelling = self.cancelling_at is not None and not self.is_final
         return {
@@ -107,6 +110,7 @@ def new_batch(
     caller: ApiKey,
     metadata: dict[str, str] | None = None,
     output_ttl_seconds: int = BATCH_FILE_SECONDS,
+    queues: Sequence[str] = (),
 ) -> BatchRecord:
     """A new batch, which is not in Redis yet."""
     now = int(time.time())
@@ -116,6 +120,7 @@ def new_batch(
         input_file_id=input_file_id,
         tenant=caller.tenant or "",
         caller=caller,
+        queues=tuple(queues),
         metadata=metadata,
         output_ttl_seconds=output_ttl_seconds,
         created_at=now,

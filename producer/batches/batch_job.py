@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
+import redis.asyncio
 
 from promptq.producer.batch_store.batch_records import (
     Batches,
@@ -28,11 +29,15 @@ from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
 from promptq.producer.batches.runner_lease import LEASE_MS, RunnerLease
 from promptq.producer.batches.stop_signals import stop_signals
+from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.settings import JobsSettings, read_jobs_settings
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.connection import open_async_redis
+
+if TYPE_CHECKING:
+    from promptq.producer.gateway.context.served_queues import ServedQueues
 
 T = TypeVar("T")
 
@@ -56,7 +61,7 @@ async def _run(settings: JobsSettings, batch_id: str) -> str:
             return "somebody else runs it"
         # If this raises, the lease expires by itself, so that the next try does not come at once.
         try:
-            ended = await _BatchJob(settings, queue, batch_id, lease).run()
+            ended = await _BatchJob(settings, connection, queue, batch_id, lease).run()
         except BatchIsRunningError:
             return "somebody else runs it"
         with suppress(redis.RedisError):
@@ -68,12 +73,13 @@ class _BatchJob:
     def __init__(
         self,
         settings: JobsSettings,
+        connection: redis.asyncio.Redis,
         queue: AsyncRequestQueue,
         batch_id: str,
         lease: RunnerLease,
     ) -> None:
         self._settings = settings
-        self._queue = queue
+        self._connection = connection
         self._batches = Batches(queue)
         self._batch_id = batch_id
         self._lease = lease
@@ -139,7 +145,7 @@ class _BatchJob:
             )
             run = BatchRun(
                 record.id,
-                self._queue,
+                self._queues(record),
                 read_lines(source),
                 total,
                 journal,
@@ -161,6 +167,17 @@ class _BatchJob:
             usage=usage.model_dump(),
         )
         return True
+
+    def _queues(self, record: BatchRecord) -> ServedQueues:
+        """Those of the gateway that took the batch."""
+        # Imported here, as it imports all of FastAPI.
+        from promptq.producer.gateway.context.served_queues import ServedQueues, log_unreadable
+
+        return ServedQueues(
+            lambda name: AsyncClient(self._connection, name),
+            [self._settings.queue, *record.queues],
+            on_unreadable=log_unreadable,
+        )
 
     async def _look(self, record: BatchRecord, run: BatchRun, journal: Journal) -> Ending | None:
         now = time.monotonic()

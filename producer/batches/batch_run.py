@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import redis
@@ -30,6 +31,10 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 if TYPE_CHECKING:
     from promptq.producer.batches.line_requests import LineRequest
+    from promptq.producer.gateway.context.served_queues import ServedQueues
+
+    Asked = tuple[LineRequest, NewRequest]
+    """A line, and one of its requests."""
 
 T = TypeVar("T")
 
@@ -66,7 +71,7 @@ class BatchRun:
     def __init__(
         self,
         batch_id: str,
-        queue: AsyncRequestQueue,
+        queues: ServedQueues,
         lines: Iterable[tuple[int, bytes]],
         total: int,
         journal: Journal,
@@ -77,9 +82,7 @@ class BatchRun:
         # Imported here, as it imports all of FastAPI.
         from promptq.producer.batches.line_requests import LineGateway
 
-        self._queue = queue
-        self._keys = queue.keys
-        self._gateway = LineGateway(batch_id, queue, options)
+        self._gateway = LineGateway(batch_id, queues, options)
         self._lines = self._lines_to_run(lines, LineReader(options.endpoint))
         self._total = total
         self._journal = journal
@@ -89,10 +92,11 @@ class BatchRun:
         self._ending: Ending | None = None
         self._in_flight: dict[int, LineRequest] = {}
         self._held_back: dict[int, LineRequest] = {}
-        self._full_until = 0.0
+        self._full_until: dict[str, float] = {}  # by queue
+        self._is_at_end = False
         self._waits_for_rates = False
         self._wait_seconds = _FIRST_WAIT_SECONDS
-        self._written: list[NewRequest] = []
+        self._written: list[Asked] = []
         self._let_go_at = time.monotonic()
 
     async def run(self, look: Callable[[], Awaitable[Ending | None]]) -> Ending:
@@ -129,7 +133,7 @@ class BatchRun:
         if self._ending is not None:
             return
         await self._fill()
-        if not self._in_flight and not self._held_back:
+        if self._is_at_end and not self._in_flight and not self._held_back:
             self._ending = Ending.COMPLETED
             return
         ended = await self._collect()
@@ -144,32 +148,49 @@ class BatchRun:
         self._journal.flush()
         self._on_progress(self.progress())
 
-    def _lines_to_run(
+    async def _lines_to_run(
         self, lines: Iterable[tuple[int, bytes]], reader: LineReader
-    ) -> Iterator[LineRequest]:
-        """The lines to run. Lines that are not requests are written down as errors."""
+    ) -> AsyncIterator[LineRequest | None]:
+        """The lines to run, and None as long as the next one has to wait for its model's worker.
+
+        Lines that are not requests are written down as errors.
+        """
         for number, raw in lines:
-            is_done = number in self._journal.done
+            if number in self._journal.done:
+                with suppress(BrokenLineError):
+                    reader.parse(number, raw)  # which remembers the line's custom id
+                continue
             try:
                 line = reader.parse(number, raw)
-                if not is_done:
-                    yield self._gateway.of(line)
+                while (item := await self._persist(partial(self._gateway.of, line))) is None:
+                    if self._ending is not None:
+                        break
+                    yield None
+                else:
+                    yield item
+                    continue
+                self._journal.add_error(number, line.custom_id, *_UNFINISHED[self._ending])
             except BrokenLineError as error:
-                if not is_done:
-                    self._journal.add_error(number, error.custom_id, error.code, str(error))
+                self._journal.add_error(number, error.custom_id, error.code, str(error))
             except RefusedLineError as error:
                 self._journal.add_refusal(error)
 
     async def _fill(self) -> None:
         while len(self._in_flight) < self._options.max_in_flight:
-            if time.monotonic() < self._full_until:
-                return
-            if self._held_back:
-                item = self._held_back.pop(next(iter(self._held_back)))
-            elif (found := next(self._lines, None)) is not None:
-                item = found
-            else:
-                return
+            item = self._first_held_back()
+            if item is None:
+                if len(self._held_back) >= self._options.max_in_flight:
+                    return
+                try:
+                    item = await anext(self._lines)
+                except StopAsyncIteration:
+                    self._is_at_end = True
+                    return
+                if item is None:
+                    return
+                if self._is_full(item):
+                    self._held_back[item.line.number] = item
+                    continue
             try:
                 seconds = await self._persist(partial(self._gateway.wait_for_rates, item))
             except RefusedLineError as error:
@@ -183,10 +204,20 @@ class BatchRun:
             else:
                 await self._refuse_if_too_large(item)
 
+    def _first_held_back(self) -> LineRequest | None:
+        """Take out the first line that was held back and may be tried again."""
+        for number, item in self._held_back.items():
+            if not self._is_full(item):
+                return self._held_back.pop(number)
+        return None
+
+    def _is_full(self, item: LineRequest) -> bool:
+        return time.monotonic() < self._full_until.get(item.served.name, 0.0)
+
     async def _enqueue(self, item: LineRequest, requests: list[NewRequest]) -> bool:
         """Enqueue requests, unless they are in the queue. Gives false if the item is held back."""
         try:
-            await self._persist(partial(self._queue.enqueue, requests))
+            await self._persist(partial(item.served.queue.enqueue, requests))
         except RequestExistsError:
             pass  # an earlier process enqueued it
         except QueueFullError as error:
@@ -196,29 +227,26 @@ class BatchRun:
 
     def _hold_back(self, item: LineRequest, seconds: float) -> None:
         self._held_back[item.line.number] = item
-        self._full_until = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
+        self._full_until[item.served.name] = time.monotonic() + min(seconds, _LONGEST_FULL_SECONDS)
 
     async def _refuse_if_too_large(self, item: LineRequest) -> None:
         """Refuse a line that does not even fit into an empty queue: others would wait forever."""
-        if await self._persist(self._num_waiting):
+        queue = item.served.queue
+        if await self._persist(partial(_num_waiting, queue)):
             return
         try:
-            await self._persist(partial(self._queue.enqueue, item.requests))
+            await self._persist(partial(queue.enqueue, item.requests))
         except RequestExistsError:
             pass
         except QueueFullError as error:
             del self._held_back[item.line.number]
-            self._full_until = 0.0
+            del self._full_until[item.served.name]
             self._journal.add_refusal(self._gateway.too_large(item, error.limit))
-
-    async def _num_waiting(self) -> int:
-        delayed = Call("", ["ZCARD", self._keys.delayed], int)
-        return sum(await self._queue.run([delayed, lookups.count(self._keys)]))
 
     async def _collect(self) -> int:
         """Write down lines that have ended. Gives how many."""
         asked = [(item, new) for item in self._in_flight.values() for new in item.open_requests]
-        states = await self._ask("state", [new for _, new in asked])
+        states = await self._ask("state", asked)
         final = []
         for (item, new), state in zip(asked, states, strict=True):
             if state is not None and RequestState(state.decode()).is_final:
@@ -227,7 +255,7 @@ class BatchRun:
             is_lost = state is None and self._ending is None
             if is_lost and not await self._enqueue(item, [new]):
                 self._in_flight.pop(item.line.number, None)
-        results = await self._ask("result", [new for _, new in final])
+        results = await self._ask("result", final)
         for (item, new), result in zip(final, results, strict=True):
             if result is not None:
                 item.results[new.request_id] = Result.model_validate_json(result)
@@ -235,14 +263,33 @@ class BatchRun:
         for item in ended:
             await self._write(item)
             del self._in_flight[item.line.number]
-            self._written += item.requests
+            self._written += [(item, new) for new in item.requests]
         return len(ended)
 
-    async def _ask(self, name: str, requests: list[NewRequest]) -> list[bytes | None]:
+    async def _ask(self, name: str, asked: Sequence[Asked]) -> list[bytes | None]:
         """Read one field of many requests' hashes."""
-        keys = [self._keys.request(new.request_id) for new in requests]
-        calls = [Call("", ["HGET", key, name], lambda reply: reply) for key in keys]
-        return await self._persist(partial(self._queue.run, calls))
+
+        def field(queue: AsyncRequestQueue, new: NewRequest) -> Call[bytes | None]:
+            key = queue.keys.request(new.request_id)
+            return Call("", ["HGET", key, name], lambda reply: reply)
+
+        return await self._of_all(asked, field)
+
+    async def _of_all(
+        self,
+        asked: Sequence[Asked],
+        call: Callable[[AsyncRequestQueue, NewRequest], Call[T]],
+    ) -> list[T]:
+        """Make a call for each request, those of a queue in one round trip."""
+        by_queue: dict[AsyncRequestQueue, list[int]] = {}
+        for at, (item, _) in enumerate(asked):
+            by_queue.setdefault(item.served.queue, []).append(at)
+        found: dict[int, T] = {}
+        for queue, places in by_queue.items():
+            calls = [call(queue, asked[at][1]) for at in places]
+            told = await self._persist(partial(queue.run, calls))
+            found.update(zip(places, told, strict=True))
+        return [found[at] for at in range(len(asked))]
 
     async def _let_go(self) -> None:
         """Let requests expire soon whose lines are written to the disk.
@@ -251,11 +298,9 @@ class BatchRun:
         """
         done, self._written = self._written, []
         self._let_go_at = time.monotonic()
-        keys = [self._keys.request(it.request_id) for it in done if it.request.webhook_url is None]
-        shorten = [Call("", ["PEXPIRE", key, _KEPT_MS, "XX", "LT"], int) for key in keys]
         if done:
             self._journal.sync()
-            await self._persist(partial(self._queue.run, shorten))
+            await self._of_all([it for it in done if it[1].request.webhook_url is None], _shorten)
 
     async def _write(self, item: LineRequest) -> None:
         line = item.line
@@ -282,28 +327,34 @@ class BatchRun:
     async def _give_up(self, code: str, message: str) -> None:
         """Cancel what is in flight. Answers that are ready before that are kept."""
         # An earlier process may have enqueued these lines, too.
-        for item in islice(self._lines, max(0, self._options.max_in_flight - len(self._in_flight))):
+        while len(self._in_flight) < self._options.max_in_flight:
+            if (item := await anext(self._lines, None)) is None:
+                break
             self._in_flight[item.line.number] = item
         await self._collect()
-        await self._cancel([new for it in self._in_flight.values() for new in it.open_requests])
+        open_ones = self._in_flight.values()
+        await self._cancel([(item, new) for item in open_ones for new in item.open_requests])
         await self._collect()
-        for item in chain(self._in_flight.values(), self._held_back.values(), self._lines):
+        for item in chain(self._in_flight.values(), self._held_back.values()):
+            self._journal.add_error(item.line.number, item.line.custom_id, code, message)
+        async for item in self._lines:
+            assert item is not None  # none waits for a worker any more
             self._journal.add_error(item.line.number, item.line.custom_id, code, message)
 
-    async def _cancel(self, requests: list[NewRequest]) -> None:
+    async def _cancel(self, requests: list[Asked]) -> None:
         """Cancel requests that are in the queue, and wait for their end."""
         left = await self._unfinished(requests)
-        for new in left:
-            await self._persist(partial(self._queue.cancel, new.request_id))
+        for item, new in left:
+            await self._persist(partial(item.served.queue.cancel, new.request_id))
         until = time.monotonic() + _END_SECONDS
         while left and time.monotonic() < until:
             left = await self._unfinished(left)
             await asyncio.sleep(_FIRST_WAIT_SECONDS * 5)
 
-    async def _unfinished(self, requests: list[NewRequest]) -> list[NewRequest]:
+    async def _unfinished(self, requests: list[Asked]) -> list[Asked]:
         states = await self._ask("state", requests)
         pairs = zip(requests, states, strict=True)
-        return [new for new, it in pairs if it and not RequestState(it.decode()).is_final]
+        return [asked for asked, it in pairs if it and not RequestState(it.decode()).is_final]
 
     async def _persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call while the server is away or refuses it. All calls here may be repeated.
@@ -323,3 +374,13 @@ class BatchRun:
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(_LONGEST_WAIT_SECONDS)
+
+
+async def _num_waiting(queue: AsyncRequestQueue) -> int:
+    delayed = Call("", ["ZCARD", queue.keys.delayed], int)
+    return sum(await queue.run([delayed, lookups.count(queue.keys)]))
+
+
+def _shorten(queue: AsyncRequestQueue, new: NewRequest) -> Call[int]:
+    key = queue.keys.request(new.request_id)
+    return Call("", ["PEXPIRE", key, _KEPT_MS, "XX", "LT"], int)

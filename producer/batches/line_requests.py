@@ -13,18 +13,26 @@ from promptq.producer.batch_store.input_file import BatchLine, RefusedLineError,
 from promptq.producer.batches.run_options import RunOptions
 from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.respond import granted
-from promptq.producer.gateway.context.access import Caller
-from promptq.producer.gateway.context.caller_rates import account_of, beyond_rates, rates_of
-from promptq.producer.gateway.context.queue_view import QueueWatch
+from promptq.producer.gateway.context.access import Caller, check_model
+from promptq.producer.gateway.context.caller_rates import (
+    account_of,
+    beyond_rates,
+    rates_of,
+    take_of_queues,
+)
+from promptq.producer.gateway.context.served_queues import (
+    ModelIsLoadingError,
+    ServedQueue,
+    ServedQueues,
+)
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer
 from promptq.producer.gateway.openai.completion import completion_of
-from promptq.producer.gateway.openai.request_bodies import CompletionCall, read_call
-from promptq.shared.errors import InvalidRequestError
+from promptq.producer.gateway.openai.request_bodies import CompletionCall, read_call, request_ids
+from promptq.shared.errors import InvalidRequestError, ModelNotServedError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.request import NewRequest
-from promptq.shared.queue.rate_limits import Rate, take_of_rates
-from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.rate_limits import Rate
 
 
 @dataclass(slots=True)
@@ -36,6 +44,8 @@ class LineRequest:
     requests: list[NewRequest]
     rates: list[Rate]
     """What it must still take of its caller's rates."""
+    served: ServedQueue
+    """The queue that serves its model."""
     results: dict[str, Result] = field(default_factory=dict)
 
     @property
@@ -46,26 +56,37 @@ class LineRequest:
 class LineGateway:
     """Reads lines and answers them, each like a call to the gateway."""
 
-    def __init__(self, batch_id: str, queue: AsyncRequestQueue, options: RunOptions) -> None:
+    def __init__(self, batch_id: str, queues: ServedQueues, options: RunOptions) -> None:
         self._batch_id = batch_id
-        self._queue = queue
+        self._queues = queues
         self._options = options
-        self._watch = QueueWatch(queue)
 
-    def of(self, line: BatchLine) -> LineRequest:
-        """The requests of a line. Raises RefusedLineError if the gateway would refuse it."""
+    async def of(self, line: BatchLine) -> LineRequest | None:
+        """The requests of a line; None while the worker of its model is still to come.
+
+        Raises RefusedLineError if the gateway would refuse it.
+        """
         options, request_id = self._options, request_id_of(self._batch_id, line)
+        aliases = await self._queues.aliases()
         with _refusing(line, request_id):
             call = _call_of(line)
-            call = call.with_fields(**{**options.defaults, **call.fields})
-            rates, account = list[Rate](), None
-            if (caller := options.caller) is not None:
+            call = call.with_fields(**{**options.defaults, **call.fields}).with_model_of(aliases)
+            caller, rates, account = options.caller, list[Rate](), None
+            first, *_ = request_ids(request_id, call.num_choices)
+            if caller is not None and call.model:
+                check_model(caller, call.model)
+            try:
+                served, view = await self._queues.of_model(call.model, lambda it: it.request(first))
+            except ModelIsLoadingError:
+                return None
+            if caller is not None:
+                check_model(caller, call.model or view.model)
                 call = granted(call, caller)
                 rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
             # A repeated line is known by its id.
             new = compose(call.with_fields(idempotency_key=None).requests(request_id), account)
-        return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates)
+        return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
         """Take what a line needs of its caller's rates. Gives the seconds to wait, or 0.
@@ -76,7 +97,8 @@ class LineGateway:
         caller = self._options.caller
         if caller is None or not item.rates:
             return 0.0
-        taken = await self._queue.run(take_of_rates(_holder(caller), item.rates))
+        own, holder = self._queues.own.queue, _holder(caller)
+        taken = await take_of_queues(own, item.served.queue, holder, item.rates)
         if taken.wait_ms is None:
             with _refusing(item.line, item.request_id):
                 raise beyond_rates(caller, item.rates)
@@ -86,8 +108,9 @@ class LineGateway:
 
     async def answer(self, item: LineRequest) -> dict[str, Any]:
         """The body of the answer. Raises RefusedLineError if a request failed."""
-        view = await self._watch.look()
-        completion = completion_of(_call_of(item.line), item.request_id, view.model)
+        view = await item.served.watch.look()
+        call = _call_of(item.line).with_model_of(await self._queues.aliases())
+        completion = completion_of(call, item.request_id, view.model)
         style = view.tool_call_style if completion.with_tools else None
         results = [item.results[new.request_id] for new in item.requests]
         with _refusing(item.line, item.request_id):
@@ -125,7 +148,7 @@ def _call_of(line: BatchLine) -> CompletionCall:
 def _refusing(line: BatchLine, request_id: str) -> Iterator[None]:
     try:
         yield
-    except InvalidRequestError as error:
+    except (InvalidRequestError, ModelNotServedError) as error:
         refusal = as_api_error(error)
     except ApiError as error:
         refusal = error

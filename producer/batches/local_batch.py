@@ -20,10 +20,10 @@ from promptq.producer.batches.batch_journal import Journal
 from promptq.producer.batches.batch_run import BatchRun
 from promptq.producer.batches.run_options import BatchProgress, Ending, RunOptions
 from promptq.producer.batches.stop_signals import stop_signals
+from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import explained, server_url, without_server
+from promptq.producer.settings import read_gateway_settings
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
-from promptq.shared.queue.request_queue import AsyncRequestQueue
-from promptq.shared.runtime.settings import read_settings
 from promptq.shared.server.connection import open_async_redis
 
 
@@ -53,6 +53,8 @@ def run_batch(
 ) -> BatchOutcome:
     """Run a file of requests in OpenAI's batch format, and write answers in that format.
 
+    Without a `queue`, each line goes to the queue of the server that serves its model.
+
     `fields` are default fields of each request; its line may override them. If the run is
     interrupted, by a signal or a crash, the same call continues it: until all is done, a file
     `OUTPUT.batch` beside the output names the run. SIGINT and SIGTERM stop the run in good order.
@@ -65,13 +67,13 @@ def run_batch(
     """
     source, output = Path(input_file), Path(output_file)
     errors = errors_beside(output) if error_file is None else Path(error_file)
-    settings = read_settings()
+    settings = read_gateway_settings(queues=queue and [queue])
     options = RunOptions(
         max_in_flight=max_in_flight,
         defaults=dict(fields or {}),
         retry_seconds=settings.redis_retry_seconds,
     )
-    url = server_url(server)
+    url, served = server_url(server), settings.served_queues
 
     async def run(total: int) -> BatchOutcome:
         try:
@@ -79,11 +81,15 @@ def run_batch(
         except RedisUnavailableError as error:
             raise without_server(error) from error
         async with connection:
+            # Imported here, as it imports all of FastAPI.
+            from promptq.producer.gateway.context.served_queues import ServedQueues
+
+            queues = ServedQueues(lambda name: AsyncClient(connection, name), served)
             batch_id = _run_id(source, output, errors, mark)
             with Journal(batch_id, output, errors) as journal:
                 run = BatchRun(
                     batch_id,
-                    AsyncRequestQueue(connection, queue or settings.queue),
+                    queues,
                     read_lines(source),
                     total,
                     journal,

@@ -13,7 +13,9 @@ import redis.asyncio
 
 from promptq.producer.clients import operations
 from promptq.producer.clients.connecting import (
+    DEFAULT_QUEUE,
     address_of,
+    check_is_alone,
     check_replies_are_bytes,
     explained,
     server_url,
@@ -53,7 +55,8 @@ def _method(
 
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with explained(client.url):
-            return await carry_out_async(operation(client._keys, *args, **kwargs), client._take)
+            keys = (await client._connected()).keys
+            return await carry_out_async(operation(keys, *args, **kwargs), client._take)
 
     return as_method(method, operation)
 
@@ -71,13 +74,18 @@ class AsyncClient:
     def __init__(
         self,
         server: str | redis.asyncio.Redis | None = None,
-        queue: str = "default",
+        queue: str | None = None,
         *,
+        model: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
         tracing: Tracing | None = None,
     ) -> None:
-        self._keys = Keys(queue)
+        if model is not None:
+            check_is_alone(model, queue)
+        self._keys = Keys(DEFAULT_QUEUE if queue is None else queue)
+        self._model = model
         self._owned: redis.asyncio.Redis | None = None
+        self._redis: redis.asyncio.Redis | None = None
         self._queue: AsyncRequestQueue | None = None
         self._subscriptions: Subscriptions | None = None
         self._connecting = asyncio.Lock()
@@ -96,7 +104,7 @@ class AsyncClient:
 
         A client that was made from a URL has it once it is connected, such as in `async with`.
         """
-        if self._queue is None:
+        if self._queue is None or self._model is not None:
             raise RedisUnavailableError("the client is not connected yet: enter it with async with")
         return self._queue
 
@@ -124,6 +132,11 @@ class AsyncClient:
     dead_letter = _method(operations.dead_letter)
     requeue = _method(operations.requeue)
     purge = _method(operations.purge)
+    models = _method(operations.models)
+    queue_of_model = _method(operations.queue_of_model)
+    queue_of_request = _method(operations.queue_of_request)
+    set_alias = _method(operations.set_alias)
+    forget_model = _method(operations.forget_model)
     create_api_key = _method(operations.create_api_key)
     api_keys = _method(operations.api_keys)
     revoke_api_key = _method(operations.revoke_api_key)
@@ -132,7 +145,12 @@ class AsyncClient:
         self, request_id: str, *, from_index: int = 0, timeout: float | None = None
     ) -> AsyncGenerator[TokenEvent, None]:
         """As `Client.stream`. To leave the loop early, use `contextlib.aclosing`."""
-        return self._carry_out(partial(advance, self._steps(request_id, from_index, timeout)))
+        check_request_id(request_id)
+
+        def begin() -> Callable[[Any], Any]:
+            return partial(advance, self._steps(request_id, from_index, timeout))
+
+        return self._carry_out(begin)
 
     async def follow(
         self,
@@ -149,17 +167,22 @@ class AsyncClient:
         runs. For work that takes time, `handle` returns a function, which is called and awaited
         before the stream goes on. Raises what `stream` and `handle` raise.
         """
-        steps = self._steps(request_id, from_index, timeout)
+        check_request_id(request_id)
 
-        def go_on(answer: Any) -> Action | Callable[[], Awaitable[None]] | None:
-            action = advance(steps, answer)
-            while type(action) is TokenEvent:  # isinstance of a pydantic class is slow
-                if (unfinished := handle(action)) is not None:
-                    return unfinished
-                action = advance(steps, None)
-            return action
+        def begin() -> Callable[[Any], Any]:
+            steps = self._steps(request_id, from_index, timeout)
 
-        async with aclosing(self._carry_out(go_on)) as all_unfinished:
+            def go_on(answer: Any) -> Action | Callable[[], Awaitable[None]] | None:
+                action = advance(steps, answer)
+                while type(action) is TokenEvent:  # isinstance of a pydantic class is slow
+                    if (unfinished := handle(action)) is not None:
+                        return unfinished
+                    action = advance(steps, None)
+                return action
+
+            return go_on
+
+        async with aclosing(self._carry_out(begin)) as all_unfinished:
             async for finish in all_unfinished:
                 await finish()
 
@@ -181,15 +204,24 @@ class AsyncClient:
 
     async def _connected(self) -> AsyncRequestQueue:
         async with self._connecting:
-            if self._queue is None:
+            if self._redis is None:
                 try:
                     self._owned = await heeding_cancels(open_async_redis(self.url))
                 except RedisUnavailableError as error:
                     raise without_server(error) from error
                 self._use(self._owned)
+            if self._model is not None:
+                finding = operations.queue_of_model(self._keys, self._model)
+                assert self._redis is not None
+                assert self._queue is not None
+                with explained(self.url):
+                    name = await heeding_cancels(carry_out_async(finding, self._queue.run))
+                self._model, self._keys = None, Keys(name)
+                self._queue = AsyncRequestQueue(self._redis, name)
         return self.queue
 
     def _use(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
         self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
 
@@ -206,17 +238,15 @@ class AsyncClient:
         return await heeding_cancels(queue.run(step))
 
     def _steps(self, request_id: str, from_index: int, timeout: float | None) -> Steps:
-        return follow(
-            self._keys,
-            check_request_id(request_id),
-            from_index,
-            silence=self._silence,
-            timeout=timeout,
-        )
+        return follow(self._keys, request_id, from_index, silence=self._silence, timeout=timeout)
 
-    async def _carry_out(self, go_on: GoOn[Any]) -> AsyncGenerator[Any, None]:
-        """Carry out a stream's actions. Yields whatever else `go_on` gives, until it gives None."""
+    async def _carry_out(self, begin: Callable[[], GoOn[Any]]) -> AsyncGenerator[Any, None]:
+        """Carry out a stream's actions, once the client is connected and knows its queue.
+
+        Yields whatever else the function of `begin` gives, until it gives None.
+        """
         await self._connected()
+        go_on = begin()
         assert self._subscriptions is not None
         with explained(self.url):
             async with aclosing(self._subscriptions.mailbox()) as mailbox:

@@ -12,6 +12,7 @@ from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.advertised import advertised
 from promptq.shared.server.connection import explain
 
+DEFAULT_QUEUE = "default"
 HOW_TO_GET_A_SERVER = (
     "start `promptq up` in another terminal, or give the URL of a server"
     " (--redis of a command, an argument of a client, or PROMPTQ_REDIS_URL)"
@@ -50,6 +51,14 @@ def check_replies_are_bytes(pool: redis.ConnectionPool | redis.asyncio.Connectio
     """Raise ConfigurationError for a client made with `decode_responses=True`."""
     if pool.connection_kwargs.get("decode_responses"):
         raise ConfigurationError("redis: give a client that was made without decode_responses=True")
+
+
+def check_is_alone(model: str, queue: str | None) -> None:
+    """Raise ConfigurationError for a client with both."""
+    if queue is not None:
+        raise ConfigurationError(
+            f"model: {model!r} finds its queue by itself; name it or the queue {queue!r}, not both"
+        )
 
 
 @contextmanager

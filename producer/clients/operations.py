@@ -26,6 +26,11 @@ from promptq.producer.admin.queue_control import pause as pause
 from promptq.producer.admin.queue_control import reprioritise as reprioritise
 from promptq.producer.admin.queue_control import resume as resume
 from promptq.producer.admin.queue_stats import stats as stats
+from promptq.producer.admin.queue_views import forget_model as forget_model
+from promptq.producer.admin.queue_views import models as models
+from promptq.producer.admin.queue_views import queue_of_model as queue_of_model
+from promptq.producer.admin.queue_views import queue_of_request as queue_of_request
+from promptq.producer.admin.queue_views import set_alias as set_alias
 from promptq.producer.admin.timeline import timeline as timeline
 from promptq.producer.clients.request_builder import (
     Messages,

@@ -11,7 +11,9 @@ import redis
 
 from promptq.producer.clients import operations
 from promptq.producer.clients.connecting import (
+    DEFAULT_QUEUE,
     address_of,
+    check_is_alone,
     check_replies_are_bytes,
     explained,
     server_url,
@@ -31,7 +33,7 @@ from promptq.producer.clients.stream import (
     heard,
 )
 from promptq.producer.clients.tracing import enqueueing
-from promptq.shared.errors import RedisUnavailableError
+from promptq.shared.errors import PromptqError, RedisUnavailableError
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.queue.call import Operation, carry_out
@@ -67,9 +69,13 @@ class Client:
     context manager, or call `close`. With `tracing` (see `promptq.shared.runtime.tracing`) each
     request gets a span, and its worker's spans are children of that span.
 
-    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError. Every
-    method raises them too when the server goes away. Most methods are described in
-    `promptq.producer.clients.operations`.
+    Instead of a `queue` you may name a `model`: the client then uses the queue that serves it, or,
+    of several, the one with the fewest requests for each worker. A request is known in the queue
+    that it was sent to (`client.queue.keys.queue`).
+
+    Raises RedisUnavailableError, RedisAuthError, RedisTooOldError, ConfigurationError,
+    ModelNotServedError. Every method raises the first three too when the server goes away. Most
+    methods are described in `promptq.producer.clients.operations`.
     """
 
     queue: RequestQueue
@@ -78,11 +84,14 @@ class Client:
     def __init__(
         self,
         server: str | redis.Redis | None = None,
-        queue: str = "default",
+        queue: str | None = None,
         *,
+        model: str | None = None,
         silence_seconds: float = SILENCE_SECONDS,
         tracing: Tracing | None = None,
     ) -> None:
+        if model is not None:
+            check_is_alone(model, queue)
         self._owned: redis.Redis | None = None
         if isinstance(server, redis.Redis):
             check_replies_are_bytes(server.connection_pool)
@@ -94,7 +103,15 @@ class Client:
                 self._redis = self._owned = open_redis(self.url)
             except RedisUnavailableError as error:
                 raise without_server(error) from error
-        self.queue = RequestQueue(self._redis, queue)
+        self.queue = RequestQueue(self._redis, DEFAULT_QUEUE if queue is None else queue)
+        if model is not None:
+            finding = operations.queue_of_model(self.queue.keys, model)
+            try:
+                with explained(self.url):
+                    self.queue = RequestQueue(self._redis, carry_out(finding, self.queue.run))
+            except PromptqError:
+                self.close()
+                raise
         self._silence = silence_seconds
         self._tracing = tracing
 
@@ -122,6 +139,11 @@ class Client:
     dead_letter = _method(operations.dead_letter)
     requeue = _method(operations.requeue)
     purge = _method(operations.purge)
+    models = _method(operations.models)
+    queue_of_model = _method(operations.queue_of_model)
+    queue_of_request = _method(operations.queue_of_request)
+    set_alias = _method(operations.set_alias)
+    forget_model = _method(operations.forget_model)
     create_api_key = _method(operations.create_api_key)
     api_keys = _method(operations.api_keys)
     revoke_api_key = _method(operations.revoke_api_key)

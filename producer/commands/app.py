@@ -9,16 +9,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from promptq.producer.commands.admin.keys import keys
+from promptq.producer.commands.admin.models import models
+from promptq.producer.commands.admin.server_access import acl, url
+from promptq.producer.commands.admin.webhooks import webhooks
 from promptq.producer.commands.batches import batch, jobs
-from promptq.producer.commands.keys import keys
 from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
 from promptq.producer.commands.requests import cancel, submit, watch
-from promptq.producer.commands.server_access import acl, url
 from promptq.producer.commands.settings import settings
 from promptq.producer.commands.starting import demo, server, up, worker
 from promptq.producer.commands.top import top
-from promptq.producer.commands.webhooks import webhooks
 from promptq.producer.gateway.server import gateway
 
 app = typer.Typer(
@@ -29,7 +31,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_PASS_THROUGH: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+class _ForWorker(TyperCommand):
+    """Leaves options that it does not know for a worker, and all of `--` and what follows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        super().parse_args(ctx, args[:end])
+        ctx.args += args[end:]
+        return [*ctx.args]
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,16 +70,24 @@ def promptq(
 _PANELS = {
     "Processes": (up, worker, gateway, jobs, server, demo),
     "Requests": (submit, watch, cancel, reprioritise, batch),
-    "Queue": (stats, top, pause, resume, drain, dead, keys, webhooks, acl, settings, url),
+    "Queue": (
+        *(stats, top, models, pause, resume, drain, dead, keys, webhooks),
+        *(acl, settings, url),
+    ),
 }
-_SETTINGS: dict[object, dict[str, Any]] = {
-    up: _PASS_THROUGH,
-    worker: {**_PASS_THROUGH, "help_option_names": []},
-    demo: _PASS_THROUGH,
+_PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+_FOR_WORKER: dict[object, dict[str, Any]] = {
+    up: _PASS_ON,
+    worker: {**_PASS_ON, "help_option_names": []},
+    demo: _PASS_ON,
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         if isinstance(_command, typer.Typer):
             app.add_typer(_command, rich_help_panel=_panel)
+        elif _command in _FOR_WORKER:
+            app.command(
+                cls=_ForWorker, context_settings=_FOR_WORKER[_command], rich_help_panel=_panel
+            )(_command)
         else:
-            app.command(context_settings=_SETTINGS.get(_command), rich_help_panel=_panel)(_command)
+            app.command(rich_help_panel=_panel)(_command)

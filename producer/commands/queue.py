@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.command_options import AsJson, Queue, Redis, RequestId, open_client
+from promptq.producer.command_options import (
+    AsJson,
+    Queue,
+    Redis,
+    RequestId,
+    open_client,
+    open_client_of,
+)
 from promptq.producer.commands.screens.terminal import SafeConsole, write
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
@@ -113,7 +120,7 @@ def reprioritise(
 
     promptq reprioritise 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --priority -5
     """
-    with open_client(redis, queue) as client:
+    with open_client_of(redis, queue, request_id) as client:
         status = client.reprioritise(request_id, priority)
     if status is PriorityStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} waits")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from promptq.producer.command_options import Queue, Redis, RequestId, open_client
+from promptq.producer.command_options import Queue, Redis, RequestId, open_client, open_client_of
 from promptq.producer.commands.screens.printing import StreamPrinter
 from promptq.producer.commands.screens.terminal import write
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
@@ -61,6 +61,10 @@ def submit(
         bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Use the queue that serves this model."),
+    ] = None,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -87,7 +91,7 @@ def submit(
     fields |= {name: value for name, value in given.items() if value is not None}
     if "prompt" not in fields and "messages" not in fields:
         fields |= _prompt_fields(prompt, chat, system)
-    with open_client(redis, queue) as client:
+    with open_client(redis, queue, model) as client:
         request_id = request_id or new_request_id()
         try:
             request_id = client.enqueue(request_id=request_id, **fields)
@@ -113,7 +117,7 @@ def watch(
     promptq watch $(promptq submit --detach "Once upon a time")
     promptq watch 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --json
     """
-    with open_client(redis, queue) as client:
+    with open_client_of(redis, queue, request_id) as client:
         raise typer.Exit(StreamPrinter(client, request_id, as_json).watch())
 
 
@@ -124,7 +128,7 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
 
     promptq cancel 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10
     """
-    with open_client(redis, queue) as client:
+    with open_client_of(redis, queue, request_id) as client:
         status = client.cancel(request_id)
     if status is CancelStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} is known")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.command_options import DataDir, Queue
-from promptq.shared.runtime.extras import require
+from promptq.producer.command_options import DataDir
+from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.settings import read_settings
 
 ServerPort = Annotated[
@@ -34,8 +34,26 @@ def up(
     ] = None,
     redis_port: ServerPort = None,
     data: DataDir = None,
-    workers: Annotated[int, typer.Option(min=0, help="Number of worker processes.")] = 1,
-    queue: Queue = None,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Number of worker processes for each model.")
+    ] = 1,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model for the workers, as in `promptq worker`. Can be given several times: each"
+            " model then has a queue of its own.",
+            show_default=False,
+        ),
+    ] = None,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Queue; with several models one for each. Default: PROMPTQ_QUEUE or `default` for"
+            " the first model, and names like those of the models for others.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[
         int | None,
         typer.Option(
@@ -57,10 +75,11 @@ def up(
     promptq up
     promptq up --port 8000
     promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
+    promptq up --model Qwen/Qwen3-0.6B --model ./my-model --port 8000
     promptq up --redis redis://localhost:6379/0
     promptq up --data ./promptq-data
     """
-    from promptq.producer.commands.local_fleet.up import UpOptions, run_up
+    from promptq.producer.commands.local_fleet.up import UpOptions, queues_of_models, run_up
     from promptq.producer.commands.screens.terminal import SafeConsole
 
     settings = read_settings()
@@ -68,7 +87,7 @@ def up(
         redis_url=redis or settings.redis_url,
         redis_port=redis_port,
         data_dir=data,
-        queue=queue or settings.queue,
+        models=queues_of_models(model or [], queue or [], settings.queue),
         num_workers=workers,
         http_port=port,
         worker_args=context.args,
@@ -91,7 +110,7 @@ def worker(context: typer.Context) -> None:
     promptq worker --model Qwen/Qwen3-0.6B --redis redis://localhost:6379/0
     promptq worker --model ./my-model --queue chat --max-num-seqs 32
     """
-    require("promptq worker", "worker")
+    require_one_of("promptq worker", "worker", "upstream")
     from promptq.producer.commands.local_fleet.child_process import worker_command
 
     command = worker_command(context.args)

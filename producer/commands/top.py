@@ -7,22 +7,24 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from promptq.producer.command_options import Queue, Redis, open_client
+from promptq.producer.command_options import Queue, Redis, names_queue, open_client
 from promptq.shared.errors import RedisSideError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from promptq.producer.admin.overview import Overview
+    from promptq.producer.admin.queue_views import QueueView
     from promptq.producer.clients.sync_client import Client
     from promptq.shared.protocol.worker_stats import Sample
 
 REFRESH_SECONDS = 1.0
+_HINT = "Tab shows the next queue"
 _HOUR_MS = 3_600_000
 
 
@@ -47,37 +49,79 @@ def top(
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
-    """Watch the queue and its workers, updated every second. q or Ctrl-C exits.
+    """Watch a queue and its workers, updated every second. q or Ctrl-C exits.
+
+    If the server has several queues, they are listed above, and Tab shows the next one.
 
     Examples:
 
     promptq top
     promptq top --queue chat --once
     """
-    from promptq.producer.commands.screens.overview_screen import overview_screen
     from promptq.producer.commands.screens.terminal import SafeConsole
 
     console = SafeConsole()
-    with open_client(redis, queue) as client:
-        hour = LastHour(client)
-
-        def look() -> Any:
-            overview: Overview = client.overview()
-            return overview_screen(overview, hour.read(overview.now_ms), console.width)
-
+    with ExitStack() as stack:
+        screen = _Screen(stack, redis, queue)
         if once or not console.is_terminal or console.is_dumb_terminal:
-            console.print(look())
+            console.print(screen.look(console.width))
         else:
-            _watch(console, look)
+            _watch(console, screen)
 
 
-def _watch(console: Console, look: Callable[[], Any]) -> None:
+class _Screen:
+    """The queues, if there are several, and the overview of one of them.
+
+    Its clients stay open as long as `stack`. If a queue is named, there is only that one.
+    """
+
+    def __init__(self, stack: ExitStack, redis: str | None, queue: str | None) -> None:
+        self._stack = stack
+        self._redis = redis
+        self._is_named = names_queue(queue)
+        self._first = stack.enter_context(open_client(redis, queue))
+        self._shown = self._first.queue.keys.queue
+        self._names = [self._shown]
+        self._opened = {self._shown: (self._first, LastHour(self._first))}
+        self._was_chosen = False
+
+    def show_next(self) -> None:
+        """Show the queue after this one, and after the last the first."""
+        self._was_chosen = True
+        at = self._names.index(self._shown) + 1 if self._shown in self._names else 0
+        self._shown = self._names[at % len(self._names)]
+
+    def look(self, width: int, hint: str = "") -> Any:
+        """What is shown now; `hint` says how to see another queue."""
+        from rich.console import Group
+
+        from promptq.producer.commands.screens.overview_screen import overview_screen, queues_list
+
+        views = [] if self._is_named else self._queues()
+        if views:
+            self._names = [view.queue for view in views]
+            if self._shown not in self._names and not self._was_chosen:
+                self._shown = self._names[0]
+        if self._shown not in self._opened:
+            client = self._stack.enter_context(open_client(self._redis, self._shown))
+            self._opened[self._shown] = client, LastHour(client)
+        client, hour = self._opened[self._shown]
+        overview: Overview = client.overview()
+        screen = overview_screen(overview, hour.read(overview.now_ms), width)
+        return Group(queues_list(views, self._shown, hint), screen) if len(views) > 1 else screen
+
+    def _queues(self) -> list[QueueView]:
+        """Those that have a model."""
+        return [view for model in self._first.models() for view in model.queues]
+
+
+def _watch(console: Console, screen: _Screen) -> None:
     """Show it until the user exits. Raises what the first look raises."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
 
-    shown = look()
+    shown = screen.look(console.width, _HINT)
     with (
         _keys() as key_pressed,
         Live(shown, console=console, screen=True, auto_refresh=False) as live,
@@ -85,10 +129,13 @@ def _watch(console: Console, look: Callable[[], Any]) -> None:
         try:
             while True:
                 live.update(shown, refresh=True)
-                if b"q" in key_pressed(REFRESH_SECONDS).lower():
+                pressed = key_pressed(REFRESH_SECONDS).lower()
+                if b"q" in pressed:
                     return
+                if b"\t" in pressed:
+                    screen.show_next()
                 try:
-                    shown = look()
+                    shown = screen.look(console.width, _HINT)
                 except RedisSideError as error:
                     shown = Group(Text(str(error), style="bold red"), shown)
         except KeyboardInterrupt:

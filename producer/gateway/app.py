@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import redis.asyncio
 from fastapi import FastAPI
 
 from promptq.producer.batch_store.file_quotas import FileQuotas
@@ -17,8 +18,8 @@ from promptq.producer.gateway.answering.call_reader import CallReader
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.key_uses import KeyUses
-from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.context.refusals import Refusals
+from promptq.producer.gateway.context.served_queues import ServedQueues, log_unreadable
 from promptq.producer.gateway.dashboard import actions, pages
 from promptq.producer.gateway.http import errors
 from promptq.producer.gateway.http.body_budget import BodyBudget
@@ -62,15 +63,20 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        connection = make_async_redis(url)
-        client = AsyncClient(connection, settings.queue, tracing=tracing)
-        cancels = BackgroundCancels(client)
+        connections: list[redis.asyncio.Redis] = []
+
+        def open_client(queue: str) -> AsyncClient:
+            # A client takes up to half of its connections, so each has its own.
+            connections.append(make_async_redis(url))
+            return AsyncClient(connections[-1], queue, tracing=tracing)
+
+        queues = ServedQueues(open_client, settings.served_queues, on_unreadable=log_unreadable)
+        cancels = BackgroundCancels()
         app.state.call_reader = CallReader()
         app.state.gateway = Gateway(
             settings,
-            client,
-            connection.connection_pool.connection_kwargs.get("username") or "default",
-            QueueWatch(client.queue),
+            queues,
+            connections[0].connection_pool.connection_kwargs.get("username") or "default",
             cancels,
             BodyBudget(
                 max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),
@@ -82,7 +88,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 settings.files_bytes_per_tenant,
                 settings.files_per_tenant,
             ),
-            KeyUses(client.queue),
+            KeyUses(queues.own.queue),
             Refusals(),
         )
         try:
@@ -90,8 +96,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         finally:
             await app.state.call_reader.aclose()
             await cancels.aclose()
-            await client.close()
-            await connection.aclose()
+            await queues.aclose()
+            for connection in connections:
+                await connection.aclose()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
 

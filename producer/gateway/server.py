@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from promptq.producer.command_options import Queue, Redis
+from promptq.producer.command_options import Redis
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.extras import require
 
@@ -42,22 +42,31 @@ def gateway(
         ),
     ] = None,
     redis: Redis = None,
-    queue: Queue = None,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A queue to serve; can be given several times. The first one holds API keys, files"
+            " and batches. Default: `default` and all others of the server.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Serve the queue over HTTP, with the API of OpenAI; docs/gateway.md describes it.
+    """Serve queues over HTTP, with the API of OpenAI; docs/gateway.md describes it.
 
-    It starts even if there is no worker and no Redis server yet. Until they are
-    there, it answers requests with 503.
+    A call goes to the queue that serves its model. The gateway starts even if there
+    is no worker and no Redis server yet. Until they are there, it answers requests
+    with 503.
 
     Examples:
 
     promptq gateway
     promptq gateway --host 0.0.0.0 --port 8000 --redis redis://localhost:6379/0
+    promptq gateway --queue chat --queue embed
     """
     from promptq.producer.settings import read_gateway_settings
 
     settings = read_gateway_settings(
-        http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queue=queue
+        http_host=host, http_port=port, http_share_port=share_port, redis_url=redis, queues=queue
     )
     run_gateway(settings)
 
@@ -97,7 +106,7 @@ def run_gateway(settings: GatewaySettings) -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             _spare_the_collector()
-            print(f"ready at {_url(listener)}, queue {settings.queue} at {redis_url}", flush=True)
+            print(f"ready at {_url(listener)}, {_names(settings)} at {redis_url}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # Uvicorn would log each stream that it ends as an error.
@@ -131,6 +140,17 @@ def _listen(settings: GatewaySettings) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _names(settings: GatewaySettings) -> str:
+    from promptq.shared.server.acl import ALL_QUEUES
+
+    own, *others = settings.served_queues
+    if not others:
+        return f"queue {own}"
+    if ALL_QUEUES in others:
+        return f"queue {own} and all others"
+    return f"queues {', '.join([own, *others])}"
 
 
 def _spare_the_collector() -> None:

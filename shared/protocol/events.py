@@ -93,6 +93,9 @@ class Stats(_Wire):
     """Unix milliseconds of the server, like `resumed_at`. Null stands for an empty list, which a
     script that folds the log could not tell from an empty object."""
     resumed_at: list[int] | None = None
+    resumed_inexactly: bool = False
+    """Whether an attempt continued where tokens may differ from those of an undisturbed run. There
+    is no gap and no repeat even then."""
 
 
 class ErrorInfo(_Wire):

@@ -15,6 +15,11 @@ NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
 """The same for messages."""
 
+QUEUES = "promptq:queues"
+"""The names of the queues that workers have served: a set, which belongs to no queue."""
+ALIASES = "promptq:aliases"
+"""Names of models by further names that programs use, such as `gpt-4o`: a hash, likewise."""
+
 _QUEUE_NAME = re.compile(NAME)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
 
@@ -130,6 +135,10 @@ class Keys:
     def batch_runner(self, batch_id: str) -> str:
         """The lease of the process that runs a batch."""
         return f"{self.prefix}batch:{batch_id}:runner"
+
+    def idempotency(self, key: str) -> str:
+        """The id of the request that was sent with an idempotency key."""
+        return f"{self.prefix}idempotency:{key}"
 
     def request(self, request_id: str) -> str:
         return f"{self.prefix}request:{request_id}"

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from itertools import islice
 from operator import attrgetter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -224,6 +224,11 @@ class SamplingParams(BaseModel):
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    def is_set(self, name: str) -> bool:
+        """Whether a field changes anything. Greedy choice is what no temperature changes."""
+        value = getattr(self, name)
+        return bool(value > 0.0 if name == "temperature" else value != getattr(NEUTRAL, name))
+
     @property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits of later ones."""
@@ -277,6 +282,11 @@ class Request(SamplingParams):
     metadata: dict[str, Any] | None = None
     webhook_url: str | None = Field(None, pattern=_HTTP_URL, max_length=2048)
     trace_context: TraceContext | None = None
+    resume: Literal["exact_only"] | None = Field(
+        None,
+        description="`exact_only`: where another attempt cannot continue with exactly the tokens"
+        " that the first would have given, the request ends with an error instead",
+    )
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -106,12 +106,17 @@ class Sample(_Observation):
 class WorkerStats(_Observation):
     """A worker's heartbeat, flat as in its hash. Counts are totals since the worker started."""
 
+    def told(self, name: str) -> Any:
+        """The value of a statistic; None if the worker's engine does not tell it."""
+        return None if name in self.untold.split() else getattr(self, name)
+
     worker_id: str
     model: str = ""
     host: str = ""
     pid: int = 0
     state: str = "running"
-    """`running`, or `draining` once it claims no more."""
+    """`running`; `no_server` while its inference server does not answer; `draining` once it claims
+    no more."""
     started_at_ms: int = 0
     heartbeat_at: int = 0
     """Server time in ms, set by the server."""
@@ -164,6 +169,9 @@ class WorkerStats(_Observation):
     mean_prompt_ms: float = 0.0
     mean_generation_ms: float = 0.0
     peak_memory_bytes: int = 0
+    untold: str = ""
+    """Names of the statistics that the worker's engine does not tell, with spaces between them:
+    `step_ms cached_tokens`. Their values here mean nothing."""
     start_up_seconds: float = 0.0
     start_up_stages: str = ""
     """Seconds of each stage: `weights=0.812 checking=1.204 ...`."""

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from redis.exceptions import ResponseError
 
+from promptq.shared.protocol.keys import Keys
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -69,6 +71,8 @@ class Call(Generic[T_co]):
     parse: Callable[[Any], T_co]
     of_wrong_type: Callable[[], T_co] | None = None
     """Gives the value for a key that a stranger gave another type. Without it, that is an error."""
+    keys: Keys | None = None
+    """The queue for which a script runs; None: that of whoever sends the call."""
 
     def read(self, reply: Any) -> T_co:
         """The value of a reply. A reply that is an error is raised."""

@@ -58,12 +58,12 @@ def contains(keys: Keys, request_id: str) -> Call[bool]:
 
 def count(keys: Keys) -> Call[int]:
     """How many requests of all tenants wait, not counting delayed ones."""
-    return Call("list_waiting", [0, ""], lambda reply: int(reply[0]))
+    return Call("list_waiting", [0, ""], lambda reply: int(reply[0]), keys=keys)
 
 
 def waiting_ids(keys: Keys, limit: int) -> Call[list[str]]:
     """Ids at the front of the queue, of all tenants, in the order of their scores."""
-    return Call("list_waiting", [limit, ""], lambda reply: ids_of(reply[2:]))
+    return Call("list_waiting", [limit, ""], lambda reply: ids_of(reply[2:]), keys=keys)
 
 
 def delayed_ids(keys: Keys, limit: int) -> Call[list[str]]:

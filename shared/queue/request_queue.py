@@ -103,8 +103,8 @@ class _Queue:
         pipeline = self._redis.pipeline(transaction=atomic)
         for call in calls:
             if call.script:
-                sha = self._scripts[call.script].sha
-                pipeline.execute_command("EVALSHA", sha, 1, self.keys.pending, *call.args)
+                sha, keys = self._scripts[call.script].sha, call.keys or self.keys
+                pipeline.execute_command("EVALSHA", sha, 1, keys.pending, *call.args)
             else:
                 pipeline.execute_command(*call.args)
         replies = yield partial(pipeline.execute, raise_on_error=False)
@@ -120,8 +120,8 @@ class _Queue:
             try:
                 if not call.script:
                     return (yield partial(self._redis.execute_command, *call.args))
-                script = self._scripts[call.script]
-                return (yield partial(script, keys=[self.keys.pending], args=call.args))
+                script, keys = self._scripts[call.script], call.keys or self.keys
+                return (yield partial(script, keys=[keys.pending], args=call.args))
             except NoScriptError as error:  # the server has started again since redis-py loaded it
                 reply = error
             except ResponseError as error:

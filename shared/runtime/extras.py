@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires
 
 from promptq.shared.errors import ConfigurationError
@@ -21,12 +21,25 @@ def require(what: str, *extras: str) -> None:
     `what` names what needs them. If promptq itself is not installed (a checkout on the path), its
     extras are unknown, and a missing package shows only when it is imported.
     """
-    missing = [extra for extra in extras if not all(map(_is_installed, _needs(extra)))]
-    if missing:
-        names = ",".join(missing)
-        raise ConfigurationError(
-            f"{what} needs packages that are not installed: pip install 'promptq[{names}]'"
-        )
+    if missing := [extra for extra in extras if not _is_complete(extra)]:
+        raise _lacks(what, missing)
+
+
+def require_one_of(what: str, *extras: str) -> None:
+    """The same unless all that one of these extras needs is installed."""
+    if not any(map(_is_complete, extras)):
+        raise _lacks(what, extras[:1])
+
+
+def _lacks(what: str, extras: Sequence[str]) -> ConfigurationError:
+    names = ",".join(extras)
+    return ConfigurationError(
+        f"{what} needs packages that are not installed: pip install 'promptq[{names}]'"
+    )
+
+
+def _is_complete(extra: str) -> bool:
+    return all(map(_is_installed, _needs(extra)))
 
 
 def _needs(extra: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from promptq.shared.errors import ConfigurationError
 
@@ -41,6 +41,37 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"
+    )
+
+    engine: Literal["native", "vllm", "llama.cpp", "openai"] = Field(
+        "native",
+        description="native: this process computes; otherwise the kind of inference server that"
+        " computes, which --upstream names or --engine-command starts (extra `upstream`)",
+    )
+    upstream: str | None = Field(
+        None,
+        description="URL of a running inference server, such as http://localhost:8000; default:"
+        " the worker starts one of its own and ends it",
+    )
+    upstream_key: str | None = Field(
+        None, description="API key of that server; better given as PROMPTQ_UPSTREAM_KEY"
+    )
+    upstream_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="part of the server's KV cache that this worker counts on; for several workers"
+        " on one server",
+    )
+    engine_command: str | None = Field(
+        None,
+        description="program that starts the server, perhaps in an environment of its own:"
+        " /opt/vllm/bin/vllm; default: `vllm` or `llama-server` on the path. What follows `--` is"
+        " passed on to it",
+    )
+
+    engine_arguments: tuple[str, ...] = Field(
+        (), description="further arguments of that program: a JSON list in PROMPTQ_ENGINE_ARGUMENTS"
     )
 
     model: str | None = Field(
@@ -167,8 +198,11 @@ def read_settings_of(
         raise ConfigurationError(
             f"{named(name)} ({ENV_PREFIX}{name.upper()}): {first['msg']}, got {first['input']!r}"
         ) from None
+    except SettingsError as error:  # a list in the environment that is not JSON
+        raise ConfigurationError(f"{error}; write a JSON list") from None
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a setting."""
-    return "--redis" if name == "redis_url" else "--" + name.replace("_", "-")
+    """The command-line flag of a setting, or how else a command line gives it."""
+    others = {"redis_url": "--redis", "engine_arguments": "-- ARGUMENTS"}
+    return others.get(name) or "--" + name.replace("_", "-")

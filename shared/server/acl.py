@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import ALIASES, QUEUES, Keys
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "waiting": ("pending", "pending:*", "tenants", "tenants:*", "backlog", "deadlines", "delayed"),
@@ -30,6 +30,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "upkeep": ("jobs:*", "upkeep", "webhooks:*"),
 }
 """The queue's keys by their subject, as patterns that follow the queue's prefix."""
+
+_READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
+"""What all queues of the server share: their names, and further names of models."""
 
 ALL_QUEUES = "*"
 """Replaces a queue's name for users of all queues."""
@@ -92,6 +95,7 @@ ROLES: dict[str, Role] = {
         reads=("outputs", "workers", "statistics", "model", "config"),
         channels=("control", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} multi exec discard watch unwatch",
+        others=_READS_DIRECTORY,
     ),
     "subscriber": Role(
         reads=("logs", "config"),
@@ -106,6 +110,7 @@ ROLES: dict[str, Role] = {
         reads=("config",),
         channels=("control", "drain", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} scan",
+        others=(f"~{QUEUES}",),
     ),
     "gateway": Role(
         writes=(*_ENQUEUEING, "config", "used", "rates", "batches"),
@@ -113,19 +118,21 @@ ROLES: dict[str, Role] = {
         channels=("control", "drain", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
         " multi exec discard watch unwatch zintercard",
+        others=_READS_DIRECTORY,
     ),
     "jobs": Role(
         writes=(*_ENQUEUEING, "rates", "batches", "upkeep", "statistics"),
         reads=("outputs", "workers", "model", "config"),
         channels=("control", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_RQ_COMMANDS} multi exec discard watch unwatch",
-        others=_RQ_KEYS,
+        others=(*_RQ_KEYS, *_READS_DIRECTORY),
     ),
     "operator": Role(
         writes=tuple(FAMILIES),
         channels=("control", "drain", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"
         " multi exec discard watch unwatch",
+        others=(f"~{QUEUES}", f"~{ALIASES}"),
     ),
 }
 """Roles by name. An `operator` creates API keys, pauses the queue and sets weights and limits."""

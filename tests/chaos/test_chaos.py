@@ -36,16 +36,14 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
         earlier = check_out(tmp_path / "earlier", own_environment=False)
     except subprocess.CalledProcessError:
         pytest.skip("the last release is not in this clone's history")
-    often = {
-        **MEAN_SECONDS,
-        Fault.KILL: 0.6,
-    }  # so that many streams go both ways in so short a time
+    # On one core 15 workers become ready in 40 s: kills that come faster find none that serves.
+    often = {**MEAN_SECONDS, Fault.KILL: 2.0}
     options = {"queues": [Queue.VOLUME], "means": often, "earlier": earlier}
     ways: set[object] = set()
-    for number in range(3):  # on a busy machine few workers die while they hold a request
+    for number in range(3):  # in so short a run, streams may by chance pass one way only
         folder = tmp_path / f"run-{number}"
         folder.mkdir()
-        outcome = await Run(random.randrange(10**6), 20, folder, 3.0, **options).run()
+        outcome = await Run(random.randrange(10**6), 40, folder, 8.0, **options).run()
         print(report(outcome))
         assert not outcome.violations, report(outcome)
         ways |= set(outcome.passed_on)

@@ -15,7 +15,7 @@ from promptq.shared.errors import (
     RequestFailedError,
     RequestNotFoundError,
 )
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import QUEUES, Keys
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import RequestState
 from tests.certificates import make_certificates, tls_settings
@@ -143,7 +143,7 @@ def test_a_request_id_stays_inside_its_own_keys(roles: Roles, tmp_path: Path) ->
         found = {key.decode() for key in admin.keys("*")}
         keys = Keys("default")
         expected = {keys.request(it) for it in strange} | {keys.tokens(it) for it in strange}
-        own = {keys.prefix + name for name in ("config", "model", "outputs", "workers")}
+        own = {keys.prefix + name for name in ("config", "model", "outputs", "workers")} | {QUEUES}
         assert expected <= found
         of_workers = (keys.worker(""), keys.slots(""), keys.statistics, f"{keys.prefix}claimed:")
         others = {key for key in found - expected - own if not key.startswith(of_workers)}

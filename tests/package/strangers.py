@@ -18,7 +18,9 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.processes import start
 from tests.servers import free_port
 
-STRANGER = 'raise SystemExit("a stranger\'s code was run")\n'
+# A line that the demo's model does not write.
+STRANGERS_CODE_RAN = "code of another package was run"
+STRANGER = f"raise SystemExit({STRANGERS_CODE_RAN!r})\n"
 PROGRAM = """
 from promptq import AsyncClient, Client
 
@@ -82,7 +84,7 @@ class Stranger:
         with self.start(*command, **pipes) as process:
             said = process.communicate()[0]
         assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{said}"
-        assert "stranger" not in said
+        assert STRANGERS_CODE_RAN not in said, f"{command}:\n{said}"
         return said
 
 

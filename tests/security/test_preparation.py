@@ -274,9 +274,9 @@ def test_the_vetting_process_is_not_told_how_to_reach_redis(
 class CountingTokenizer(HuggingFaceTokenizer):
     longest = 0
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         self.longest = max(self.longest, len(text))
-        return super()._encode(text, add_special_tokens=add_special_tokens)
+        return super().encode_text(text, add_special_tokens=add_special_tokens)
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages"])

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
-from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.api.messages import EngineLimits, EngineRequest, SequenceOutput
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
+from promptq.worker.shipped import MODEL_DIR
+from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.forwarding_engine import ForwardingEngine
+from tests.engines.real_servers import NAMES, real_server
 from tests.model_free import build_model_free_engine
+from tests.stand_in_server.starting import stand_in_server
 from tests.worker.engine.tiny_models import save_model
 
 SLOTS, LENGTH = 2, 128
@@ -41,7 +50,36 @@ def native(directory: Path) -> EnginePort:
     return EngineThread(engine)
 
 
+def forwarding(url: str, dialect: str, vocab_size: int) -> EnginePort:
+    """One that forwards to a server of two slots."""
+    limits = EngineLimits(
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=64,
+        max_model_len=LENGTH,
+        kv_tokens=SLOTS * LENGTH,
+        block_size=16,
+        bytes_per_token=0,
+        vocab_size=vocab_size,
+    )
+    return ForwardingEngine(url, None, STAND_INS[dialect](is_exact=True), limits, "m", PATIENCE)
+
+
 ENGINES: dict[str, Callable[[Path], EnginePort]] = {"model-free": model_free, "native": native}
+STAND_INS = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect}
+"""Dialects of the server without a model, to which an engine forwards."""
+
+VOCAB_SIZE = 257
+"""Of the stand-ins, and of the native engine's model."""
+
+
+def _shipped_vocab_size() -> int:
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    size: int = config["vocab_size"]
+    return size
+
+
+PAD_TOKEN_ID = 3
+"""Of the shipped model, which never writes it."""
 
 MakesEngine = Callable[[], Any]
 """A context in which a new engine runs."""
@@ -49,14 +87,63 @@ MakesEngine = Callable[[], Any]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "llama", 5, vocab_size=257)
+    return save_model(tmp_path_factory.mktemp("model"), "llama", 5, vocab_size=VOCAB_SIZE)
 
 
-@pytest.fixture(params=ENGINES)
-def running(request: pytest.FixtureRequest, model: Path) -> MakesEngine:
+@pytest.fixture(scope="module")
+def stand_ins() -> Iterator[dict[str, str]]:
+    """URLs by dialect."""
+    with ExitStack() as stack:
+        options = ("--max-num-seqs", str(SLOTS), "--max-model-len", str(LENGTH))
+        yield {it: stack.enter_context(stand_in_server(it, *options)).url for it in STAND_INS}
+
+
+REAL = NAMES if os.environ.get("PROMPTQ_TEST_ENGINES") else ()
+"""Real servers, which `make test-engines` has built. Their model is the shipped one."""
+
+
+@pytest.fixture(scope="module")
+def real_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """URLs by name, with the same slots and length as the others."""
+    model = _without_end_tokens(tmp_path_factory.mktemp("model") / "model")
+    with ExitStack() as stack:
+        urls = {}
+        for name in REAL:
+            folder = tmp_path_factory.mktemp("server")
+            options = {"model": model, "slots": SLOTS, "length": LENGTH}
+            urls[f"real-{name}"] = stack.enter_context(real_server(name, folder, **options)).url
+        yield urls
+
+
+def _without_end_tokens(folder: Path) -> Path:
+    """The shipped model with other names of its end tokens: llama.cpp knows them by these, and
+    always ends there."""
+    shutil.copytree(MODEL_DIR, folder)
+    tokenizer = folder / "tokenizer.json"
+    text = tokenizer.read_text()
+    tokenizer.write_text(text.replace("<|endoftext|>", "<|zero|>").replace("<|im_end|>", "<|two|>"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": PAD_TOKEN_ID}))
+    return folder
+
+
+@pytest.fixture(params=[*ENGINES, *STAND_INS, *(f"real-{it}" for it in REAL)])
+def running(
+    request: pytest.FixtureRequest,
+    model: Path,
+    stand_ins: dict[str, str],
+    real_servers: dict[str, str],
+) -> MakesEngine:
     @asynccontextmanager
     async def run() -> AsyncIterator[EnginePort]:
-        engine = ENGINES[request.param](model)
+        make = ENGINES.get(request.param)
+        if make:
+            engine = make(model)
+        elif request.param in stand_ins:
+            engine = forwarding(stand_ins[request.param], request.param, VOCAB_SIZE)
+        else:
+            name = request.param.removeprefix("real-")
+            engine = forwarding(real_servers[request.param], name, _shipped_vocab_size())
         engine.start()
         yield engine
         await engine.stop(PATIENCE)
@@ -215,14 +302,15 @@ async def test_another_attempt_goes_on_with_the_same_tokens_where_that_is_promis
         outputs = await ended(engine, 2, 101, 107, 115)
         for at in (1, 7, 15):
             assert len(tokens(outputs[100 + at])) == 16 - at, "no gap and no repeat"
-            if abilities.exact_resume and not abilities.inexact_with & params.keys():
+            if abilities.resumes_exactly(SamplingParams(**params)):
                 assert tokens(outputs[100 + at]) == whole[at:]
 
 
 async def test_log_probabilities_come_with_ranks_where_there_are_any(running: MakesEngine) -> None:
     async with running() as engine:
         if not engine.abilities.logprobs:
-            pytest.skip("requests for them are refused")
+            assert "logprobs" in engine.abilities.refused
+            return
         engine.add(sequence(1, 6, params={"logprobs": 1, "temperature": 0.0}))
         outputs = (await ended(engine, 1))[1]
         logprobs = [it for output in outputs for it in output.logprobs or ()]
@@ -238,7 +326,8 @@ async def test_a_more_urgent_sequence_takes_a_place_where_that_is_promised(
         if not engine.abilities.preemption:
             pytest.skip("it runs what it has begun")
         for sequence_id in (1, 2):
-            engine.add(sequence(sequence_id, FOR_EVER, priority=1))
+            greedy = {"temperature": 0.0}  # resumes exactly with every engine
+            engine.add(sequence(sequence_id, FOR_EVER, priority=1, params=greedy))
         await until(engine, lambda outputs: {it.sequence_id for it in outputs} == {1, 2})
         engine.add(sequence(3, 2, priority=0))
         before = await until(engine, lambda outputs: any(it.finish_reason for it in outputs))

@@ -34,16 +34,17 @@ class ClaimPolicy:
 
         A prefix that several sequences share is counted once, and no request counts for more than
         the model length. Both numbers are negative while urgent requests that will preempt are
-        held, so that fewer sequences count as preemptible for further ones.
+        held, so that fewer sequences count as preemptible for further ones. There is no room beside
+        a suspect, and none while the engine accepts nothing.
         """
         leases, limits = self._leases, self._engine.limits
-        if leases.has_suspect:
+        if leases.has_suspect or not self._engine.is_accepting:
             return Room(max_count=0, token_budget=0, num_held=len(leases))
         saved = self._engine.stats.num_saved_blocks * limits.block_size
         return Room(
             max_count=leases.num_places + self.depth - leases.num_counted,
             token_budget=limits.kv_tokens - leases.kv_need + saved,
             capacity=limits.max_model_len,
-            preemptible=leases.preemptible if self._engine.abilities.preemption else [],
+            preemptible=leases.preemptible,
             num_held=len(leases) + self._engine.num_aborting,
         )

@@ -69,6 +69,9 @@ class Preparation:
         prompt = self.tokenizer.encode_prompt(request)
         self._check_tokens(request, prompt)
         emitted = [token_id for event in claim.events for token_id in event.token_ids]
+        is_inexact = bool(emitted) and not self.abilities.resumes_exactly(request)
+        if is_inexact and request.resume == "exact_only":
+            raise self._cannot_resume(request)
         room = self.limits.max_model_len - len(prompt)
         max_tokens = min(request.max_tokens or room, room)
         ends = frozenset(request.stop_token_ids or ())
@@ -98,6 +101,7 @@ class Preparation:
             texts=[event.text for event in claim.events],
             logprobs=[item for event in claim.events for item in event.logprobs or ()],
             request=request,
+            resumed_inexactly=is_inexact,
         )
 
     def _check_values(self, payload: bytes) -> None:
@@ -123,6 +127,19 @@ class Preparation:
         for name in sorted(unheeded & request.model_fields_set):
             if getattr(request, name) != Request.model_fields[name].default:
                 raise _unsupported(name)
+        lowest = self.abilities.lowest_temperature
+        if 0.0 < request.temperature < lowest:
+            raise _unsupported("temperature", f"takes 0, or {lowest} and more")
+
+    def _cannot_resume(self, request: Request) -> InvalidRequestError:
+        fields = self.abilities.inexact_fields(request)
+        why = "with it," if fields else "in its number format,"
+        return InvalidRequestError(
+            f"{fields[0] if fields else 'resume'}: {why} this worker's engine cannot continue an"
+            " interrupted stream exactly, and the request asks for `exact_only`",
+            field=fields[0] if fields else "resume",
+            error_type="cannot_resume",
+        )
 
     def _check_tokens(self, request: Request, prompt: list[int]) -> None:
         field_name = "prompt" if request.messages is None else "messages"
@@ -185,9 +202,9 @@ class Preparation:
         return tuple(sorted(found))
 
 
-def _unsupported(field: str) -> InvalidRequestError:
+def _unsupported(field: str, why: str = "would ignore it") -> InvalidRequestError:
     return InvalidRequestError(
-        f"{field}: this worker's engine would ignore it",
+        f"{field}: this worker's engine {why}",
         field=field,
         error_type="unsupported",
     )

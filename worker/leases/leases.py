@@ -228,13 +228,18 @@ class Leases:
     @property
     def preemptible(self) -> list[tuple[int, int]]:
         """(priority, KV tokens) of each running request."""
-        return [(it.prepared.priority, it.kv_need) for it in self._running.values()]
+        return [(it.prepared.priority, it.kv_need) for it in self._preemptible]
 
     def _next_is_more_urgent(self) -> bool:
-        lease = self.ready.first() if self._engine.abilities.preemption else None
+        lease = self.ready.first()
         return lease is not None and any(
-            it.prepared.priority > lease.prepared.priority for it in self._running.values()
+            it.prepared.priority > lease.prepared.priority for it in self._preemptible
         )
+
+    @property
+    def _preemptible(self) -> Iterator[Lease]:
+        may_preempt = self._engine.abilities.may_preempt
+        return (it for it in self._running.values() if may_preempt(it.prepared.request))
 
     def _to(self, lease: Lease, state: LeaseState, *, is_out: bool = False) -> None:
         """Change a state, and with it the indices and the engine.

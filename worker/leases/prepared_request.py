@@ -36,6 +36,8 @@ class PreparedRequest:
     token_ids: list[int]
     texts: list[str]
     logprobs: list[TokenLogprob]
+    resumed_inexactly: bool = False
+    """Whether this attempt may continue with other tokens than the first would have given."""
     timing: SequenceTiming | None = None
     stats: Stats | None = None
     """How long things took and how often; set with the last row."""
@@ -159,4 +161,5 @@ class PreparedRequest:
             recomputed_tokens=timing.recomputed_tokens,
             preempted_at=[*map(self.claim.server_ms, timing.preempted_at)] or None,
             resumed_at=[*map(self.claim.server_ms, timing.resumed_at)] or None,
+            resumed_inexactly=self.resumed_inexactly,
         )

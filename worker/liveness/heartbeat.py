@@ -87,6 +87,8 @@ class Heartbeat:
             "mean_prompt_ms": meter.mean_ms("prompt_ms"),
             "mean_generation_ms": meter.mean_ms("generation_ms"),
         }
+        if not self._engine.is_accepting and self.about.state == "running":
+            now["state"] = "no_server"
         return self.about.model_copy(update=now)
 
     def slots(self) -> list[SlotStats]:

@@ -12,7 +12,7 @@ from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.server.retry import keep_trying
-from promptq.worker.engine.api.messages import SequenceOutput, StepOutput
+from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, StepOutput
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
@@ -103,26 +103,26 @@ class Publisher:
             return []
 
     async def _publish(self, steps: Sequence[StepOutput]) -> None:
-        """Send what is due. Sequences that the engine has no memory for are given back
-        afterwards."""
+        """Send what is due. What the engine gives back goes to the queue afterwards."""
         rows: list[_Sent] = []
-        short: list[Lease] = []
+        given_back: list[tuple[Lease, GivenBack]] = []
         for output in self._due(steps):
             lease = self._leases.by_sequence(output.sequence_id)
             if lease is None:
                 continue
-            if output.given_back:
+            if output.given_back is not None:
                 self._leases.ending(lease, by_engine=True)
-                short.append(lease)
+                given_back.append((lease, output.given_back))
             else:
                 rows.append((lease, self._rows.row(lease, output)))
         self._leases.feed()  # slots are free before the round trip, not after
         if rows:
             await self._send(rows)
             self._leases.feed()
-        for lease in short:  # as a crash, so that one that always needs too much ends
-            self._log.error("no memory for a request; it goes back", request_id=lease.request_id)
-            self._leases.returning(lease, crashed=True)
+        for lease, why in given_back:
+            note = self._log.error if why.is_blamed else self._log.info
+            note(f"it goes back to the queue: {why.reason}", request_id=lease.request_id)
+            self._leases.returning(lease, crashed=why.is_blamed, delay_ms=why.delay_ms)
 
     def _due(self, steps: Iterable[StepOutput]) -> Iterator[SequenceOutput]:
         """The outputs that are due, step by step: one step may end what a later one goes on

@@ -102,11 +102,11 @@ class HuggingFaceTokenizer:
             return request.prompt
         if request.prompt is not None:
             self._check_length("prompt", request.prompt)
-            return self._encode(request.prompt, add_special_tokens=True)
+            return self.encode_text(request.prompt, add_special_tokens=True)
         text = self._render(request)
         self._check_length("messages", text)
         # The template writes the special tokens itself.
-        return self._encode(text, add_special_tokens=False)
+        return self.encode_text(text, add_special_tokens=False)
 
     def _render(self, request: Request) -> str:
         """The messages as the model's template writes them."""
@@ -193,7 +193,8 @@ class HuggingFaceTokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text, however long it is."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 

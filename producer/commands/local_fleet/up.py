@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,10 +35,46 @@ class UpOptions:
     redis_url: str | None = None
     redis_port: int | None = None
     data_dir: Path | None = None
-    queue: str = "default"
+    models: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
+    """Models by their queues; None is the workers' own default."""
     num_workers: int = 1
+    """For each model."""
     http_port: int | None = None
     worker_args: Sequence[str] = field(default_factory=list)
+
+
+def queues_of_models(
+    models: Sequence[str], queues: Sequence[str], first_queue: str
+) -> dict[str, str | None]:
+    """Models by their queues. Without `queues`, the first one has `first_queue`.
+
+    Raises ConfigurationError if there are too few or too many queues, or two of one name.
+    """
+    if len(models) < 2 and len(queues) < 2:
+        return {queues[0] if queues else first_queue: models[0] if models else None}
+    names = [*queues] or [first_queue, *map(_queue_like, models[1:])]
+    if len(names) != len(models):
+        raise ConfigurationError(
+            f"--queue: give one for each --model (queues: {len(names)}, models: {len(models)})"
+        )
+    if len({*names}) < len(names):
+        raise ConfigurationError(
+            f"--queue: two models would have one queue ({', '.join(names)}); give a --queue for"
+            " each --model"
+        )
+    paths = {Path(model).name: model for model in models}
+    for model in models:
+        if paths[Path(model).name] != model and Path(model).is_dir():
+            raise ConfigurationError(
+                f"--model: {model} and {paths[Path(model).name]} would have one name, by which"
+                " clients find them; rename a folder"
+            )
+    return dict(zip(names, models, strict=True))
+
+
+def _queue_like(model: str) -> str:
+    """A queue's name from that of a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`."""
+    return re.sub(r"[^A-Za-z0-9_.\-]", "-", Path(model).name)[:64] or "model"
 
 
 class StopSignals:
@@ -120,12 +157,20 @@ def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
 
 def _commands(options: UpOptions) -> dict[str, list[str]]:
     """The commands to run, by name."""
-    worker = worker_command([*options.worker_args, "--queue", options.queue])
-    commands = {f"worker {n + 1}": worker for n in range(options.num_workers)}
+    commands = {}
+    for queue, model in options.models.items():
+        of_model = [] if model is None else ["--model", model]
+        worker = worker_command([*of_model, "--queue", queue, *options.worker_args])
+        for number in range(1, options.num_workers + 1):
+            named = f"worker {number}" if len(options.models) == 1 else f"{queue} {number}"
+            commands[named] = worker
     if options.http_port is not None:
+        served = [word for queue in options.models for word in ("--queue", queue)]
         port = str(options.http_port)
-        commands["gateway"] = promptq_command(["gateway", "--port", port, "--queue", options.queue])
-        commands["jobs"] = promptq_command(["jobs", "--queue", options.queue])
+        commands["gateway"] = promptq_command(["gateway", "--port", port, *served])
+        for queue in options.models:
+            named = "jobs" if len(options.models) == 1 else f"jobs {queue}"
+            commands[named] = promptq_command(["jobs", "--queue", queue])
     return commands
 
 
@@ -144,10 +189,11 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         kept += f"; port {PREFERRED_PORT} is taken"
     kind = f"embedded, {kept}; {escape(how_to_find(url))}" if own else "yours"
     workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
+    queue = next(iter(options.models))
     lines = [
         "[bold]promptq is up[/]",
         f"  server   {without_password(url)}  [dim]({kind})[/]",
-        f"  queue    {options.queue}, {workers} starting",
+        *(f"  queue    {line}, {workers} starting" for line in _queues(options)),
     ]
     if options.http_port is None:
         lines.append("  HTTP     off  [dim](--port 8000: gateway, dashboard and jobs, too)[/]")
@@ -155,7 +201,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         where = f"http://127.0.0.1:{options.http_port}/" if options.http_port else "a free port,"
         lines.append(f"  HTTP     {where} is the dashboard; /v1 is the API of OpenAI")
     where = "" if own else f" --redis {without_password(url)}"
-    where += "" if options.queue == "default" else f" --queue {options.queue}"
+    where += "" if queue == "default" else f" --queue {queue}"
     lines += [
         "",
         "In another terminal:",
@@ -164,7 +210,7 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
     ]
     if own:
         cli = 'redis-cli -u "$(promptq url)"'
-        prefix = f"promptq:{{{options.queue}}}:"
+        prefix = f"promptq:{{{queue}}}:"
         lines += [
             "or with nothing but redis-cli:",
             f"""  {cli} hset '{prefix}request:1' payload '{{"prompt":"Hi"}}'""",
@@ -174,3 +220,10 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
     lines += ["", "[dim]Ctrl-C finishes what runs and stops all of it.[/]", ""]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _queues(options: UpOptions) -> list[str]:
+    """A line for each queue, with its model if there are several."""
+    if len(options.models) == 1:
+        return [*options.models]
+    return [f"{queue} ({escape(str(model))})" for queue, model in options.models.items()]

@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from promptq.producer.admin.overview import Overview
+from promptq.producer.admin.queue_views import QueueView
 from promptq.producer.commands.screens.render import fitting, milliseconds, plain_table, width_of
 from promptq.shared.protocol.worker_stats import Sample, WorkerStats
+from promptq.shared.runtime.printable import printable
 
 _HOUR_MS = 3_600_000
 _RECENT_MS = 60_000
@@ -32,6 +34,17 @@ def overview_screen(overview: Overview, samples: Sequence[Sample], width: int) -
         _workers(overview, width),
         _priorities(overview, width),
     )
+
+
+def queues_list(views: Sequence[QueueView], shown: str, hint: str) -> RenderableType:
+    """The queues of a server, a line each; `shown` is the one whose overview is below."""
+    table = plain_table("queue", "model", "workers", "waiting", "running", left=["queue", "model"])
+    for view in views:
+        numbers = (view.num_workers, view.num_waiting, view.num_active)
+        style = "bold" if view.queue == shown else ""
+        cells = (view.queue, view.model, *(f"{it:,}" for it in numbers))
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+    return Group(table, Text(hint, style="dim"), Text()) if hint else Group(table, Text())
 
 
 def _title(overview: Overview) -> Text:
@@ -125,7 +138,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
         "slots": [f"{it.num_running} of {it.max_num_seqs}" for it in overview.workers],
         "KV blocks": [f"{it.kv_used_blocks:,} of {it.kv_blocks:,}" for it in overview.workers],
         "tokens/s": [f"{it.recent_tokens_per_second:,.0f}" for it in overview.workers],
-        "step": [milliseconds(it.step_ms) for it in overview.workers],
+        "step": [milliseconds(it.told("step_ms")) for it in overview.workers],
         "preempted": [f"{it.num_preemptions:,}" for it in overview.workers],
         "prepared": [f"{it.mean_prefetched:.1f}" for it in overview.workers],
         "lay ready": [milliseconds(it.mean_prefetch_wait_ms) for it in overview.workers],

@@ -37,6 +37,11 @@ def milliseconds(value: float | None) -> str:
     return f"{minutes:,} min {rest} s"
 
 
+def number(value: int | None) -> str:
+    """A count; None for one that is not known."""
+    return "–" if value is None else f"{value:,}"
+
+
 def byte_size(value: float) -> str:
     """A size in a suitable unit."""
     if not value:
@@ -126,6 +131,7 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
         "tokens/min": [_limit(it.tokens_per_minute) for it in keys],
         "most urgent priority": [str(it.highest_priority) for it in keys],
         "may call": [_calls(it) for it in keys],
+        "models": [", ".join(it.models) if it.models is not None else "all" for it in keys],
         "expires": [_expiry(it, now) for it in keys],
         "last used": [_minute(it.last_used_at) if it.last_used_at else "never" for it in keys],
         "made": [_minute(it.created_at) for it in keys],
@@ -133,7 +139,7 @@ def api_keys_list(keys: Sequence[ApiKey], width: int) -> RenderableType:
     rows = zip(*columns.values(), strict=True)
     if width_of(columns) > width:
         return Group(*(_facts_of_one(dict(zip(columns, row, strict=True))) for row in rows))
-    table = plain_table(*columns, left=("name", "key", "tenant", "may call"))
+    table = plain_table(*columns, left=("name", "key", "tenant", "may call", "models"))
     for row in rows:
         table.add_row(*map(Text, row))
     return table
@@ -197,11 +203,12 @@ def _facts(workers: Sequence[WorkerStats]) -> dict[str, list[str]]:
         "KV tokens in use": each(lambda w: f"{w.kv_used_tokens:,} of {w.kv_tokens:,}"),
         "requests processed": each(lambda w: f"{w.num_processed:,}"),
         "prompt tokens": each(lambda w: f"{w.prompt_tokens:,}"),
-        "  and from the cache": each(lambda w: f"{w.cached_tokens:,}"),
+        "  and from the cache": each(lambda w: number(w.told("cached_tokens"))),
         "generated tokens": each(lambda w: f"{w.generation_tokens:,}"),
         "tokens/s": each(lambda w: f"{w.tokens_per_second:,.0f}"),
-        "drafted, accepted": each(lambda w: f"{w.drafted_tokens:,}, {w.accepted_tokens:,}"),
-        "recomputed tokens": each(lambda w: f"{w.recomputed_tokens:,}"),
+        "drafted": each(lambda w: number(w.told("drafted_tokens"))),
+        "  and accepted": each(lambda w: number(w.told("accepted_tokens"))),
+        "recomputed tokens": each(lambda w: number(w.told("recomputed_tokens"))),
         "preemptions": each(lambda w: f"{w.num_preemptions:,}"),
         "mean queue time": each(lambda w: milliseconds(w.mean_queue_ms)),
         "mean prompt time": each(lambda w: milliseconds(w.mean_prompt_ms)),

@@ -64,17 +64,25 @@ class CallReader:
         self._turns_of_tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(
-        self, is_chat: bool, body: list[bytes], headers: Mapping[str, str], caller: Caller
+        self,
+        is_chat: bool,
+        body: list[bytes],
+        headers: Mapping[str, str],
+        caller: Caller,
+        aliases: Mapping[str, str],
     ) -> Prepared:
-        """Read a call whose body is given in pieces. Raises InvalidRequestError, ApiError."""
+        """Read a call whose body is given in pieces. `aliases` are those of models.
+
+        Raises InvalidRequestError, ApiError.
+        """
         completion_id = new_completion_id(is_chat)
         if sum(map(len, body)) <= _SMALL_BYTES:
             call = read_call(is_chat, b"".join(body), headers)
             if call.num_bytes <= _SMALL_BYTES:
-                return prepare(call, caller, completion_id)
+                return prepare(call, caller, completion_id, aliases)
         own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         async with own_turn, self._turns:
-            return await self._prepare(is_chat, body, headers, caller, completion_id)
+            return await self._prepare(is_chat, body, headers, caller, completion_id, aliases)
 
     async def aclose(self) -> None:
         while self._idle:
@@ -87,12 +95,14 @@ class CallReader:
         headers: Mapping[str, str],
         caller: Caller,
         completion_id: str,
+        aliases: Mapping[str, str],
     ) -> Prepared:
         asked = {
             "is_chat": is_chat,
             "headers": {it: headers[it] for it in HEADERS.values() if it in headers},
             "caller": caller.model_dump(mode="json"),
             "completion_id": completion_id,
+            "aliases": dict(aliases),
             "cpu_seconds": _MOST_CPU_SECONDS,
         }
         try:
@@ -146,7 +156,7 @@ def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[
     try:
         call = read_call(asked["is_chat"], body, asked["headers"])
         caller = Caller.model_validate(asked["caller"])
-        prepared = prepare(call, caller, asked["completion_id"])
+        prepared = prepare(call, caller, asked["completion_id"], asked["aliases"])
     except InvalidRequestError as error:
         return {"error": {"message": str(error), "field": error.field}}, []
     except ApiError as error:

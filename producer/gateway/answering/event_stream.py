@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.context.gateway import Gateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.connection_limits import PIECES, Unfinished
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
 from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
@@ -45,6 +46,7 @@ class EventStream(Response):
     def __init__(
         self,
         gateway: Gateway,
+        served: ServedQueue,
         completion: Completion,
         have: Sequence[Position] = (),
         *,
@@ -62,6 +64,7 @@ class EventStream(Response):
             }
         )
         self._gateway = gateway
+        self._served = served
         self._completion = completion
         self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
         self._have = have or [Position()] * completion.num_choices
@@ -80,7 +83,7 @@ class EventStream(Response):
                     # If one answer failed, nobody reads the others. But if the gateway failed, such
                     # as with a server that is away, the client may come back for all of them.
                     if told is error and len(request_ids) > 1:
-                        self._gateway.cancels.cancel(request_ids)
+                        self._cancel(request_ids)
                     if not out.has_begun:
                         raise told from None
                     await out.write_all(_error_frame(told))
@@ -88,16 +91,19 @@ class EventStream(Response):
                 await out.end()
         except ClientLeftError:
             if not self._completion.detach:
-                self._gateway.cancels.cancel(request_ids)
+                self._cancel(request_ids)
             if not out.has_begun:
                 raise  # so that it is counted as a client that left
         finally:
             out.close()
 
+    def _cancel(self, request_ids: Sequence[str]) -> None:
+        self._gateway.cancels.cancel(self._served.client, request_ids)
+
     async def _stream(self, out: _Out, request_ids: list[str]) -> None:
-        frames = _Frames(self._gateway, self._completion, self._have, out)
+        frames = _Frames(self._served, self._completion, self._have, out)
         following = [
-            asyncio.create_task(self._gateway.client.follow(it, partial(frames.write, place)))
+            asyncio.create_task(self._served.client.follow(it, partial(frames.write, place)))
             for place, it in enumerate(request_ids)
         ]
         try:
@@ -111,9 +117,9 @@ class _Frames:
     """The frames of a completion: chunks of all its choices, then its usage and the end."""
 
     def __init__(
-        self, gateway: Gateway, completion: Completion, have: Sequence[Position], out: _Out
+        self, served: ServedQueue, completion: Completion, have: Sequence[Position], out: _Out
     ) -> None:
-        self._gateway = gateway
+        self._served = served
         self._completion = completion
         self._have = have
         self._out = out
@@ -152,7 +158,7 @@ class _Frames:
     async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
         async with self._learning:
             if not self._writers:
-                self._completion, style = await learned(self._gateway, self._completion)
+                self._completion, style = await learned(self._served, self._completion)
                 self._writers = [
                     ChoiceWriter(self._completion, index, have, style)
                     for index, have in enumerate(self._have)
@@ -168,7 +174,7 @@ class _Frames:
 
 
 async def learned(
-    gateway: Gateway, completion: Completion
+    served: ServedQueue, completion: Completion
 ) -> tuple[Completion, ToolCallStyle | None]:
     """Add what the queue knows as soon as there is an event: its model, and how it calls tools.
 
@@ -176,10 +182,10 @@ async def learned(
     """
     if completion.model and not completion.with_tools:
         return completion, None
-    with explained(gateway.client.url):
-        view = await gateway.watch.look()
+    with explained(served.client.url):
+        view = await served.watch.look()
         if not view.model or view.tool_call_style is None:  # perhaps written just now
-            view = await gateway.watch.look(now=True)
+            view = await served.watch.look(now=True)
     if not completion.model:
         completion = replace(completion, model=view.model)
     return completion, view.tool_call_style

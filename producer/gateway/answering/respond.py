@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,15 @@ from promptq.producer.clients.request_builder import compose
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.answering.event_stream import EventStream, learned
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
-from promptq.producer.gateway.context.access import Caller, check_priority, check_tenant
+from promptq.producer.gateway.context.access import (
+    Caller,
+    check_model,
+    check_priority,
+    check_tenant,
+)
 from promptq.producer.gateway.context.caller_rates import account_of, rates_of, take
 from promptq.producer.gateway.context.gateway import Gateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
@@ -30,6 +36,7 @@ from promptq.producer.gateway.openai.read_positions import Position, read_event_
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
+from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.request import NewRequest
 from promptq.shared.queue.rate_limits import Rate
 from promptq.shared.runtime.logs import bind
@@ -50,12 +57,15 @@ class Prepared:
     taken: int = 0
 
 
-def prepare(call: CompletionCall, caller: Caller, completion_id: str) -> Prepared:
+def prepare(
+    call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
+) -> Prepared:
     """Compose a call's requests, as far as its caller may make them. Slow for a large body.
 
-    Raises InvalidRequestError, ApiError 403.
+    `aliases` are names of models by the further names that programs use for them. Raises
+    InvalidRequestError, ApiError 403.
     """
-    call = granted(call, caller)
+    call = granted(call.with_model_of(aliases), caller)
     tenant = call.fields.get("tenant") or ""
     if caller.is_own_tenant and tenant == caller.tenant:
         tenant = ""  # as in earlier releases, whose gateways may have taken the same call
@@ -78,17 +88,17 @@ async def respond(
         if not call.stream:
             raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
         return await _resume(gateway, call, last_event_id)
-    completion, rates = await _begin(gateway, caller, prepared)
+    served, completion, rates = await _begin(gateway, caller, prepared)
     prepared.new.clear()
     hold.release()
     if call.stream:
-        return _with(rates, EventStream(gateway, completion, is_new=True))
+        return _with(rates, EventStream(gateway, served, completion, is_new=True))
     try:
         async with while_present(request.receive):
-            return _with(rates, await _whole_answer(gateway, completion))
+            return _with(rates, await _whole_answer(gateway, served, completion))
     except ClientLeftError:
         if not completion.detach:
-            gateway.cancels.cancel(completion.request_ids)
+            gateway.cancels.cancel(served.client, completion.request_ids)
         raise
 
 
@@ -99,12 +109,13 @@ def _with(headers: Mapping[str, str], response: Response) -> Response:
 
 async def _begin(
     gateway: Gateway, caller: Caller, prepared: Prepared
-) -> tuple[Completion, Mapping[str, str]]:
-    """What was enqueued, and the headers that report the caller's rates."""
+) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
+    """What was enqueued and where, and the headers that report the caller's rates."""
     call = prepared.call
-    view = await gateway.watch.look()
-    if call.model and view.model and call.model != view.model:
-        raise unknown_model(call.model, view.model)
+    if call.model:
+        check_model(caller, call.model)
+    served, view = await gateway.queues.of_model(call.model, _known_as(prepared.new[0]))
+    check_model(caller, call.model or view.model)
     if not (view.has_worker or call.wait_for_worker):
         raise ApiError(
             503,
@@ -112,25 +123,34 @@ async def _begin(
             code="no_worker",
             headers={"Retry-After": "5"},
         )
-    enqueued, rates = await enqueue(gateway, caller, prepared)
+    enqueued, rates = await enqueue(gateway, served, caller, prepared)
     # If the idempotency key was known, these are the ids of the first call with that key.
     completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
     bind(request_id=completion_id)
-    return completion_of(call, completion_id, view.model), rates
+    return served, completion_of(call, completion_id, view.model), rates
+
+
+def _known_as(new: NewRequest) -> Callable[[Keys], str] | None:
+    """The key in Redis of a request that is sent again."""
+    key = new.request.idempotency_key
+    return None if key is None else lambda keys: keys.idempotency(key)
 
 
 async def enqueue(
-    gateway: Gateway, caller: Caller, prepared: Prepared
+    gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
 ) -> tuple[list[str], Mapping[str, str]]:
     """Enqueue what was prepared. Gives the ids, and headers that report the caller's rates.
 
     Raises ApiError 429, and what the client raises.
     """
-    rates = await _take_rest(gateway, caller, prepared)
-    return await gateway.client.enqueue_composed(prepared.new), rates
+    rates = await _take_rest(gateway, served, caller, prepared)
+    served.watch.num_sent += len(prepared.new)
+    return await served.client.enqueue_composed(prepared.new), rates
 
 
-async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Mapping[str, str]:
+async def _take_rest(
+    gateway: Gateway, served: ServedQueue, caller: Caller, prepared: Prepared
+) -> Mapping[str, str]:
     """Take what the call needs beyond what was taken before. Raises ApiError 429."""
     rest = [
         replace(rate, amount=rate.amount - prepared.taken) if rate.name == "requests" else rate
@@ -138,19 +158,10 @@ async def _take_rest(gateway: Gateway, caller: Caller, prepared: Prepared) -> Ma
     ]
     if all(rate.amount <= rate.limit for rate in prepared.rates):
         with suppress(ApiError):
-            return await take(gateway, caller, rest, is_last_try=False)
+            return await take(gateway, served, caller, rest, is_last_try=False)
     # The next attempt needs all of it, so the caller waits for all of it. What was taken before
     # stays taken, as a body was read for it.
-    return await take(gateway, caller, prepared.rates)
-
-
-def unknown_model(asked: str, served: str) -> ApiError:
-    return ApiError(
-        404,
-        f"model: {asked[:200]!r} is not served here, {served!r} is",
-        param="model",
-        code="model_not_found",
-    )
+    return await take(gateway, served, caller, prepared.rates)
 
 
 def granted(call: CompletionCall, caller: Caller) -> CompletionCall:
@@ -174,15 +185,17 @@ async def check_stream(gateway: Gateway, caller: Caller, last_event_id: str) -> 
     """
     completion_id, have = read_event_id(last_event_id)
     check_completion_id(completion_id)
-    await payloads_of(gateway, caller, request_ids(completion_id, len(have))[:1])
+    first, *_ = request_ids(completion_id, len(have))
+    await payloads_of(await gateway.queues.holding(first), caller, [first])
 
 
 async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) -> Response:
     completion_id, have = read_event_id(last_event_id)
     bind(request_id=completion_id)
-    completion = completion_of(call, completion_id, (await gateway.watch.look()).model)
+    served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
+    completion = completion_of(call, completion_id, (await served.watch.look()).model)
     check_positions(completion, have)
-    return EventStream(gateway, completion, have)
+    return EventStream(gateway, served, completion, have)
 
 
 def check_positions(completion: Completion, have: list[Position]) -> None:
@@ -194,15 +207,15 @@ def check_positions(completion: Completion, have: list[Position]) -> None:
         )
 
 
-async def _whole_answer(gateway: Gateway, completion: Completion) -> Response:
+async def _whole_answer(gateway: Gateway, served: ServedQueue, completion: Completion) -> Response:
     results: list[Result] = []
     for request_id in completion.request_ids:
-        result = await gateway.client.result(request_id, check=False)
+        result = await served.client.result(request_id, check=False)
         if failure(result.finish_reason, result.error, num_tokens=1) is not None:
-            gateway.cancels.cancel(completion.request_ids[len(results) + 1 :])
+            gateway.cancels.cancel(served.client, completion.request_ids[len(results) + 1 :])
             results = [result] * completion.num_choices
             break
         results.append(result)
-    completion, style = await learned(gateway, completion)
+    completion, style = await learned(served, completion)
     headers = {"X-Request-Id": completion.id, "X-Stream-Url": completion.url}
     return JSONResponse(answer(completion, results, style), headers=headers)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from promptq.producer.gateway.context.access import Caller
-from promptq.producer.gateway.context.gateway import Gateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.queue.call import Call
 
 
-async def payloads_of(gateway: Gateway, caller: Caller, request_ids: Sequence[str]) -> list[bytes]:
+async def payloads_of(
+    served: ServedQueue, caller: Caller, request_ids: Sequence[str]
+) -> list[bytes]:
     """The payloads. Raises RequestNotFoundError for ids that are unknown or not the caller's."""
-    names = [gateway.keys.request(request_id) for request_id in request_ids]
-    records = await gateway.queue.run(
+    queue = served.queue
+    names = [queue.keys.request(request_id) for request_id in request_ids]
+    records = await queue.run(
         [Call("", ["HMGET", name, "payload", "tenant"], list) for name in names]
     )
     payloads = []

@@ -98,6 +98,18 @@ def check_scope(caller: Caller, scope: str) -> None:
         )
 
 
+def check_model(caller: Caller, model: str) -> None:
+    """Raises ApiError 403 if the caller's key may not use the model."""
+    if caller.models is not None and model not in caller.models:
+        has = ", ".join(map(repr, caller.models))
+        raise ApiError(
+            403,
+            f"model: the key {caller.name!r} may not use {model[:200]!r}; it may use {has}",
+            param="model",
+            code="model",
+        )
+
+
 def check_tenant(caller: Caller, tenant: Any) -> None:
     """Raises ApiError 403 if the caller's key may not act for the tenant."""
     if tenant != caller.tenant and not caller.is_free:

@@ -17,14 +17,13 @@ _LAST_SECONDS = 2.0
 class BackgroundCancels:
     """Each call runs in its own task. If the server is away, it tries again for a minute."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger()
 
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        """End these requests soon."""
-        task = asyncio.create_task(self._cancel(list(request_ids)))
+    def cancel(self, client: AsyncClient, request_ids: Sequence[str]) -> None:
+        """End these requests of a client's queue soon."""
+        task = asyncio.create_task(self._cancel(client, list(request_ids)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -36,11 +35,11 @@ class BackgroundCancels:
         for task in tasks:
             task.cancel()
 
-    async def _cancel(self, request_ids: list[str]) -> None:
+    async def _cancel(self, client: AsyncClient, request_ids: list[str]) -> None:
         deadline = asyncio.get_running_loop().time() + _TRY_SECONDS
         while request_ids:
             try:
-                await self._client.cancel(request_ids[-1])
+                await client.cancel(request_ids[-1])
                 request_ids.pop()
             except RedisSideError as error:
                 if asyncio.get_running_loop().time() > deadline:

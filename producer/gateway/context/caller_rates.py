@@ -5,32 +5,44 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.gateway import Gateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.errors import NOT_AGAIN, ApiError
 from promptq.shared.protocol.request import TokenAccount
 from promptq.shared.queue.rate_limits import Rate, RateAnswer, take_of_rates
+from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 _MINUTE_MS = 60_000
 
 
 async def admit_call(gateway: Gateway, caller: Caller) -> dict[str, str]:
     """As `take`, for one request, before the body of a call is read."""
-    return await take(gateway, caller, _rate_of_requests(caller, 1))
+    return await take(gateway, gateway.queues.own, caller, _rate_of_requests(caller, 1))
 
 
 async def take(
-    gateway: Gateway, caller: Caller, rates: Sequence[Rate], *, is_last_try: bool = True
+    gateway: Gateway,
+    served: ServedQueue,
+    caller: Caller,
+    rates: Sequence[Rate],
+    *,
+    is_last_try: bool = True,
 ) -> dict[str, str]:
     """Take from the caller's rates. Gives the headers that report them.
+
+    Requests are counted at the gateway's own queue, since a call is counted before its body says
+    which model it is for. Tokens are counted at the queue that serves the call: its workers charge
+    the output there.
 
     Raises ApiError 429. With `is_last_try` that is delayed for callers who come back too early.
     """
     if not rates:
         return {}
-    answer = await gateway.queue.run(take_of_rates(caller.name, rates))
+    answer = await take_of_queues(gateway.queue, served.queue, caller.name, rates)
     headers = {}
     for rate in rates:
         headers[f"x-ratelimit-limit-{rate.name}"] = str(rate.limit)
@@ -47,6 +59,33 @@ async def take(
     headers["retry-after"] = str(math.ceil(wait_ms / 1000))
     headers["retry-after-ms"] = str(wait_ms)
     raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+
+
+async def take_of_queues(
+    own: AsyncRequestQueue, serving: AsyncRequestQueue, holder: str, rates: Sequence[Rate]
+) -> RateAnswer:
+    """Take tokens at the queue that serves a call, and requests at the gateway's own; all or none.
+
+    After a refusal, what a later attempt has to wait for is known of one of the two only.
+    """
+    if serving is own:
+        return await own.run(take_of_rates(holder, rates))
+    tokens = [rate for rate in rates if rate.name == "tokens"]
+    requests = [rate for rate in rates if rate.name != "tokens"]
+    told = await serving.run(take_of_rates(holder, tokens))
+    if told.wait_ms != 0:
+        requests = [replace(rate, amount=0) for rate in requests]
+    told_of_requests = await own.run(take_of_rates(holder, requests))
+    if told.wait_ms == 0 and told_of_requests.wait_ms != 0:
+        given_back = [replace(rate, amount=-rate.amount) for rate in tokens]
+        told = replace(
+            await serving.run(take_of_rates(holder, given_back)), wait_ms=told_of_requests.wait_ms
+        )
+    return RateAnswer(
+        told.wait_ms,
+        {**told_of_requests.remaining, **told.remaining},
+        {**told_of_requests.reset_ms, **told.reset_ms},
+    )
 
 
 def _too_little_left(caller: Caller, rates: Sequence[Rate], answer: RateAnswer) -> str:

@@ -11,8 +11,8 @@ from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.key_uses import KeyUses
-from promptq.producer.gateway.context.queue_view import QueueWatch
 from promptq.producer.gateway.context.refusals import Refusals
+from promptq.producer.gateway.context.served_queues import ServedQueues
 from promptq.producer.gateway.http.body_budget import BodyBudget
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.protocol.keys import Keys
@@ -21,13 +21,12 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway process: its settings, its client of the queue, and what it keeps in memory."""
+    """One gateway process: its settings, the queues that it serves, and what it keeps in memory."""
 
     settings: GatewaySettings
-    client: AsyncClient
+    queues: ServedQueues
     redis_user: str
     """The user that the Redis server knows it as."""
-    watch: QueueWatch
     cancels: BackgroundCancels
     bodies: BodyBudget
     """The budget for bodies in memory."""
@@ -38,9 +37,14 @@ class Gateway:
     refusals: Refusals
 
     @property
+    def client(self) -> AsyncClient:
+        """Of the gateway's own queue."""
+        return self.queues.own.client
+
+    @property
     def queue(self) -> AsyncRequestQueue:
-        """For calls that the client has no method for, such as those about API keys and rates."""
-        return self.client.queue
+        """The gateway's own queue, which holds API keys, files and batches."""
+        return self.queues.own.queue
 
     @property
     def keys(self) -> Keys:

@@ -9,9 +9,16 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
 from promptq.producer.gateway.answering.respond import enqueue, prepare
-from promptq.producer.gateway.context.access import ThisAdmin, check_scope, is_of_own_page
+from promptq.producer.gateway.context.access import (
+    ThisAdmin,
+    check_model,
+    check_scope,
+    is_of_own_page,
+)
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.context.pydantic_body import json_body
+from promptq.producer.gateway.context.served_queues import ServedQueue
+from promptq.producer.gateway.dashboard.shown_queue import ThisQueue
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.request_bodies import CompletionCall
 from promptq.shared.errors import RequestNotFoundError
@@ -61,13 +68,19 @@ class DeadLetters(BaseModel):
     all: bool = False
 
 
-async def admin_log(request: Request, admin: ThisAdmin) -> Any:
+async def admin_log(request: Request, admin: ThisAdmin, served: ThisQueue) -> Any:
     """Logs what an administrator does, with their name and address: `log(action="cancel", ...)`.
 
     Raises ApiError 403 for callers who are no administrators.
     """
     address = request.client.host if request.client else ""
-    return partial(get_logger().info, "done from the dashboard", by=admin.name, address=address)
+    return partial(
+        get_logger().info,
+        "done from the dashboard",
+        by=admin.name,
+        address=address,
+        queue=served.name,
+    )
 
 
 AdminLog = Annotated[Any, Depends(admin_log)]
@@ -76,10 +89,10 @@ TheseLetters = Annotated[DeadLetters, Depends(json_body(DeadLetters))]
 
 
 @router.post("/cancel")
-async def cancel(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, str]:
+async def cancel(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, str]:
     """Cancel a request: at once if it waits, at the next token if it runs."""
     request_id = one.id
-    status = await gateway.client.cancel(request_id)
+    status = await served.client.cancel(request_id)
     log(action="cancel", request_id=request_id, status=status.value)
     if status is CancelStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} is known")
@@ -89,12 +102,12 @@ async def cancel(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str,
 @router.post("/reprioritise")
 async def reprioritise(
     log: AdminLog,
-    gateway: ThisGateway,
+    served: ThisQueue,
     move: Annotated[Move, Depends(json_body(Move))],
 ) -> dict[str, str]:
     """Move a waiting request to another priority."""
     request_id, priority = move.id, move.priority
-    status = await gateway.client.reprioritise(request_id, priority)
+    status = await served.client.reprioritise(request_id, priority)
     log(action="reprioritise", request_id=request_id, priority=priority, status=status.value)
     if status is PriorityStatus.UNKNOWN:
         raise RequestNotFoundError(f"no request {request_id!r} waits")
@@ -102,26 +115,26 @@ async def reprioritise(
 
 
 @router.post("/pause")
-async def pause(log: AdminLog, gateway: ThisGateway) -> dict[str, bool]:
+async def pause(log: AdminLog, served: ThisQueue) -> dict[str, bool]:
     """Hand out no more requests. Those that run go on."""
-    await gateway.client.pause()
+    await served.client.pause()
     log(action="pause")
     return {"paused": True}
 
 
 @router.post("/resume")
-async def resume(log: AdminLog, gateway: ThisGateway) -> dict[str, bool]:
+async def resume(log: AdminLog, served: ThisQueue) -> dict[str, bool]:
     """Hand out requests again."""
-    await gateway.client.resume()
+    await served.client.resume()
     log(action="resume")
     return {"paused": False}
 
 
 @router.post("/drain")
-async def drain(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, list[str]]:
+async def drain(log: AdminLog, served: ThisQueue, one: ThisOne) -> dict[str, list[str]]:
     """Tell one worker to finish what it runs and to exit."""
     worker_id = one.id
-    told = await gateway.client.drain(worker_id)
+    told = await served.client.drain(worker_id)
     log(action="drain", worker_id=worker_id, told=len(told))
     if not told:
         raise RequestNotFoundError(f"no worker {worker_id!r} is alive")
@@ -130,13 +143,13 @@ async def drain(log: AdminLog, gateway: ThisGateway, one: ThisOne) -> dict[str, 
 
 @router.post("/dead/requeue")
 async def requeue(
-    log: AdminLog, gateway: ThisGateway, letters: TheseLetters
+    log: AdminLog, served: ThisQueue, letters: TheseLetters
 ) -> dict[str, dict[str, str]]:
     """Run dead letters again; gives new ids by old ones. Skips those that somebody else took."""
     new_ids = {}
-    for dead_id in await _chosen(gateway, letters):
+    for dead_id in await _chosen(served, letters):
         try:
-            new_ids[dead_id] = await gateway.client.requeue(dead_id)
+            new_ids[dead_id] = await served.client.requeue(dead_id)
         except RequestNotFoundError:
             continue
         log(action="requeue", request_id=dead_id, new_id=new_ids[dead_id])
@@ -144,10 +157,10 @@ async def requeue(
 
 
 @router.post("/dead/purge")
-async def purge(log: AdminLog, gateway: ThisGateway, letters: TheseLetters) -> dict[str, int]:
+async def purge(log: AdminLog, served: ThisQueue, letters: TheseLetters) -> dict[str, int]:
     """Delete dead letters; gives how many there were."""
-    chosen = await _chosen(gateway, letters)
-    count = await gateway.client.purge(chosen)
+    chosen = await _chosen(served, letters)
+    count = await served.client.purge(chosen)
     log(action="purge", request_ids=chosen, purged=count)
     return {"purged": count}
 
@@ -157,15 +170,18 @@ async def play(
     log: AdminLog,
     admin: ThisAdmin,
     gateway: ThisGateway,
+    served: ThisQueue,
     fields: Annotated[dict[str, Any], Depends(json_body(dict[str, Any]))],
 ) -> dict[str, str]:
     """Enqueue a request of the playground; its fields are those of a payload."""
     check_scope(admin, "completions")
     call = CompletionCall(is_chat="messages" in fields, fields=fields, prompts=[None])
-    (request_id,), _ = await enqueue(gateway, admin, prepare(call, admin, new_request_id()))
+    prepared = prepare(call, admin, new_request_id(), await gateway.queues.aliases())
+    check_model(admin, (await served.watch.look()).model)
+    (request_id,), _ = await enqueue(gateway, served, admin, prepared)
     log(action="play", request_id=request_id)
     return {"id": request_id}
 
 
-async def _chosen(gateway: ThisGateway, letters: DeadLetters) -> list[str]:
-    return await gateway.client.dead_ids(MAX_DEAD) if letters.all else letters.ids
+async def _chosen(served: ServedQueue, letters: DeadLetters) -> list[str]:
+    return await served.client.dead_ids(MAX_DEAD) if letters.all else letters.ids

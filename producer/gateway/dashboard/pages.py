@@ -18,10 +18,12 @@ from promptq.producer.admin.timeline import Timeline
 from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.context.access import ThisAdmin
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.dashboard import request_search
 from promptq.producer.gateway.dashboard.page_stream import event_response, message
 from promptq.producer.gateway.dashboard.poller import Poller, Topic
 from promptq.producer.gateway.dashboard.request_search import FoundRequests
+from promptq.producer.gateway.dashboard.shown_queue import ThisQueue
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.shared.errors import InvalidRequestError, PromptqError, RequestNotFoundError
 from promptq.shared.protocol.keys import check_request_id
@@ -88,34 +90,44 @@ async def file(name: str) -> Response:
 
 
 @router.get("/dashboard/api/caller")
-async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, str]:
-    """Who is asking, and which queue this is."""
-    return {"name": admin.name, "queue": gateway.keys.queue}
+async def caller(admin: ThisAdmin, gateway: ThisGateway) -> dict[str, object]:
+    """Who is asking, and which queues there are, the gateway's own first."""
+    found = await gateway.queues.views()
+    queues = [{"name": served.name, "model": view.model} for served, view in found]
+    return {"name": admin.name, "queues": queues}
 
 
 @router.get("/dashboard/api/live/overview")
 async def live_overview(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, served: ThisQueue
 ) -> StreamingResponse:
     """The last hour, then the overview once a second."""
-    return event_response(request, gateway, _overview(gateway, _poller_of(request, gateway)))
+    return event_response(request, gateway, _overview(served, _poller_of(request, gateway)))
 
 
 @router.get("/dashboard/api/live/worker")
 async def live_worker(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, worker_id: RequestId
+    request: Request,
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    served: ThisQueue,
+    worker_id: RequestId,
 ) -> StreamingResponse:
     """A worker and its batch, once a second."""
-    return _live(request, gateway, "worker", worker_id)
+    return _live(request, gateway, served, "worker", worker_id)
 
 
 @router.get("/dashboard/api/live/request")
 async def live_request(
-    request: Request, admin: ThisAdmin, gateway: ThisGateway, request_id: RequestId
+    request: Request,
+    admin: ThisAdmin,
+    gateway: ThisGateway,
+    served: ThisQueue,
+    request_id: RequestId,
 ) -> StreamingResponse:
     """A request's timeline when it changes, and its events from the first one on."""
-    timeline = await gateway.client.timeline(check_request_id(request_id))
-    return event_response(request, gateway, _request(gateway, request_id, timeline))
+    timeline = await served.client.timeline(check_request_id(request_id))
+    return event_response(request, gateway, _request(served, request_id, timeline))
 
 
 @router.get("/dashboard/api/live/requests")
@@ -123,6 +135,7 @@ async def live_requests(
     request: Request,
     admin: ThisAdmin,
     gateway: ThisGateway,
+    served: ThisQueue,
     state: str,
     tenant: str = "",
 ) -> StreamingResponse:
@@ -130,20 +143,22 @@ async def live_requests(
     if state not in request_search.SETS:
         names = ", ".join(request_search.SETS)
         raise InvalidRequestError(f"state: {state[:80]!r} is not one of {names}", field="state")
-    gateway.keys.pending_of(tenant)  # raises an error for a wrong name
-    return _live(request, gateway, "requests", state, tenant)
+    served.queue.keys.pending_of(tenant)  # raises an error for a wrong name
+    return _live(request, gateway, served, "requests", state, tenant)
 
 
 @router.get("/dashboard/api/live/dead")
-async def live_dead(request: Request, admin: ThisAdmin, gateway: ThisGateway) -> StreamingResponse:
+async def live_dead(
+    request: Request, admin: ThisAdmin, gateway: ThisGateway, served: ThisQueue
+) -> StreamingResponse:
     """The ids of the latest dead letters, once a second. Their content never changes."""
-    return _live(request, gateway, "dead")
+    return _live(request, gateway, served, "dead")
 
 
 @router.get("/dashboard/api/requests")
 async def requests(
     admin: ThisAdmin,
-    gateway: ThisGateway,
+    served: ThisQueue,
     state: str = "",
     tenant: str = "",
     prefix: str = "",
@@ -151,16 +166,16 @@ async def requests(
 ) -> FoundRequests:
     """A page of requests, and what was searched to find them."""
     return await request_search.search(
-        gateway.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
+        served.queue, state=state, tenant=tenant, prefix=prefix, cursor=cursor
     )
 
 
 @router.get("/dashboard/api/dead")
 async def dead_letters(
-    admin: ThisAdmin, gateway: ThisGateway, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    admin: ThisAdmin, served: ThisQueue, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[dict[str, object]]:
     """Dead letters, the latest first. Long payloads are cut."""
-    letters = await gateway.client.dead_letters(limit)
+    letters = await served.client.dead_letters(limit)
     return [{**it.model_dump(), "payload": it.payload[:4096]} for it in letters]
 
 
@@ -174,75 +189,80 @@ def _poller_of(request: Request, gateway: Gateway) -> Poller:
 
 
 async def _read(gateway: Gateway, topic: Topic) -> str:
-    """What pages show of a topic, as JSON."""
-    return await _as_of_now(gateway, await _value_of(gateway, topic))
+    """What pages show of a topic, as JSON. Its first word is a queue's name."""
+    name, *which = topic
+    served = await gateway.queues.named(name)
+    return await _as_of_now(served, await _value_of(served, which))
 
 
-async def _value_of(gateway: Gateway, topic: Topic) -> BaseModel | None:
-    match topic:
-        case ("overview",):
-            return await gateway.client.overview()
-        case ("dead",):
-            return _Dead(ids=await gateway.client.dead_ids(MAX_SHOWN_DEAD + 1))
-        case ("requests", state, tenant):
-            with explained(gateway.client.url):
-                return await request_search.search(gateway.queue, state=state, tenant=tenant)
+async def _value_of(served: ServedQueue, which: list[str]) -> BaseModel | None:
+    match which:
+        case ["overview"]:
+            return await served.client.overview()
+        case ["dead"]:
+            return _Dead(ids=await served.client.dead_ids(MAX_SHOWN_DEAD + 1))
+        case ["requests", state, tenant]:
+            with explained(served.client.url):
+                return await request_search.search(served.queue, state=state, tenant=tenant)
     try:
-        return await gateway.client.worker(topic[1])
+        return await served.client.worker(which[1])
     except RequestNotFoundError:
         return None
 
 
-async def _as_of_now(gateway: Gateway, value: BaseModel | None) -> str:
+async def _as_of_now(served: ServedQueue, value: BaseModel | None) -> str:
     """A value as JSON, with the server's time, as pages show how long ago things were."""
-    with explained(gateway.client.url):
-        now_ms = await gateway.queue.run(lookups.server_time_ms())
+    with explained(served.client.url):
+        now_ms = await served.queue.run(lookups.server_time_ms())
     text = "null" if value is None else value.model_dump_json()
     return f'{{"now":{now_ms},"value":{text}}}'
 
 
-def _live(request: Request, gateway: Gateway, *topic: str) -> StreamingResponse:
+def _live(
+    request: Request, gateway: Gateway, served: ServedQueue, *which: str
+) -> StreamingResponse:
+    topic = (served.name, *which)
     return event_response(request, gateway, _polled(_poller_of(request, gateway), topic))
 
 
 async def _polled(poller: Poller, topic: Topic) -> AsyncGenerator[str, None]:
-    """A topic as events, which its first word names."""
+    """A topic as events, which its second word names."""
     async with aclosing(poller.watch(topic)) as samples:
         async for sample in samples:
-            yield message("unreachable", "null") if sample is None else message(topic[0], sample)
+            yield message("unreachable", "null") if sample is None else message(topic[1], sample)
 
 
-async def _overview(gateway: Gateway, poller: Poller) -> AsyncGenerator[str, None]:
+async def _overview(served: ServedQueue, poller: Poller) -> AsyncGenerator[str, None]:
     with suppress(PromptqError):  # the next message says that the queue cannot be reached
-        samples = await gateway.client.statistics()
+        samples = await served.client.statistics()
         dumped = [it.model_dump(mode="json") for it in samples]
         yield message("history", json.dumps({"sample_ms": SAMPLE_MS, "samples": dumped}))
-    async with aclosing(_polled(poller, ("overview",))) as messages:
+    async with aclosing(_polled(poller, (served.name, "overview"))) as messages:
         async for text in messages:
             yield text
 
 
 async def _request(
-    gateway: Gateway, request_id: str, timeline: Timeline
+    served: ServedQueue, request_id: str, timeline: Timeline
 ) -> AsyncGenerator[str, None]:
     """Both sources write into one bounded mailbox, so a slow page delays only itself."""
     mailbox: asyncio.Queue[str | None] = asyncio.Queue(maxsize=256)
     is_over = asyncio.Event()
 
     async def follow_tokens() -> None:
-        async with aclosing(gateway.client.stream(request_id)) as events:
+        async with aclosing(served.client.stream(request_id)) as events:
             async for event in events:
                 await mailbox.put(message("tokens", event.to_json()))
         is_over.set()
 
     async def follow_timeline(shown: Timeline) -> None:
-        await mailbox.put(await _request_message(gateway, shown))
+        await mailbox.put(await _request_message(served, shown))
         while True:
             was_over = is_over.is_set()
-            current = await gateway.client.timeline(request_id)
+            current = await served.client.timeline(request_id)
             if current != shown:
                 shown = current
-                await mailbox.put(await _request_message(gateway, shown))
+                await mailbox.put(await _request_message(served, shown))
             if was_over:
                 return
             with suppress(TimeoutError):
@@ -282,9 +302,9 @@ def _at_hand(mailbox: asyncio.Queue[str | None]) -> str:
     return "".join(texts)
 
 
-async def _request_message(gateway: Gateway, timeline: Timeline) -> str:
+async def _request_message(served: ServedQueue, timeline: Timeline) -> str:
     payload = timeline.payload
     if len(payload) > MAX_SHOWN_PAYLOAD:
         payload = payload[:MAX_SHOWN_PAYLOAD] + "…"
     shown = timeline.model_copy(update={"payload": payload})
-    return message("request", await _as_of_now(gateway, shown))
+    return message("request", await _as_of_now(served, shown))

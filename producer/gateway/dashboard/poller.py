@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
+from promptq.producer.gateway.http.errors import ApiError
 from promptq.shared.errors import RedisSideError
 from promptq.shared.runtime.logs import get_logger
 
@@ -70,8 +71,8 @@ class Poller:
         latest = None
         try:
             latest = await self._read(topic)
-        except RedisSideError:
-            pass  # pages show that the queue cannot be reached
+        except (RedisSideError, ApiError):
+            pass  # pages show that the queue cannot be reached, or is gone
         except Exception:  # data of a stranger must not stop all pages
             get_logger().exception("not read", topic=topic)
         async with watched.changed:

@@ -25,6 +25,7 @@ from promptq.producer.batch_store.files import FileMissingError
 from promptq.producer.clients.connecting import explained
 from promptq.shared.errors import (
     InvalidRequestError,
+    ModelNotServedError,
     PromptqError,
     QueueFullError,
     RedisAuthError,
@@ -120,6 +121,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param=error.field or None, code=error.error_type)
         case RequestNotFoundError() | FileMissingError() | BatchMissingError():
             return ApiError(404, str(error), code="not_found")
+        case ModelNotServedError():
+            return ApiError(404, str(error), param="model", code="model_not_found")
         case RequestExistsError():
             return ApiError(409, str(error), code="exists")
         case BatchOverError():

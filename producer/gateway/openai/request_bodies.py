@@ -71,7 +71,7 @@ class CallOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = Field(None, description="null or empty: the model that the queue serves")
+    model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
@@ -168,6 +168,11 @@ class CompletionCall:
     def with_fields(self, **fields: Any) -> CompletionCall:
         """The call with these fields of its payload set."""
         return replace(self, fields={**self.fields, **fields})
+
+    def with_model_of(self, aliases: Mapping[str, str]) -> CompletionCall:
+        """The call with the name of its model, if it has one of the model's further names."""
+        name = aliases.get(self.model) if isinstance(self.model, str) else None
+        return self if name is None else self.with_fields(model=name)
 
     def with_key_of(self, caller: str, tenant: str) -> CompletionCall:
         """The call with an idempotency key for one tenant, one caller and one shape of answer.

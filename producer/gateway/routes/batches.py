@@ -99,6 +99,7 @@ async def create(
         caller,
         asked.metadata,
         asked.output_expires_after.seconds if asked.output_expires_after else BATCH_FILE_SECONDS,
+        gateway.settings.served_queues[1:],
     )
     record.tenant = stored.tenant  # the caller's tenant, or the tenant without a name
     await batches.add(record, gateway.settings.batches_per_tenant)

@@ -100,7 +100,8 @@ async def _create(
     with gateway.bodies.hold(caller.party) as hold:
         most = gateway.settings.http_max_body_bytes
         body = [piece async for piece in body_pieces(request, most, hold)]
-        prepared = await call_reader.prepare(is_chat, body, headers, caller)
+        aliases = await gateway.queues.aliases()
+        prepared = await call_reader.prepare(is_chat, body, headers, caller, aliases)
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
         return await respond(request, gateway, caller, prepared, hold)

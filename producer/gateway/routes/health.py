@@ -21,9 +21,11 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", responses=described(503))
 @router.head("/readyz", include_in_schema=False)
 async def readyz(gateway: ThisGateway) -> dict[str, str]:
-    """The queue can be read, and a worker takes requests and makes progress; otherwise 503."""
+    """The queues can be read, and a worker takes requests and makes progress; otherwise 503."""
     await gateway.queue.run(api_keys.count(gateway.keys))  # each call reads them, too
-    workers = (await gateway.client.stats()).workers
+    workers = []
+    for served, _ in await gateway.queues.views():
+        workers += (await served.client.stats()).workers
     if not workers:
         raise ApiError(503, "no worker is alive", code="no_worker")
     patience_ms = gateway.settings.http_ready_seconds * 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fastapi import APIRouter, Request, Response
@@ -9,7 +10,9 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
 from promptq.producer.admin.overview import Overview
-from promptq.producer.gateway.context.gateway import ThisGateway
+from promptq.producer.clients.connecting import explained
+from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.shared.errors import RedisSideError
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Reading
@@ -20,11 +23,17 @@ router = APIRouter(tags=["metrics"])
 @router.get("/metrics", response_class=PlainTextResponse)
 async def scrape(request: Request, gateway: ThisGateway) -> Response:
     """All metrics. While Redis is away, `queue_up` is 0 and the queue's metrics are missing."""
-    try:
-        overview = await gateway.client.overview()
-    except RedisSideError:
-        overview = None
-    found = [*_of_queue(gateway.keys.queue, overview)]
+    found: list[Reading] = []
+    waiting: Counter[str] = Counter()  # by model, which several queues may serve
+    for served in await _queues(gateway):
+        try:
+            overview = await served.client.overview()
+        except RedisSideError:
+            overview = None
+        found += _of_queue(served.name, overview)
+        if overview is not None:
+            waiting[overview.model] += overview.waiting
+    found += [(metrics.WAITING, (it, metrics.ENGINE), float(n)) for it, n in waiting.items()]
     if (http_meter := getattr(request.app.state, "http_meter", None)) is not None:
         found += http_meter.readings()
     try:
@@ -34,11 +43,18 @@ async def scrape(request: Request, gateway: ThisGateway) -> Response:
     return Response(encode(metrics.registry_of(lambda: found)), media_type=content_type)
 
 
+async def _queues(gateway: Gateway) -> list[ServedQueue]:
+    try:
+        with explained(gateway.client.url):
+            return [served for served, _ in await gateway.queues.views()]
+    except RedisSideError:
+        return gateway.queues.opened
+
+
 def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     yield metrics.QUEUE_UP, (queue,), float(overview is not None)
     if overview is None:
         return
-    yield metrics.WAITING, (overview.model, metrics.ENGINE), float(overview.waiting)
     # The default priority is always there, so that an empty queue leaves no gap in a graph.
     for priority, count in {0: 0, **overview.priorities}.items():
         yield metrics.QUEUE_WAITING, (queue, str(priority)), float(count)

@@ -12,6 +12,7 @@ from promptq.producer.gateway.answering.respond import check_positions
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
+from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import (
     Completion,
@@ -41,14 +42,14 @@ async def read_stream(
 
     The header `X-Stream-Url` of the completion is the address, including the query.
     """
-    completion = await _find(gateway, caller, completion_id, request)
+    served, completion = await _find(gateway, caller, completion_id, request)
     if not last_event_id:
-        return EventStream(gateway, completion)
+        return EventStream(gateway, served, completion)
     of_completion, have = read_event_id(last_event_id)
     if of_completion != completion_id:
         raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
     check_positions(completion, have)
-    return EventStream(gateway, completion, have)
+    return EventStream(gateway, served, completion, have)
 
 
 @router.delete("/v1/streams/{completion_id}")
@@ -56,18 +57,19 @@ async def cancel_stream(
     completion_id: str, request: Request, gateway: ThisGateway, caller: ThisCaller
 ) -> dict[str, object]:
     """Cancel a completion, such as one that goes on without its client."""
-    completion = await _find(gateway, caller, completion_id, request)
+    served, completion = await _find(gateway, caller, completion_id, request)
     for request_id in completion.request_ids:
-        await gateway.client.cancel(request_id)
+        await served.client.cancel(request_id)
     return {"id": completion.id, "object": "stream", "cancelled": True}
 
 
 async def _find(
     gateway: Gateway, caller: Caller, completion_id: str, request: Request
-) -> Completion:
+) -> tuple[ServedQueue, Completion]:
     query = request.query_params
     request_ids = needed_request_ids(completion_id, query)
     bind(request_id=completion_id)
-    payloads = await payloads_of(gateway, caller, request_ids)
-    view = await gateway.watch.look()
-    return stream_completion(completion_id, query, payloads, view.model)
+    served = await gateway.queues.holding(request_ids[0])
+    payloads = await payloads_of(served, caller, request_ids)
+    view = await served.watch.look()
+    return served, stream_completion(completion_id, query, payloads, view.model)

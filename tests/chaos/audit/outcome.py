@@ -10,7 +10,7 @@ from pathlib import Path
 
 import redis
 
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import QUEUES, Keys
 from tests.chaos.audit.auditor import Snapshot, Violation, audit
 from tests.chaos.audit.records import Expected, Queue, Seen, read_claimed, read_seen, read_sent
 from tests.chaos.audit.snapshot import find_strays, take_snapshot
@@ -81,7 +81,7 @@ class Outcome:
         }
         seen = self._counted((it for path in paths for it in read_seen(path)), of_earlier)
         self.violations = [
-            *(Violation("leaked key", "", f"{name} is no queue's") for name in strays),
+            *(Violation("leaked key", "", f"{it} is no queue's") for it in strays if it != QUEUES),
             *audit(sent, seen, snapshots, references, (claim for _, claim in claimed)),
         ]
 

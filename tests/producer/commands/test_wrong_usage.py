@@ -81,6 +81,16 @@ def test_wrong_usage(run: Run) -> None:
     assert done.returncode == 2
     assert "--nonsense" in done.stderr
     assert run("nonsense").returncode == 2
+    done = run("worker", "--model", "model-free", "stray")
+    assert done.returncode == 2
+    assert "unexpected extra argument (stray)" in done.stderr
+
+
+def test_what_stands_behind_two_dashes_is_for_the_workers_server(run: Run) -> None:
+    """It reaches the worker, which says here that it starts no server."""
+    done = run("worker", "--model", "model-free", "--", "--swap-space", "0")
+    assert done.returncode == 1
+    assert "-- ARGUMENTS: belongs to an inference server" in done.stderr
 
 
 def test_a_wrong_setting(run: Run) -> None:

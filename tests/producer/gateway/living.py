@@ -101,8 +101,6 @@ async def serving(
     """
     if urlsplit(redis_url).username in ROLES:
         redis_url = as_role("gateway", redis_url)
-    app = create_app(GatewaySettings(redis_url=redis_url, **settings))
-    """A gateway under uvicorn, as the command runs it; with a caller, everybody is that one."""
     all_settings = GatewaySettings(redis_url=redis_url, **settings)
     app = create_app(all_settings)
     if caller is not None:

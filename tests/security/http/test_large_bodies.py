@@ -73,6 +73,13 @@ def test_others_are_answered_while_a_large_body_is_read(
 def test_many_large_bodies_of_one_key_do_not_keep_anothers_waiting(redis_url: str) -> None:
     greedy, other = make_key(redis_url, "greedy"), make_key(redis_url, "other")
     with live_gateway(redis_url) as gateway, ExitStack() as stack:
+        # Both processes that read bodies have started then.
+        with (
+            sent(gateway, greedy, LARGE_AND_WRONG) as one,
+            sent(gateway, other, LARGE_AND_WRONG) as another,
+        ):
+            for connection in (one, another):
+                assert connection.recv(12).startswith(b"HTTP/1.1 ")
         crowd = [stack.enter_context(sent(gateway, greedy, LARGE_AND_WRONG)) for _ in range(5)]
         with sent(gateway, other, LARGE_AND_WRONG) as connection:
             assert connection.recv(12) == b"HTTP/1.1 400"

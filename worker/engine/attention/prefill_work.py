@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.worker.engine.attention.backend import StepLayout
 from promptq.worker.engine.device.async_copies import to_device
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.attention.backend import StepLayout
 
 FIELDS = 4
 """The numbers that describe a tile (see `cut`)."""
@@ -31,39 +35,60 @@ def cut(layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
     return np.array(tiles, dtype=np.int32).reshape(-1, FIELDS)
 
 
+def longest_chunk(layout: StepLayout) -> int:
+    """The most rows of a chunk."""
+    starts = layout.query_starts[layout.num_decodes :]
+    return max(end - row for row, end in pairwise(starts))
+
+
 class PrefillWork:
     """The tiles of a step, in one list for each size of tile that layers ask for.
 
     With `room`, for so many rows of so many chunks, `fill` may replace the step by another one.
     The lists then stay where they are, as graphs that are replayed need it, and end with tiles
-    without rows.
+    without rows. Lists that are on the device already are given by their sizes of tiles: with
+    `room` to `fill`, and else in the layout.
     """
 
     def __init__(self, layout: StepLayout, room: tuple[int, int] | None = None) -> None:
         self._layout = layout
         self._room = room
+        self._given: Mapping[Hashable, torch.Tensor] = {} if room else layout.lists
         self._lists: dict[int, torch.Tensor] = {}
-        starts = layout.query_starts[layout.num_decodes :]
-        self.longest_chunk = room[0] if room else max(end - row for row, end in pairwise(starts))
+        self.longest_chunk = room[0] if room else longest_chunk(layout)
         """The most rows of a chunk."""
 
-    def fill(self, layout: StepLayout) -> None:
+    @property
+    def tile_sizes(self) -> Sequence[int]:
+        """Those that were asked for."""
+        return [*self._lists]
+
+    def fill(self, layout: StepLayout, lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
         """Go on with the chunks of another step."""
-        self._layout = layout
+        self._layout, self._given = layout, lists
         for queries_per_tile, tiles in self._lists.items():
             tiles.copy_(self._tiles(queries_per_tile))
 
     def tiles(self, queries_per_tile: int) -> torch.Tensor:
         """The list (see `cut`) of tiles of this size, on the device."""
         if queries_per_tile not in self._lists:
+            self._layout.asked.note_tiles(self.longest_chunk, queries_per_tile)
             self._lists[queries_per_tile] = self._tiles(queries_per_tile)
         return self._lists[queries_per_tile]
 
-    def _tiles(self, queries_per_tile: int) -> torch.Tensor:
-        tiles = cut(self._layout, queries_per_tile)
+    def cut(self, layout: StepLayout, queries_per_tile: int) -> npt.NDArray[np.int32]:
+        """The list of another step, as long as there is room for."""
+        tiles = cut(layout, queries_per_tile)
         if self._room is not None:
             num_rows, num_chunks = self._room
             listed = np.zeros((num_rows // queries_per_tile + num_chunks, FIELDS), dtype=np.int32)
             listed[: len(tiles)] = tiles
             tiles = listed
+        return tiles
+
+    def _tiles(self, queries_per_tile: int) -> torch.Tensor:
+        given = self._given.get(queries_per_tile)
+        if given is not None:
+            return given
+        tiles = self.cut(self._layout, queries_per_tile)
         return to_device(tiles, self._layout.block_tables.device)

@@ -3,14 +3,16 @@ replayed with other inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 
 from promptq.worker.engine.attention.backend import DECODE_WORK, PREFILL_WORK, StepLayout
-from promptq.worker.engine.attention.decode_work import DecodeWork
+from promptq.worker.engine.attention.decode_work import DecodeWork, cut
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.prefill_work import PrefillWork
+from promptq.worker.engine.attention.work_lists import Lists
 from promptq.worker.engine.core.block_manager import num_blocks_for
 
 
@@ -36,7 +38,9 @@ class StepBuffers:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        num_draws: int = 0,
     ) -> None:
+        """`num_draws` is the number of rows of a step's draws."""
         most_rows = max(kinds).num_rows
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -50,32 +54,50 @@ class StepBuffers:
         self._write_offsets = zeros(most_rows)
         self._block_tables = zeros(max_num_seqs, num_blocks_for(max_model_len, block_size))
         self._sampled = zeros(most_rows)
+        self._draws = zeros(num_draws, most_rows).double()
         contexts = [max_model_len] * min(max_num_seqs, most_rows)
         self._decodes = DecodeWork([*contexts, *[0] * (most_rows - len(contexts))], device)
         self._chunks = {
-            kind: PrefillWork(self._layout(kind), (kind.num_rows, self.max_sampled(kind)))
+            kind: PrefillWork(self._layout(kind), (kind.num_rows, self.max_sequences(kind)))
             for kind in kinds
             if kind.is_mixed
         }
 
-    def max_sampled(self, kind: StepKind) -> int:
-        """How many rows of a step of this kind may be sampled, and how many sequences it has."""
+    def max_sequences(self, kind: StepKind) -> int:
+        """The most sequences of a step of this kind, and the most rows that are sampled in it."""
         return min(kind.num_rows, self.max_num_seqs)
 
-    def fits(self, step: PackedStep, num_sampled: int, kind: StepKind) -> bool:
+    def fits(self, layout: StepLayout, num_sampled: int, kind: StepKind) -> bool:
         """Whether a step can be padded to this kind."""
-        layout = step.layout
         is_mixed = layout.num_decodes < len(layout.context_lens)
         return (
             is_mixed == kind.is_mixed
-            and step.input_ids.shape[1] <= kind.num_rows
-            and max(num_sampled, len(layout.context_lens)) <= self.max_sampled(kind)
+            and layout.query_starts[-1] <= kind.num_rows
+            and max(num_sampled, len(layout.context_lens)) <= self.max_sequences(kind)
         )
+
+    def lists(self, layout: StepLayout, kind: StepKind) -> Lists:
+        """The work lists of a step that is padded to this kind. They go to the device with its
+        inputs, and `fill` finds them in its layout."""
+        contexts = self._contexts(layout, kind)
+        lists: Lists = {
+            (kind, pattern): cut(contexts, pattern) for pattern in self._decodes.patterns
+        }
+        if kind.is_mixed:
+            chunks = self._chunks[kind]
+            lists |= {(kind, size): chunks.cut(layout, size) for size in chunks.tile_sizes}
+        return lists
+
+    @staticmethod
+    def _contexts(layout: StepLayout, kind: StepKind) -> list[int]:
+        """Of all rows: those of the decodes, of the chunks' rows, and of padding."""
+        decodes, num_rows = layout.context_lens[: layout.num_decodes], layout.query_starts[-1]
+        of_chunks = [-1] * (num_rows - len(decodes))
+        return [*decodes, *of_chunks, *[0] * (kind.num_rows - num_rows)]
 
     def fill(self, step: PackedStep, sampled: torch.Tensor, kind: StepKind) -> None:
         """Copy the inputs of a step, with the rows that are sampled, and pad it to the kind."""
         layout = step.layout
-        num_rows, num_padding = step.input_ids.shape[1], kind.num_rows - step.input_ids.shape[1]
         for buffer, values, nothing in (
             (self._input_ids, step.input_ids[0], 0),
             (self._positions, step.positions[0], 0),
@@ -85,25 +107,37 @@ class StepBuffers:
         ):
             buffer[: len(values)] = values
             buffer[len(values) : kind.num_rows] = nothing
+        num_draws, num_drawn = step.draws.shape
+        self._draws[:num_draws, :num_drawn] = step.draws
+        self._draws[:, num_drawn : kind.num_rows] = 0.0
         num_sequences, width = layout.block_tables.shape
         self._block_tables[:num_sequences, :width] = layout.block_tables
-        decodes = layout.context_lens[: layout.num_decodes]
-        of_chunks = [-1] * (num_rows - len(decodes))
-        self._decodes.fill([*decodes, *of_chunks, *[0] * num_padding])
+        given: dict[Hashable, torch.Tensor] = {
+            key[1]: each
+            for key, each in layout.lists.items()
+            if isinstance(key, tuple) and key[0] == kind
+        }
+        self._decodes.fill(self._contexts(layout, kind), given)
         if kind.is_mixed:
-            self._chunks[kind].fill(layout)
+            self._chunks[kind].fill(layout, given)
 
-    def step(self, kind: StepKind) -> tuple[PackedStep, torch.Tensor]:
-        """A step of this kind on the buffers, and the rows of it that are sampled. Until the
-        buffers are filled, its rows are padding."""
+    def step(self, kind: StepKind) -> PackedStep:
+        """A step of this kind on the buffers. Until they are filled, its rows are padding."""
         self._decodes.fill([0] * kind.num_rows)
         layout = self._layout(kind)
         layout.plans[DECODE_WORK] = self._decodes
         if kind.is_mixed:
             layout.plans[PREFILL_WORK] = self._chunks[kind]
-        rows = slice(kind.num_rows)
-        step = PackedStep([], self._input_ids[None, rows], self._positions[None, rows], layout)
-        return step, self._sampled[: self.max_sampled(kind)]
+        rows, sampled = slice(kind.num_rows), slice(self.max_sequences(kind))
+        return PackedStep(
+            items=[],
+            input_ids=self._input_ids[None, rows],
+            positions=self._positions[None, rows],
+            layout=layout,
+            sampled=self._sampled[sampled],
+            draws=self._draws[:, sampled],
+            unknown=self._sampled.new_empty(2, 0),
+        )
 
     def _layout(self, kind: StepKind) -> StepLayout:
         """Its lengths are only right in the work lists, where each row may be a decode."""
@@ -112,7 +146,7 @@ class StepBuffers:
             num_decodes=rows,
             query_starts=list(range(rows + 1)),
             context_lens=[longest] * rows,
-            block_tables=self._block_tables[: self.max_sampled(kind)],
+            block_tables=self._block_tables[: self.max_sequences(kind)],
             write_blocks=self._write_blocks[:rows],
             write_offsets=self._write_offsets[:rows],
             block_size=self._block_size,

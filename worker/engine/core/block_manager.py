@@ -34,6 +34,9 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._all_blocks = frozenset(range(num_blocks))
+        self.num_gained = 0
+        """How many times a block lost its last owner, or could be found for the first time. Only so
+        does a waiting sequence come nearer to having room."""
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of findable blocks
         self._findable: dict[bytes, int] = {}
@@ -150,6 +153,7 @@ class BlockManager:
             if block_hash not in self._findable:
                 self._findable[block_hash] = block
                 self._hashes[block] = block_hash
+                self.num_gained += 1
             if self._senders is not None:
                 self._senders[self._findable[block_hash]].add(sequence.request.tenant)
 
@@ -159,6 +163,7 @@ class BlockManager:
         for block in reversed(sequence.block_table):
             self._references[block] -= 1
             if self._references[block] == 0:
+                self.num_gained += 1
                 if self._hashes[block] is None:
                     self._free.append(block)
                 else:

@@ -14,6 +14,7 @@ from promptq.worker.engine.api.messages import (
     EngineRequest,
     EngineSnapshot,
     EngineStats,
+    GivenBack,
     SequenceOutput,
     SequenceSnapshot,
     StepOutput,
@@ -38,6 +39,7 @@ _PAUSE_SECONDS = 0.05
 """The pause before the next try if there was no memory for any sequence. It doubles each time."""
 _STEPS_SHOWN = 32
 """The step time that is shown is the median of so many steps."""
+_NO_MEMORY = GivenBack("there is no memory for a request alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class LLMEngine:
 
     def _leave(self, sequence: Sequence, error: str | None) -> SequenceOutput:
         if error is None:
-            output = SequenceOutput(sequence.sequence_id, [], given_back=True)
+            output = SequenceOutput(sequence.sequence_id, [], given_back=_NO_MEMORY)
         else:
             output = _failed(sequence, error)
         output.timing = sequence.timing

@@ -45,6 +45,9 @@ class Scheduler:
         # Blocks that an admission leaves free for the next tokens of the other sequences, so that
         # it does not lead to a preemption at once.
         self._watermark = max(1, block_manager.num_blocks // 100)
+        # The id of the last sequence that found no room, and the blocks' `num_gained` at which it
+        # may find it.
+        self._without_room: tuple[int | None, int] = None, 0
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.WAITING
@@ -154,6 +157,8 @@ class Scheduler:
             if not waits and self._find_victims(most_urgent, prefix) is not None:
                 return True
         for sequence in self.waiting[: max(0, self._num_places)]:
+            if self._still_lacks_room(sequence, plan):
+                return False
             prefix = self.block_manager.find_prefix(sequence)
             if not plan.computes_next_block(sequence, prefix):
                 return self._fits(sequence, prefix)
@@ -201,6 +206,8 @@ class Scheduler:
         position = 0  # also the number of places kept for sequences that wait for a prefix
         while position < len(self.waiting) and position < self._num_places and plan.num_tokens_left:
             sequence = self.waiting[position]
+            if self._still_lacks_room(sequence, plan):
+                return
             prefix = self.block_manager.find_prefix(sequence)
             if plan.computes_next_block(sequence, prefix):
                 position += 1
@@ -248,7 +255,21 @@ class Scheduler:
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether the free blocks hold a waiting sequence."""
         needed = self._num_needed(sequence, prefix, len(self.running))
-        return needed <= self.block_manager.num_free
+        num_missing = needed - self.block_manager.num_free
+        if num_missing > 0:
+            self._without_room = sequence.sequence_id, self.block_manager.num_gained + num_missing
+        return num_missing <= 0
+
+    def _still_lacks_room(self, sequence: Sequence, plan: _Plan) -> bool:
+        """Whether it is clear, without a search for its prefix, that a sequence cannot be admitted,
+        and that it waits for no prefix either."""
+        known, num_gained = self._without_room
+        return (
+            known == sequence.sequence_id
+            and self.block_manager.num_gained < num_gained
+            and bool(self.running)  # otherwise it needs no watermark
+            and not plan.prefills
+        )
 
     def _num_needed(self, sequence: Sequence, prefix: list[int], num_others: int) -> int:
         needed = self.block_manager.num_needed(sequence, prefix)
@@ -329,6 +350,11 @@ class _Plan:
             self._prefilling.add(sequence)
         else:
             self._num_decodes += 1
+
+    @property
+    def prefills(self) -> bool:
+        """Whether a sequence computes more than its last token."""
+        return bool(self._prefilling)
 
     def take_back(self, sequence: Sequence) -> None:
         share = self.shares.pop(sequence, None)

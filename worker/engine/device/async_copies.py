@@ -26,29 +26,29 @@ def to_device(values: npt.NDArray[Any] | Sequence[int], device: torch.device) ->
 
 
 def to_device_at_once(
-    arrays: Sequence[npt.NDArray[np.int64]], device: torch.device
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """As `to_device` for several arrays of int64, in one copy. The tensors are views of it."""
+    """As `to_device` for several arrays of any types, in one copy. The tensors are views of it."""
     if device.type != "cuda":
         return [to_device(array, device) for array in arrays]
     together, starts = _joined(arrays)
     copied = to_device(together, device)
     return [
-        copied[start : start + array.size].view(array.shape)
+        copied[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
 
 
-def _joined(
-    arrays: Sequence[npt.NDArray[np.int64]],
-) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """All in one array, and where each begins: at multiples of 16 bytes, as Triton compiles kernels
-    once more for addresses that are none."""
-    ends = np.cumsum([array.size + array.size % 2 for array in arrays])
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    """The bytes of all in one array, and where each begins: at multiples of 16, as Triton compiles
+    kernels once more for addresses that are none."""
+    ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays])
     starts = [0, *ends[:-1].tolist()]
-    together = np.zeros(int(ends[-1]), dtype=np.int64)
+    together = np.zeros(int(ends[-1]), dtype=np.uint8)
     for start, array in zip(starts, arrays, strict=True):
-        together[start : start + array.size] = array.ravel()
+        together[start : start + array.nbytes] = array.ravel().view(np.uint8)
     return together, starts
 
 

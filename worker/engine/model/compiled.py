@@ -123,4 +123,6 @@ def _step(num_rows: int, cache: KVCache) -> PackedStep:
         write_offsets=positions % size,
         block_size=size,
     )
-    return PackedStep([], positions.unsqueeze(0) % 32, positions.unsqueeze(0), layout)
+    row = positions.unsqueeze(0)
+    none = positions.new_empty(2, 0)
+    return PackedStep([], row % 32, row, layout, positions, none.double(), none)

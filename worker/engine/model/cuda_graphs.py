@@ -7,6 +7,8 @@ written nowhere and see nothing (see AttentionBackend.takes_padding); their resu
 There are graphs for steps of decodes alone, and graphs for steps with chunks of prompts (mixed
 steps), which have one more kernel a layer. Which rows are decodes and which belong to chunks is
 read from work lists on the device.
+
+A graph ends with the choice of tokens, by numbers and parameters that are read from the device too.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ from typing import Protocol
 
 import torch
 
+from promptq.worker.engine.attention.backend import StepLayout
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
+from promptq.worker.engine.attention.work_lists import Lists
 from promptq.worker.engine.device.memory import bytes_held
+from promptq.worker.engine.sampling.kernels import DRAWS, Chosen
 
 MAX_GRAPH_SIZE = 256
 """Larger batches of decodes keep the device busy for longer than their launches take."""
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 """The numbers of rows of mixed steps, for the same reason."""
+
+
+Choose = Callable[[torch.Tensor, torch.Tensor], Chosen]
+"""What chooses tokens from logits [S, vocab_size] and draws [len(DRAWS), S]."""
+Results = tuple[torch.Tensor, Chosen | None]
+"""The logits of a step, and the tokens that its graph chose from them."""
 
 
 class Model(Protocol):
@@ -64,12 +75,18 @@ def graph_bytes(
     return first + len(others) * max(0, both - first)
 
 
+def new_stream() -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # in torch
+    return stream
+
+
 class GraphedModel:
     """A model on CUDA whose steps are padded to one of some kinds and replayed as graphs.
 
     Its backend must take padding. Steps that are larger than all kinds run without a graph. So does
     every step of a model that cannot be captured, for example one whose forward waits for the
-    device. The device is this thread's current one (see `on_device`).
+    device. The device is this thread's current one (see `on_device`). Without `choose` the graphs
+    end with the logits. Captures may share a `stream`, for which libraries keep memory.
     """
 
     def __init__(
@@ -81,32 +98,55 @@ class GraphedModel:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        choose: Choose | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.plain = model
-        self._buffers = StepBuffers(kinds, max_num_seqs, max_model_len, block_size, device)
-        self._runs: dict[StepKind, Callable[[], torch.Tensor]] = {}
+        self._choose = choose
+        self._stream = stream
+        self._buffers = StepBuffers(
+            kinds, max_num_seqs, max_model_len, block_size, device, len(DRAWS)
+        )
+        self._runs: dict[StepKind, Callable[[], Results]] = {}
         self.why_no_graphs = ""
         """Why no step is replayed; empty if steps are."""
         self._prepare(kinds, device)
 
-    @torch.inference_mode()
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         """See PackedModel. The result is valid until the next call, which writes to the same
         place."""
-        fitting = (kind for kind in self._runs if self._buffers.fits(step, len(rows), kind))
-        kind = min(fitting, default=None)
+        return self.run(step, rows)[0]
+
+    @torch.inference_mode()
+    def run(self, step: PackedStep, rows: torch.Tensor) -> Results:
+        """The same, and the tokens of these rows, by the draws of the step. There are none if the
+        step is not replayed."""
+        kind = self._kind(step.layout, len(rows))
         if kind is None:
-            return self.plain.logits(step, rows)
+            return self.plain.logits(step, rows), None
         self._buffers.fill(step, rows, kind)
-        return self._runs[kind]()[: len(rows)]
+        logits, chosen = self._runs[kind]()
+        if chosen is not None:
+            token_ids, is_sound = chosen
+            chosen = token_ids[: len(rows)], is_sound[: len(rows)]
+        return logits[: len(rows)], chosen
+
+    def lists(self, layout: StepLayout, num_sampled: int) -> Lists | None:
+        """See Packer.pack."""
+        kind = self._kind(layout, num_sampled)
+        return None if kind is None else self._buffers.lists(layout, kind)
+
+    def _kind(self, layout: StepLayout, num_sampled: int) -> StepKind | None:
+        fitting = (kind for kind in self._runs if self._buffers.fits(layout, num_sampled, kind))
+        return min(fitting, default=None)
 
     @torch.inference_mode()
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
         """Capture the largest first, so that the smaller graphs fit into its memory."""
-        capture = _Capture(self.plain)
+        capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):
             try:
-                self._runs[kind] = capture.of(*self._buffers.step(kind))
+                self._runs[kind] = capture.of(self._buffers.step(kind))
             except RuntimeError as error:
                 self.why_no_graphs = str(error).split("\n")[0]
                 self._runs.clear()
@@ -117,14 +157,17 @@ class _Capture:
     """Captures the steps of one model, one after the other: on one stream, into one pool of
     memory, and with one place to which all graphs write their logits."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(
+        self, model: Model, choose: Choose | None, stream: torch.cuda.Stream | None
+    ) -> None:
         self._model = model
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._choose = choose
+        self._stream = stream or new_stream()
         self._pool = torch.cuda.graph_pool_handle()
         self._logits: torch.Tensor | None = None
 
-    def of(self, step: PackedStep, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What replays the step and gives its logits. Raises RuntimeError if it cannot be captured.
+    def of(self, step: PackedStep) -> Callable[[], Results]:
+        """What replays the step. Raises RuntimeError if it cannot be captured.
 
         A capture that fails leaves the allocator in a state that has to be mended. So a step that
         waits for the device is found before.
@@ -132,28 +175,35 @@ class _Capture:
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            self._model.logits(step, rows)  # compiles kernels, and sets up libraries
+            self._run(step)  # compiles kernels, and sets up libraries
             with _no_waiting():
-                logits = self._model.logits(step, rows)
+                logits, _ = self._run(step)
         caller.wait_stream(self._stream)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
-        target = self._logits[: len(rows)]
+        target = self._logits[: len(logits)]
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                target.copy_(self._model.logits(step, rows))
+                results = self._run(step, target)
         except RuntimeError:
             torch.cuda.set_stream(caller)
             with suppress(RuntimeError):  # it was ended after all
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
 
-        def replay() -> torch.Tensor:
+        def replay() -> Results:
             graph.replay()
-            return target
+            return results
 
         return replay
+
+    def _run(self, step: PackedStep, target: torch.Tensor | None = None) -> Results:
+        """Compute a step, with the logits in `target`."""
+        logits = self._model.logits(step, step.sampled)
+        if target is not None:
+            logits = target.copy_(logits)
+        return logits, None if self._choose is None else self._choose(logits, step.draws)
 
 
 @contextmanager

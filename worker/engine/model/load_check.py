@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from promptq.shared.errors import ConfigurationError, UnsupportedModelError
+from promptq.shared.errors import ConfigurationError, PromptqError, UnsupportedModelError
 from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.backend import AttentionBackend, LayerSpec
@@ -32,7 +32,7 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.precision import exact_products, in_float32
 from promptq.worker.engine.llama.decoder import LlamaDecoder
-from promptq.worker.engine.model.backend_choice import NOT_ASKED_FOR, first_that_serves
+from promptq.worker.engine.model.backend_choice import BACKENDS, NOT_ASKED_FOR, first_that_serves
 from promptq.worker.engine.model.layer_specs import record_layers, shrunk_windows
 from promptq.worker.engine.model.loading import LoadedModel
 from promptq.worker.engine.model.packed_model import (
@@ -72,7 +72,7 @@ class CheckedModel:
     """See PackedModel."""
     decoder: type[LlamaDecoder] | None = None
     """Our own decoder that serves the model; None: the library's modules do."""
-    why_not_native: str = NOT_ASKED_FOR
+    why_no_own_code: str = NOT_ASKED_FOR
     """Why no decoder of our own serves the model; empty if one does."""
 
     def on(
@@ -135,16 +135,52 @@ def check_model(
     max_length: int | None,
     *,
     decoders: Items[type[LlamaDecoder]] = (),
-    why_not_native: str = NOT_ASKED_FOR,
+    why_no_own_code: str = NOT_ASKED_FOR,
 ) -> CheckedModel:
     """Find out what each layer asks for, and compare packed steps with the library's attention.
 
-    The first of the backends that knows all that the layers ask for is used. Positions up to
-    `max_length` are tried. The first of `decoders` that passes the same comparison serves the
-    model instead of the library's modules. `why_not_native` tells why there are none to try.
-    Raises UnsupportedModelError, naming the family and the reason, if the model would not be served
-    correctly.
+    The first of the backends that knows all that the layers ask for is used. If its kernels do not
+    compile, the next one is. Positions up to `max_length` are tried. The first of `decoders` that
+    passes the same comparison serves the model instead of the library's modules. `why_no_own_code`
+    tells why there are none to try. Raises UnsupportedModelError, naming the family and the reason,
+    if the model would not be served correctly. Raises ConfigurationError if the kernels of no
+    backend compile.
     """
+    left = [*backends]
+    while True:
+        try:
+            return _check(loaded, left, max_length, decoders, why_no_own_code)
+        except _NotCompiledError as error:
+            left.remove(error.backend)
+            if not left:
+                raise ConfigurationError(f"--attention: {error}{_others(error)}") from error
+            logger.warning("%s; %s is tried instead", error, left[0].name)
+
+
+class _NotCompiledError(Exception):
+    """A backend's kernels do not compile here."""
+
+    def __init__(self, backend: AttentionBackend, cause: BaseException) -> None:
+        while cause.__cause__ is not None:  # in a function that the kernel calls
+            cause = cause.__cause__
+        lines = getattr(cause, "error_message", None) or str(cause)  # the former without the source
+        reason = f"{type(cause).__name__}: {lines.strip().split(chr(10))[0]}"
+        super().__init__(f"the kernels of {backend.name} do not compile here ({reason})")
+        self.backend = backend
+
+
+def _others(error: _NotCompiledError) -> str:
+    names = [each.name for each in BACKENDS if each.name != error.backend.name and not each.needs]
+    return "".join(f"; --attention {name} needs no compiler" for name in names)
+
+
+def _check(
+    loaded: LoadedModel,
+    backends: Items[AttentionBackend],
+    max_length: int | None,
+    decoders: Items[type[LlamaDecoder]],
+    why_no_own_code: str,
+) -> CheckedModel:
     family, model = loaded.family, loaded.model
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
@@ -167,7 +203,7 @@ def check_model(
                 differences = {}
                 for counts_rows in (not is_exact, is_exact):
                     checked = CheckedModel(
-                        modules, specs_now, backend, counts_rows, why_not_native=why_not_native
+                        modules, specs_now, backend, counts_rows, why_no_own_code=why_no_own_code
                     )
                     difference = _compare(loaded, checked, probes, tolerance)
                     differences[counts_rows] = difference
@@ -201,7 +237,7 @@ def _with_decoder(
     probes = _probes(loaded, min(max_length or _DECODER_POSITIONS, _DECODER_POSITIONS))
     reasons = []
     for decoder in decoders:
-        tried = replace(checked, decoder=decoder, why_not_native="")
+        tried = replace(checked, decoder=decoder, why_no_own_code="")
         try:
             difference = _compare(loaded, tried, probes, tolerance)
         except torch.OutOfMemoryError:
@@ -212,7 +248,7 @@ def _with_decoder(
         if difference.is_tolerable:
             return tried
         reasons.append(f"its logits are off by {difference.median:.2g} of their spread")
-    return replace(checked, why_not_native="; ".join(reasons))
+    return replace(checked, why_no_own_code="; ".join(reasons))
 
 
 _DECODER_POSITIONS = 1024
@@ -324,6 +360,12 @@ def _compare(
         if checked.counts_rows:  # not every family accepts RowStarts
             return _Difference(math.nan, math.nan, tolerance)
         raise
+    except PromptqError:
+        raise
+    except Exception as error:  # those of Triton's compiler have no kind of their own
+        if checked.decoder is not None:
+            raise
+        raise _NotCompiledError(checked.backend, error) from error
     finally:
         leave_seam(checked.modules)  # or they would keep the cache of the check
     off = off_by(packed, alone)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from promptq.shared.errors import ConfigurationError, ModelNotFoundError, UnsupportedModelError
+from promptq.worker.engine.api.end_tokens import end_token_ids
 from promptq.worker.engine.device.memory import free_bytes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -127,7 +128,9 @@ def load_model(
             )
     module: torch.nn.Module = model  # the library's class has untyped methods instead
     module.requires_grad_(False).eval().to(device)
-    return LoadedModel(name_or_dir, model, _end_token_ids(model))
+    # The generation settings' end tokens come before the configuration's.
+    configurations = (model.generation_config, model.config, model.config.get_text_config())
+    return LoadedModel(name_or_dir, model, end_token_ids(configurations))
 
 
 def _source(name_or_dir: str) -> str:
@@ -199,15 +202,6 @@ def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
             f"{source}: is not a causal language model (its family is {config.model_type!r})"
         )
     return config
-
-
-def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The generation settings' end tokens, or else the configuration's."""
-    for config in (model.generation_config, model.config, model.config.get_text_config()):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
-    return frozenset()
 
 
 def _first_sentence(error: Exception) -> str:

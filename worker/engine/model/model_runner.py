@@ -18,12 +18,17 @@ from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
-from promptq.worker.engine.attention.packed_step import PackedStep, Packer
+from promptq.worker.engine.attention.packed_step import (
+    NO_DRAWS,
+    NOWHERE,
+    PackedStep,
+    Packer,
+    no_padding,
+)
 from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.device.async_copies import to_device
 from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.device.memory import (
     MemoryPeak,
@@ -40,7 +45,13 @@ from promptq.worker.engine.model.backend_choice import (
     why_no_native_code,
 )
 from promptq.worker.engine.model.compiled import CompiledModel
-from promptq.worker.engine.model.cuda_graphs import GraphedModel, Model, graph_bytes, graph_kinds
+from promptq.worker.engine.model.cuda_graphs import (
+    GraphedModel,
+    Model,
+    graph_bytes,
+    graph_kinds,
+    new_stream,
+)
 from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
@@ -71,18 +82,17 @@ class ModelStep:
     sequences: list[Sequence]
     """The sequence of each row."""
 
+    @property
+    def sampled_at(self) -> dict[int, int]:
+        """The place of the last token of each sequence among the tokens sampled here, by its id."""
+        return {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
+
     def fill_in(self, step: PackedStep) -> None:
         """Write the tokens sampled here into the inputs of `step`, where it continues them."""
-        decodes = step.items[: step.layout.num_decodes]
-        rows = [row for row, item in enumerate(decodes) if not item.token_ids]
-        if not rows:
-            return
-        assert self.sampled is not None
-        sampled_at = {sequence.sequence_id: row for row, sequence in enumerate(self.sequences)}
-        sources = [sampled_at[decodes[row].sequence.sequence_id] for row in rows]
-        token_ids = self.sampled.token_ids
-        tokens = token_ids.index_select(0, to_device(sources, token_ids.device))
-        step.input_ids[0].index_copy_(0, to_device(rows, token_ids.device), tokens)
+        if self.sampled is not None:
+            rows, places = step.unknown
+            tokens = self.sampled.token_ids.index_select(0, places)
+            step.input_ids[0].index_copy_(0, rows, tokens)
 
 
 class ModelRunner:
@@ -115,7 +125,7 @@ class ModelRunner:
             release_weights(loaded.model)
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
-        self.why_not_native = checked.why_not_native
+        self.why_no_own_code = checked.why_no_own_code
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
@@ -162,7 +172,7 @@ class ModelRunner:
         no_native_code = why_no_native_code(loaded) if options.native else NOT_ASKED_FOR
         progress("checking")
         decoders, why_none = own_decoders(device, options, no_native_code)
-        checked = check_model(loaded, backends, limit, decoders=decoders, why_not_native=why_none)
+        checked = check_model(loaded, backends, limit, decoders=decoders, why_no_own_code=why_none)
         if checked.decoder is not None:
             checked.decoder.arrange(loaded.model)
         give_back(device)
@@ -184,7 +194,7 @@ class ModelRunner:
         cache = KVCache(
             checked.specs, num_blocks=num_blocks, block_size=options.block_size, device=device
         )
-        progress("compiling" if options.compile and checked.why_not_native else "packing")
+        progress("compiling" if options.compile and checked.why_no_own_code else "packing")
         runner = cls(loaded, checked, cache, length, options, native_sampling=not no_native_code)
         give_back(device)  # what captures took besides the graphs
         progress("warm-up")
@@ -217,6 +227,9 @@ class ModelRunner:
 
     def _capturing(self, options: LoadOptions) -> Callable[[list[StepKind]], GraphedModel]:
         """What captures graphs of the model for some kinds of steps."""
+        # Backends that take padding need Triton, which is not installed everywhere.
+        from promptq.worker.engine.sampling.choice_kernel import choose_tokens
+
         return partial(
             GraphedModel,
             self._model,
@@ -224,6 +237,8 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             block_size=self.kv_layout.block_size,
             device=self.device,
+            choose=choose_tokens,
+            stream=new_stream(),
         )
 
     def launch(self, batch: Batch, after: ModelStep | None = None) -> ModelStep:
@@ -236,17 +251,32 @@ class ModelRunner:
         counts = [item.num_samples for item in sampling]
         sequences = [item.sequence for item in sampling for _ in range(item.num_samples)]
         masks = self._masks.start(sequences)  # computed while the model runs
-        step = self._packer.pack(batch)
+        num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
+        draws = self._sampler.draws(sequences, num_ahead) if sampling else NO_DRAWS
+        model, chosen = self._model, None
+        step = self._packer.pack(
+            batch,
+            draws,
+            sampled_at=NOWHERE if after is None else after.sampled_at,
+            padded_lists=model.lists if isinstance(model, GraphedModel) else no_padding,
+        )
         if after is not None:
             after.fill_in(step)
-        # A step without samples still needs a row, because some families cannot compute zero rows.
-        rows = to_device(step.sampling_rows(sampling) or [0], self.device)
-        logits = self._model.logits(step, rows)
+        if isinstance(model, GraphedModel):
+            logits, chosen = model.run(step, step.sampled)
+        else:
+            logits = model.logits(step, step.sampled)
         if not sampling:
             return ModelStep(None, counts, sequences)
-        num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
-        last_tokens = step.input_ids[0].index_select(0, rows)
-        sampled = self._sampler.sample(logits, sequences, masks, num_ahead, last_tokens)
+        sampled = self._sampler.sample(
+            logits,
+            sequences,
+            masks,
+            num_ahead,
+            last_tokens=step.input_ids[0].index_select(0, step.sampled),
+            draws=step.draws,
+            chosen=chosen,
+        )
         return ModelStep(sampled, counts, sequences)
 
     def collect(self, launched: ModelStep) -> list[list[SampledToken]]:
@@ -318,7 +348,7 @@ class ModelRunner:
     @property
     def is_slow_in_bf16(self) -> bool:
         """Whether it computes in bf16 and would be many times faster in fp32."""
-        is_torch_on_cpu = bool(self.why_not_native) and self.device.type == "cpu"
+        is_torch_on_cpu = bool(self.why_no_own_code) and self.device.type == "cpu"
         return is_torch_on_cpu and self.dtype == torch.bfloat16 and not has_fast_bf16_products()
 
     def peak_memory_bytes(self) -> int:

@@ -25,14 +25,19 @@ _LOWEST = -60.0
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 
 
+def filter_values(params: list[SamplingParams], vocab_size: int) -> list[tuple[float, int, float]]:
+    """Of each row, in the order of FILTERS. A top_k that keeps all tokens is 0."""
+    return [
+        (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
+        for each in params
+    ]
+
+
 class Filters:
     """The filters of each row: a column [R, 1] for each field that any row uses, otherwise None."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
-        rows = [
-            (each.min_p, each.top_k if 0 < each.top_k < vocab_size else NEUTRAL.top_k, each.top_p)
-            for each in params
-        ]
+        rows = filter_values(params, vocab_size)
         self.table = to_device(np.array(rows, dtype=np.float64), device)
         """[R, len(FILTERS)]: the values of all filters."""
 
@@ -63,19 +68,13 @@ def thresholds(scaled: torch.Tensor, asked: Filters, scratch: torch.Tensor) -> t
     threshold = scaled.new_zeros(len(scaled), 1).log() if min_p is None else min_p.log()
     if top_k is None and top_p is None:
         return threshold
-    sorts_for_top_p = top_p is not None and scaled.device.type == "cpu"
-    if candidates := max(asked.max_top_k, FIRST_CANDIDATES if sorts_for_top_p else 0):
-        likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
+    candidates = max(asked.max_top_k, 0 if top_p is None else FIRST_CANDIDATES)
+    likeliest = scaled.topk(min(candidates, scaled.shape[1]), dim=1).values
     if top_k is not None:
         kth = likeliest.gather(1, (top_k - 1).clamp_min(0))
         threshold = torch.maximum(threshold, kth.masked_fill(top_k == 0, float("-inf")))
-    if top_p is not None and sorts_for_top_p:
+    if top_p is not None:
         threshold = _top_p(scaled, likeliest, threshold, top_p, scratch)
-    elif top_p is not None:
-        # The sorted way would wait for the device. Triton is not installed everywhere.
-        from promptq.worker.engine.sampling.top_p_kernel import top_p_thresholds
-
-        threshold = top_p_thresholds(scaled, threshold, top_p, _LOWEST)
     return threshold
 
 

@@ -26,12 +26,12 @@ class Penalties:
         asks = [sequence.request.params.has_penalties for sequence in sequences]
         self._rows = [row for row, asked in enumerate(asks) if asked]
         self._sequences = [sequences[row] for row in self._rows]
-        params = [sequence.request.params for sequence in self._sequences]
-        self._repetition = self._tensor([each.repetition_penalty for each in params])
-        self._presence = self._tensor([each.presence_penalty for each in params])
-        self._frequency = self._tensor([each.frequency_penalty for each in params])
-        self._row_of = to_device(self._rows, device)
         if self._rows:
+            params = [sequence.request.params for sequence in self._sequences]
+            self._repetition = self._tensor([each.repetition_penalty for each in params])
+            self._presence = self._tensor([each.presence_penalty for each in params])
+            self._frequency = self._tensor([each.frequency_penalty for each in params])
+            self._row_of = to_device(self._rows, device)
             prompts = [
                 np.unique(np.array(sequence.request.prompt_token_ids, dtype=np.int64))
                 if sequence.request.params.repetition_penalty != NEUTRAL.repetition_penalty

@@ -9,28 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.scratch import Scratch
 from promptq.worker.engine.sampling.constraints import Constraints
-from promptq.worker.engine.sampling.filters import Filters
 from promptq.worker.engine.sampling.grammar_masks import PendingMasks
-from promptq.worker.engine.sampling.kernels import (
-    Distributions,
-    Kernels,
-    NativeKernels,
-    TorchKernels,
-)
+from promptq.worker.engine.sampling.kernels import Chosen, Distributions, kernels_on
 from promptq.worker.engine.sampling.logprobs import RawLogprobs
 from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 
-_COLDEST = 1e-30
-"""Lower temperatures are raised to this one, since fp32 cannot hold their inverse."""
 _NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
 
 
@@ -65,12 +57,24 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, device: torch.device, *, native: bool = False) -> None:
-        """`native` is for a CPU with loaded native code; otherwise torch computes."""
+        """`native` is for a CPU with loaded native code (see kernels_on)."""
         self._vocab_size = vocab_size
         self._device = device
-        self._kernels: Kernels = NativeKernels() if native else TorchKernels(device)
+        self._kernels = kernels_on(device, native=native)
         self._scratch = Scratch(device)
         self._rows: _Rows | None = None
+
+    def draws(
+        self, sequences: list[Sequence], num_ahead: list[int] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """[len(DRAWS), R]: the random numbers and parameters with which `sample` chooses."""
+        rows = self._rows_of(sequences)
+        positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
+        if num_ahead is not None:
+            positions += np.array(num_ahead, dtype=np.uint64)
+        draws = rows.distributions.draws.copy()
+        draws[0] = uniforms(rows.seeds, positions)
+        return draws
 
     def sample(
         self,
@@ -79,13 +83,18 @@ class Sampler:
         masks: PendingMasks | None = None,
         num_ahead: list[int] | None = None,
         last_tokens: torch.Tensor | None = None,
+        *,
+        draws: torch.Tensor | None = None,
+        chosen: Chosen | None = None,
     ) -> SamplerOutput:
         """Choose from `logits` [R, vocab_size], which are not changed.
 
         Row i belongs to `sequences[i]`, at the position after its last token, or `num_ahead[i]`
         further. `masks` are for the same rows; None if no sequence has a grammar. `last_tokens` [R]
         has the last token of each row on the device, for rows whose last one the host does not know
-        yet.
+        yet. `draws` are what the method of that name gives, if they are on the device already.
+        `chosen` is what has been chosen with them from the unchanged logits. It counts if no row
+        asks for changed ones.
         """
         rows = self._rows_of(sequences)
         raw = logits
@@ -95,11 +104,11 @@ class Sampler:
         if rows.adjusts:
             rows.constraints.apply(logits)
             rows.penalties.apply(logits, num_ahead, last_tokens)
-        positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
-        if num_ahead is not None:
-            positions += np.array(num_ahead, dtype=np.uint64)
-        numbers = to_device(uniforms(rows.seeds, positions), self._device)
-        token_ids, is_sound = self._kernels.choose(logits, rows.distributions, numbers)
+        if chosen is None or logits is not raw:
+            if draws is None:
+                draws = to_device(self.draws(sequences, num_ahead), self._device)
+            chosen = self._kernels.choose(logits, rows.distributions, draws)
+        token_ids, is_sound = chosen
         reported: tuple[torch.Tensor, ...] = ()
         logprobs = None
         if rows.reporting:
@@ -127,16 +136,5 @@ class _Rows:
         self.constraints = Constraints(sequences, vocab_size, device)
         self.penalties = Penalties(sequences, device)
         self.adjusts = bool(self.constraints or self.penalties)
-
-        # Greedy rows are computed together with the others, which costs less than leaving them out,
-        # but with parameters that need no further work.
-        is_sampled = [each.temperature > 0.0 for each in params]
-        params = [each if each.temperature > 0.0 else NEUTRAL for each in params]
         self.seeds = np.array([sequence.request.seed for sequence in sequences], dtype=np.uint64)
-        temperature = [max(each.temperature, _COLDEST) for each in params]
-        self.distributions = Distributions(
-            any_is_sampled=any(is_sampled),
-            is_sampled=to_device(np.array(is_sampled), device),
-            temperature=to_device(np.array(temperature, dtype=np.float32), device).unsqueeze(1),
-            filters=Filters(params, vocab_size, device),
-        )
+        self.distributions = Distributions(params, vocab_size, device)

@@ -1,6 +1,6 @@
 // The frame around the pages: the open page, the theme, and the API key.
 
-import { get, key, whenRefused } from "./shared/api.js";
+import { get, key, queue, whenRefused } from "./shared/api.js";
 import { h } from "./shared/dom.js";
 import * as dead from "./pages/dead.js";
 import * as overview from "./pages/overview.js";
@@ -54,8 +54,7 @@ async function open() {
   }
   document.getElementById("leave").hidden = !key.get();
   try {
-    const { queue } = await get("caller");
-    document.getElementById("queue").textContent = `queue ${queue}`;
+    showQueues((await get("caller")).queues);
   } catch (error) {
     if (mine === stale && error.status !== 401 && error.status !== 403) {
       frame.warn(`Not live: ${error.message}. Trying again.`);
@@ -69,6 +68,35 @@ async function open() {
   main.dataset.page = name || "overview";
   window.scrollTo(0, 0);
   close = page.open(main, { argument, query, frame });
+}
+
+/** A choice if there are several queues. A queue that is gone gives way to the gateway's own. */
+function showQueues(queues) {
+  const names = queues.map((it) => it.name);
+  if (queue.get() && !names.includes(queue.get())) {
+    frame.warn(`Queue ${queue.get()} is not served any more. This is queue ${names[0]}.`);
+    queue.forget();
+  }
+  const chosen = queue.get() ?? names[0];
+  const shown = document.getElementById("queue");
+  if (names.length < 2) {
+    shown.replaceChildren(`queue ${chosen}`);
+    return;
+  }
+  const choice = h("select", {
+    name: "queue",
+    "aria-label": "Queue",
+    onchange: (event) => {
+      queue.set(event.target.value);
+      main.replaceChildren(); // its buttons would act on the other queue
+      if (place().argument) location.hash = "#/"; // a request or worker of the old one
+      else open();
+    },
+  }, queues.map((it) => {
+    const label = it.model ? `${it.name} (${it.model})` : it.name;
+    return h("option", { value: it.name, selected: it.name === chosen }, label);
+  }));
+  shown.replaceChildren(h("span", {}, "queue"), choice);
 }
 
 function askForKey(error) {

@@ -53,7 +53,7 @@ def app_with_routes(url: str) -> FastAPI:
         gateway: ThisGateway, caller: ThisCaller, requests: int, prompt_tokens: int = 1
     ) -> dict[str, str]:
         wanted = [{"prompt": "x" * 4 * prompt_tokens, "max_tokens": 10**9}] * requests
-        return await take(gateway, caller, rates_of(caller, wanted))
+        return await take(gateway, gateway.queues.own, caller, rates_of(caller, wanted))
 
     return app
 
@@ -331,8 +331,11 @@ def test_a_program_gets_a_key_a_line(run: Run) -> None:
     limits = ["--tenant", "operations", "--requests-per-minute", "1200"]
     assert run("keys", "create", "operator", "--admin", *limits).returncode == 0
     shown = run("keys", "list", COLUMNS="80").stdout
-    assert re.search("requests/min +tokens/min +most urgent priority +may call +expires", shown)
-    assert re.search("operator .*operations +1,200 +– +0 +all, admin +never +never +20", shown)
+    assert re.search(
+        "requests/min +tokens/min +most urgent priority +may call +models +expires", shown
+    )
+    row = "operator .*operations +1,200 +– +0 +all, admin +all +never +never +20"
+    assert re.search(row, shown)
 
 
 def test_openai_client_with_a_key(

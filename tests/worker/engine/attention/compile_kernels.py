@@ -29,7 +29,7 @@ from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 from promptq.worker.engine.fused.activation import silu_and_multiply
 from promptq.worker.engine.fused.heads import Rotary, place_heads
 from promptq.worker.engine.fused.norm import add_rms_norm
-from promptq.worker.engine.sampling.top_p_kernel import top_p_thresholds
+from promptq.worker.engine.sampling.choice_kernel import choose_tokens
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program may use, by compute capability (CUDA's programming guide)."""
@@ -97,8 +97,7 @@ def main() -> None:
         case = Case(step, shape, dtype=torch.bfloat16, device=torch.device("cpu"), seed=1)
         sinks = None if softcap is None else case.sinks
         case.attend(TritonPaged(), Scoring(0.1, pattern, softcap, sinks))
-    column = torch.zeros(4, 1)
-    top_p_thresholds(torch.zeros(4, 150_000), column, column.double(), lowest=-60.0)
+    choose_tokens(torch.zeros(4, 150_000, dtype=torch.bfloat16), torch.zeros(5, 4).double())
     launch_fused(hidden=4096, num_heads=32, num_kv_heads=8, size=128)
 
 

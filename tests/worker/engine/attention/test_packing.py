@@ -37,7 +37,7 @@ def test_decodes_come_first_longest_context_first() -> None:
     assert layout.write_offsets.tolist() == [1, 2, 3, 0, 1]
     assert layout.block_tables[:, 0].tolist() == [1, 7, 5]
     assert layout.block_tables[2].tolist() == [5, 2, 9]
-    assert step.sampling_rows([short, long]) == [1, 0]
+    assert step.sampled.tolist() == [1, 0]
 
 
 def test_a_draft_follows_the_last_token_and_short_chunks_come_before_long_ones() -> None:
@@ -53,7 +53,7 @@ def test_a_draft_follows_the_last_token_and_short_chunks_come_before_long_ones()
     assert layout.query_starts == [0, 1, 4, 13]
     assert layout.context_lens == [2, 5, 9]
     assert layout.write_blocks.tolist()[1:4] == [7, 7, 3]
-    assert step.sampling_rows([prompt, drafted, decode]) == [12, 1, 2, 3, 0]
+    assert step.sampled.tolist() == [12, 1, 2, 3, 0]
 
 
 def test_a_slot_forgets_its_former_owner() -> None:

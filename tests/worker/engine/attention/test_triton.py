@@ -257,7 +257,7 @@ def test_rows_of_an_earlier_step_become_padding(seed: int) -> None:
     """They would write into blocks that may be another's by now."""
     tiny, kind = TinyModel("qwen3", seed), StepKind(4)
     buffers = StepBuffers([kind], 4, 128, 4, DEVICE)
-    (held, sampled), exact = buffers.step(kind), tiny.decode_step(2)
+    held, exact = buffers.step(kind), tiny.decode_step(2)
     buffers.fill(tiny.decode_step(3), torch.tensor([2, 1, 0], device=DEVICE), kind)
     buffers.fill(exact, torch.tensor([1], device=DEVICE), kind)
     assert held.layout.write_blocks.tolist() == [*exact.layout.write_blocks.tolist(), -1, -1]
@@ -265,7 +265,7 @@ def test_rows_of_an_earlier_step_become_padding(seed: int) -> None:
     assert parts == cut([*exact.layout.context_lens, 0, 0], FULL).tolist()
     assert held.input_ids.tolist() == [[*exact.input_ids[0].tolist(), 0, 0]]
     assert held.positions.tolist() == [[*exact.positions[0].tolist(), 0, 0]]
-    assert sampled.tolist() == [1, 0, 0, 0]
+    assert held.sampled.tolist() == [1, 0, 0, 0]
     width = exact.layout.block_tables.shape[1]
     torch.testing.assert_close(held.layout.block_tables[:2, :width], exact.layout.block_tables)
 
@@ -311,7 +311,7 @@ def test_kernels_compile(architecture: int, seed: int) -> None:
         "_write_kernel",
         "_decode_kernel",
         "_prefill_kernel",
-        "_top_p_kernel",
+        "_draw_kernel",
         "_add_rms_norm_kernel",
         "_place_heads_kernel",
         "_silu_kernel",

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from promptq.worker.engine.core.sequence import SequenceStatus
-from tests.worker.engine.core.scheduling import add, make_scheduler, make_sequence, step
+from random import Random
+
+import pytest
+
+from promptq.worker.engine.core.block_manager import BlockManager
+from promptq.worker.engine.core.scheduler import Scheduler
+from promptq.worker.engine.core.sequence import Sequence, SequenceStatus
+from tests.worker.engine.core.scheduling import (
+    add,
+    commit,
+    make_scheduler,
+    make_sequence,
+    step,
+)
 
 
 def test_a_prompt_that_fits_the_step_is_computed_at_once_and_then_decodes() -> None:
@@ -277,3 +289,59 @@ def test_removing_one_who_waits_leaves_no_trace() -> None:
     scheduler.remove(running)
     assert step(scheduler) == [(next_one, 4)]
     scheduler.check_integrity()
+
+
+def random_run(seed: int) -> list[list[tuple[int, int]]]:
+    """The steps of a scheduler that is short of memory, for sequences that often share prefixes."""
+    random = Random(seed)
+    scheduler = make_scheduler(num_blocks=random.randint(12, 20), prefill_chunk=16)
+    number: dict[Sequence, int] = {}
+    steps = []
+    for _ in range(120):
+        if random.random() < 0.3 and len(scheduler.waiting) < 5:
+            shared = [random.randint(0, 1)] * random.choice([0, 4, 12])
+            tokens = shared + [100 + len(number)] * random.randint(1, 20)
+            sequence = make_sequence(0, tokens=tokens, priority=random.choice([0, 0, 0, 1]))
+            number[sequence] = len(number)
+            add(scheduler, sequence)
+        if scheduler.running and random.random() < 0.1:
+            scheduler.remove(random.choice(scheduler.running))
+        if scheduler.running or scheduler.waiting:
+            steps.append([(number[sequence], count) for sequence, count in step(scheduler)])
+        for sequence in [it for it in scheduler.running if it.num_tokens > 40]:
+            scheduler.remove(sequence)
+    return steps
+
+
+def test_searches_for_prefixes_that_are_left_out_change_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for further in range(5):
+        steps = random_run(seed + further)
+        with monkeypatch.context() as patched:
+            patched.setattr(Scheduler, "_still_lacks_room", lambda *_: False)
+            assert random_run(seed + further) == steps
+
+
+def test_the_prefix_of_one_who_waits_for_memory_is_seldom_searched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler(num_blocks=50)
+    add(scheduler, make_sequence(60), make_sequence(60))
+    step(scheduler)
+    add(scheduler, make_sequence(180))
+    searches = 0
+    find_prefix = BlockManager.find_prefix
+
+    def counting(self: BlockManager, sequence: Sequence) -> list[int]:
+        nonlocal searches
+        searches += 1
+        return find_prefix(self, sequence)
+
+    monkeypatch.setattr(BlockManager, "find_prefix", counting)
+    for _ in range(20):
+        batch = scheduler.schedule()
+        assert scheduler.follow(batch) is not None
+        commit(scheduler, batch)
+    assert len(scheduler.waiting) == 1
+    assert searches <= 2

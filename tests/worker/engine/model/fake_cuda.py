@@ -1,15 +1,18 @@
-"""Stands where `torch.cuda` would, and records what is asked of it. It computes nothing."""
+"""Stands where `torch.cuda` would, and records what is asked of it. The CPU computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import repeat
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 class Stream:
@@ -17,12 +20,45 @@ class Stream:
         pass
 
 
-class Graph:
+class Graph(TorchDispatchMode):
+    """Records the operations of a capture. A replay repeats them, on the same tensors and with the
+    same numbers, and writes to where the results of the capture lie."""
+
     def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
         self._cuda = cuda
+        self._operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        self._operations.append((func, args, kwargs or {}, result))
+        return result
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as monkeypatch, self:
+            if find_spec("triton") is not None:
+                from triton.runtime.interpreter import InterpretedFunction
+
+                launch = InterpretedFunction.run
+
+                def run(*args: Any, **kwargs: Any) -> None:
+                    with _disable_current_modes():
+                        launch(*args, **kwargs)
+                    self._operations.append((launch, args, kwargs, None))
+
+                monkeypatch.setattr(InterpretedFunction, "run", run)
+            yield
 
     def replay(self) -> None:
         self._cuda.replayed.append(self)
+        for func, args, kwargs, result in self._operations:
+            again = func(*args, **kwargs)
+            for there, now in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(there, torch.Tensor) and there.data_ptr() != now.data_ptr():
+                    there.copy_(now)
 
 
 @dataclass
@@ -104,7 +140,8 @@ class FakeCuda:
         before, self.stream = self.stream, stream
         self.open_pools.append(pool)
         self.captured.append((graph, stream, pool))
-        yield
+        with graph.recording():
+            yield
         if self.breaks_captures:
             raise RuntimeError("operation failed due to a previous error during capture")
         self.open_pools.remove(pool)

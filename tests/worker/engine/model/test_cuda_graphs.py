@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.step_buffers import StepKind
-from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
+from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.model import model_runner
 from promptq.worker.engine.model.cuda_graphs import GraphedModel
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
+from promptq.worker.engine.sampling.kernels import TritonKernels
 from promptq.worker.served_model import _way
 from tests.worker.engine.core.scheduling import make_sequence
 from tests.worker.engine.model.fake_cuda import FakeCuda
@@ -146,7 +151,7 @@ def test_the_ready_line_says_why_there_are_no_graphs(
     assert _way(runner) == "no native code (it was not asked for)"
     monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
     assert _way(runner) == "no fused kernels (it was not asked for)"
-    monkeypatch.setattr(runner, "why_not_native", "")
+    monkeypatch.setattr(runner, "why_no_own_code", "")
     assert _way(runner) == "fused kernels"
     cuda.breaks_captures = True
     monkeypatch.setattr(runner, "_model", graphed(TinyModel()))
@@ -190,3 +195,107 @@ def test_all_that_a_runner_computes_goes_to_its_device(
     assert len(runner.collect(launched)) == 1
     assert seen == [second] * 6
     assert cuda.devices == [torch.device("cuda", 0)]
+
+
+class Toy:
+    """Logits that depend on a row's token and position, for any device memory."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._of_tokens = torch.randn(vocab_size, vocab_size, generator=generator) * 2
+        self._of_positions = torch.randn(64, vocab_size, generator=generator)
+
+    def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        tokens = step.input_ids[0].index_select(0, rows)
+        positions = step.positions[0].index_select(0, rows)
+        found = self._of_tokens.index_select(0, tokens) + self._of_positions[positions]
+        return found.bfloat16()
+
+
+_ids = count(1000)
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"top_k": 4},
+    {"top_p": 0.6},
+    {"min_p": 0.1},
+    {"min_p": 0.01, "top_k": 20, "top_p": 0.9, "temperature": 1.4},
+]
+ADJUSTED: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"presence_penalty": 0.7, "top_p": 0.8},
+    {"logit_bias": {"3": 4.0}},
+    {"min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("further", [[], ADJUSTED], ids=["choices of the graphs", "all"])
+def test_graphs_choose_what_is_chosen_without_them(
+    further: list[dict[str, Any]],
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    """In steps of random sequences, with parameters of all kinds beside each other. Each second
+    step begins with the tokens that lie where the first one's graph left them."""
+    choice_kernel = pytest.importorskip("promptq.worker.engine.sampling.choice_kernel")
+    plain = load_tiny(tmp_path)
+    served = load_tiny(tmp_path)
+    toy = Toy(plain.vocab_size, seed)
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16}
+    graphs = GraphedModel(toy, KINDS, **limits, device=CPU, choose=choice_kernel.choose_tokens)
+    num_chosen = 0
+
+    def choose(*args: Any) -> Any:
+        nonlocal num_chosen
+        num_chosen += 1
+        return choice_kernel.choose_tokens(*args)
+
+    for runner, model in ((plain, toy), (served, graphs)):
+        kernels = TritonKernels(CPU)
+        monkeypatch.setattr(runner, "_model", model)
+        monkeypatch.setattr(runner._sampler, "_kernels", kernels)
+        if runner is served and not further:
+            monkeypatch.setattr(kernels, "choose", choose)
+    random = Random(seed)
+    for _ in range(4):
+        sequences = random_sequences(random, [*PARAMS, *further])
+        chunk = random.choice([None, 5])
+        tokens = [run(runner, sequences, chunk) for runner in (plain, served)]
+        assert tokens[0] == tokens[1]
+    assert len(cuda.replayed) == 8
+    assert num_chosen == 0
+
+
+def random_sequences(
+    random: Random, params: list[dict[str, Any]], shortest: int = 2
+) -> list[Sequence]:
+    made = []
+    for slot in range(random.randint(1, 4)):
+        request = EngineRequest(
+            next(_ids),
+            [random.randrange(30) for _ in range(random.randint(shortest, 12))],
+            SamplingParams(**random.choice(params)),
+            seed=random.randrange(1 << 30),
+            max_tokens=20,
+            end_token_ids=frozenset({1}),
+        )
+        sequence = Sequence.of(request)
+        sequence.slot, sequence.block_table = slot, [slot]
+        made.append(sequence)
+    return made
+
+
+def run(runner: ModelRunner, sequences: list[Sequence], chunk: int | None) -> Any:
+    """A step of decodes, the first one with a chunk if there is one, and the step after it."""
+    first, second = [], []
+    for place, sequence in enumerate(sequences):
+        end = sequence.num_tokens
+        count = min(end, chunk or 1) if place == 0 else 1
+        first.append(ScheduledSequence(sequence, end - count, count, samples=True))
+        second.append(ScheduledSequence(sequence, end, 1, samples=True))
+    launched = runner.launch(Batch(first))
+    tokens = runner.collect(launched)  # on a CPU, the next step writes to the same place at once
+    return tokens, runner.collect(runner.launch(Batch(second), launched))

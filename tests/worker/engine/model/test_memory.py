@@ -168,6 +168,16 @@ def test_graphs_are_estimated_by_the_two_largest(
     assert len(cuda.captured) == (2 if len(sizes) == 1 else 4)
 
 
+def test_all_trials_of_graphs_are_captured_on_one_stream(cuda: FakeCuda) -> None:
+    """Libraries keep memory for each stream on which they worked."""
+    pytest.importorskip("triton")
+    runner = ModelRunner.of(loaded(), OPTIONS)
+    graph_bytes([StepKind(2), StepKind(1)], runner._capturing(OPTIONS), CPU)
+    assert len(cuda.captured) == 4
+    assert len({stream for _, stream, _ in cuda.captured}) == 1
+    assert len({pool for _, _, pool in cuda.captured}) == 3
+
+
 def caches_alive() -> dict[int, LayerCache]:
     """By id. They stay alive with the result, so that no id is used twice."""
     gc.collect()

@@ -198,7 +198,7 @@ def test_a_backend_without_fp32_is_checked_in_its_own_type() -> None:
 def test_a_backend_is_asked_for_by_name() -> None:
     options = LoadOptions(kv_cache_memory=10**6, attention="torch")
     runner = ModelRunner.of(loaded_model("llama"), options)
-    assert runner.why_not_native == "--attention torch was asked for"
+    assert runner.why_no_own_code == "--attention torch was asked for"
     with pytest.raises(ConfigurationError, match=r"--attention: 'best' is none of auto, .*torch"):
         ModelRunner.of(loaded_model("llama"), replace(options, attention="best"))
     with pytest.raises(ConfigurationError, match=r"--attention: 'triton' runs on cuda, .* is cpu"):
@@ -371,3 +371,36 @@ def batch_of_one() -> Batch:
     sequence = Sequence.of(EngineRequest(1, [5, 6], SamplingParams(), seed=0, max_tokens=1))
     sequence.slot, sequence.block_table = 0, [0]
     return Batch([ScheduledSequence(sequence, 0, 2, samples=True)])
+
+
+class CompilationError(Exception):
+    """As Triton's: of no standard kind, and with the whole source before its reason."""
+
+    def __init__(self, error_message: str | None = None) -> None:
+        super().__init__(f"at 12:8:\n    key = tl.load(...)\n{error_message}")
+        self.error_message = error_message
+
+
+class Uncompiled(TorchPaged):
+    name = "triton"
+
+    def attend(self, *args: Any) -> torch.Tensor:
+        raise CompilationError() from CompilationError("no such instruction\nanother line")
+
+
+def test_kernels_that_do_not_compile_are_told_in_one_sentence() -> None:
+    told = (
+        r"^--attention: the kernels of triton do not compile here \(CompilationError: no such"
+        r" instruction\); --attention torch needs no compiler$"
+    )
+    with pytest.raises(ConfigurationError, match=told):
+        check(loaded_model("llama"), Uncompiled())
+
+
+def test_another_backend_serves_if_the_kernels_of_the_first_do_not_compile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = TorchPaged()
+    assert check(loaded_model("llama"), Uncompiled(), plain).backend is plain
+    assert "the kernels of triton do not compile here" in caplog.text
+    assert "torch is tried instead" in caplog.text

@@ -271,7 +271,7 @@ def test_drafts_change_no_token(
         outputs, timings = run(engine, requests, every=every)
         assert outputs == expected
         runner: Any = engine._runner
-        assert (runner.why_not_native == "") == native
+        assert (runner.why_no_own_code == "") == native
         assert engine.stats.drafted_tokens > engine.stats.accepted_tokens > 0
         preempted = any(timing.preemptions for timing in timings)
         assert preempted == ("num_blocks" in options)

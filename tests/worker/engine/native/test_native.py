@@ -61,9 +61,9 @@ def outputs_of(runner: ModelRunner, num_requests: int = 6) -> list[list[int]]:
 def test_serves_what_is_of_the_llama_kind(family: str, tmp_path: Path) -> None:
     directory = save_model(tmp_path, family, SEED)
     native = load(directory, dtype="float32")
-    assert native.why_not_native == ""
+    assert native.why_no_own_code == ""
     modules = load(directory, dtype="float32", native=False)
-    assert modules.why_not_native == "it was not asked for"
+    assert modules.why_no_own_code == "it was not asked for"
     outputs = outputs_of(native)
     assert outputs == outputs_of(modules)
     assert len({token for tokens in outputs for token in tokens}) > 10
@@ -82,7 +82,7 @@ def test_heads_of_all_shapes(
     }
     directory = save_model(tmp_path, "llama", SEED, **shape)
     native = load(directory, dtype="float32")
-    assert native.why_not_native == ""
+    assert native.why_no_own_code == ""
     assert outputs_of(native) == outputs_of(load(directory, dtype="float32", native=False))
 
 
@@ -104,7 +104,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
         "sliding_window": window,
     }
     runner = load(save_model(tmp_path, family, SEED, **shape), dtype=dtype)
-    assert runner.why_not_native == ""
+    assert runner.why_no_own_code == ""
     assert runner.is_row_invariant
     print(f"seed {SEED}")
     generator = torch.Generator().manual_seed(SEED)
@@ -140,7 +140,7 @@ def test_other_families_go_through_their_modules(family: str) -> None:
     """Whatever has another part or another formula; the reason is at hand."""
     loaded = LoadedModel(family, make_model(family, SEED), frozenset())
     runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
-    assert runner.why_not_native not in ("", "it was not asked for")
+    assert runner.why_no_own_code not in ("", "it was not asked for")
 
 
 def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_formula_behind_familiar_names_is_found_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", scaled)
     loaded = LoadedModel("llama", make_model("llama", SEED), frozenset())
     runner = ModelRunner.of(loaded, LoadOptions(block_size=4, kv_cache_memory=2_000_000))
-    assert "of their spread" in runner.why_not_native
+    assert "of their spread" in runner.why_no_own_code
 
 
 def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_bf16_is_as_close_as_the_modules_are(tmp_path: Path) -> None:
     directory = save_model(tmp_path, "qwen3", SEED)
     exact = outputs_of(load(directory, dtype="float32"))
     native = load(directory, dtype="bfloat16")
-    assert native.why_not_native == ""
+    assert native.why_no_own_code == ""
     modules = outputs_of(load(directory, dtype="bfloat16", native=False))
 
     def agreement(outputs: list[list[int]]) -> int:

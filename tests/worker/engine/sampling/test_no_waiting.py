@@ -10,17 +10,22 @@ import numpy.typing as npt
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.core.sequence import Sequence
 from promptq.worker.engine.sampling import (
+    choice_kernel,
     constraints,
     filters,
     grammar_masks,
+    kernels,
     logprobs,
     penalties,
     sampler,
 )
+from promptq.worker.engine.sampling.kernels import TorchKernels
 from promptq.worker.engine.sampling.sampler import Sampler
 
 META = torch.device("meta")
@@ -59,12 +64,11 @@ def copying_by_to_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    for module in (constraints, filters, logprobs, grammar_masks, penalties, sampler):
+    for module in (constraints, filters, kernels, logprobs, grammar_masks, penalties, sampler):
         if hasattr(module, "to_device"):
             monkeypatch.setattr(module, "to_device", to_meta)
-    kernel = pytest.importorskip("promptq.worker.engine.sampling.top_p_kernel")
-    # Triton has no meta device. What the kernel gives has this shape.
-    monkeypatch.setattr(kernel, "top_p_thresholds", lambda scaled, threshold, *_: threshold.clone())
+    # Triton has no meta device. The kernel leaves what it is given.
+    monkeypatch.setattr(choice_kernel._draw_kernel, "run", lambda *_, **__: None)
 
 
 def sequence(sequence_id: int, **fields: Any) -> Sequence:
@@ -97,26 +101,8 @@ def test_no_sampling_parameter_looks_at_a_value(fields: dict[str, Any]) -> None:
             each.token_ids.append(9)
 
 
-def test_top_p_alone_looks_for_no_likeliest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def topk(self: torch.Tensor, *_: Any, **__: Any) -> None:
-        raise AssertionError("topk was called")
-
-    monkeypatch.setattr(torch.Tensor, "topk", topk)
-    logits = torch.empty(1, VOCAB_SIZE, device=META)
-    Sampler(VOCAB_SIZE, META).sample(logits, [sequence(2, top_p=0.9)])
-    with pytest.raises(AssertionError, match="topk was called"):
-        Sampler(VOCAB_SIZE, META).sample(logits, [sequence(2, top_k=9)])
-
-
-def test_the_sorted_way_of_top_p_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sorted_way(
-        scaled: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor, *_: float
-    ) -> torch.Tensor:
-        return filters._top_p(scaled, scaled, threshold, top_p, torch.empty_like(scaled))
-
-    kernel = pytest.importorskip("promptq.worker.engine.sampling.top_p_kernel")
-    monkeypatch.setattr(kernel, "top_p_thresholds", sorted_way)
+def test_the_sorted_way_of_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = Sampler(VOCAB_SIZE, META)
+    monkeypatch.setattr(sampling, "_kernels", TorchKernels(META))
     with pytest.raises((RuntimeError, NotImplementedError)):
-        Sampler(VOCAB_SIZE, META).sample(
-            torch.empty(1, VOCAB_SIZE, device=META), [sequence(2, top_p=0.9)]
-        )
+        sampling.sample(torch.empty(1, VOCAB_SIZE, device=META), [sequence(2, top_p=0.9)])

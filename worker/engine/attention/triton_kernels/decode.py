@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from promptq.worker.engine.attention.backend import LayerCache, Scoring
     from promptq.worker.engine.attention.decode_work import DecodeWork
 
+_MAX_REGISTERS = 240
+"""Of a thread: with so many, as many programs as are planned for still fit on a processor. Without
+this bound the compiler aims at one more, and spills."""
 PROGRAMS_PER_PROCESSOR = 2
 """While one of them starts or ends a part, the other one keeps the memory busy."""
 MAX_COMBINED = 2048
@@ -90,6 +93,7 @@ def decode(
         COMBINED_HEADS=head_tile,
         COMBINED_PARTS=min(MAX_PARTS, max(1, MAX_COMBINED // (head_tile * value_tile))),
         num_warps=4,
+        maxnreg=_MAX_REGISTERS,
         num_stages=NUM_STAGES,
     )
 

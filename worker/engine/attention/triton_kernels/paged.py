@@ -51,6 +51,7 @@ class TritonPaged(AttentionBackend):
         tables, num_decodes = layout.block_tables, layout.num_decodes
         if num_decodes:
             decodes = query[:num_decodes], output[:num_decodes]
+            layout.asked.note(scoring.pattern)
             self._decode(*decodes, cache, tables, _decode_work(layout), scoring)
         if (chunks := _prefill_work(layout)) is not None:
             self._prefill(query, output, cache, tables, chunks, scoring)
@@ -66,7 +67,7 @@ def _decode_work(layout: StepLayout) -> DecodeWork:
     work: DecodeWork | None = layout.plans.get(DECODE_WORK)
     if work is None:
         contexts = layout.context_lens[: layout.num_decodes]
-        work = DecodeWork(contexts, layout.block_tables.device)
+        work = DecodeWork(contexts, layout.block_tables.device, layout.lists)
         layout.plans[DECODE_WORK] = work
     return work
 

@@ -1,6 +1,7 @@
 // Talks to the gateway. Only this tab keeps the key, and sends it as a header.
 
 const KEY = "promptq-key";
+const QUEUE = "promptq-queue";
 const BASE = "dashboard/api/";
 
 export class ApiError extends Error {
@@ -15,6 +16,15 @@ export const key = {
   set: (text) => sessionStorage.setItem(KEY, text),
   forget: () => sessionStorage.removeItem(KEY),
 };
+
+/** The queue that this tab shows; null is the gateway's own. */
+export const queue = {
+  get: () => sessionStorage.getItem(QUEUE),
+  set: (name) => sessionStorage.setItem(QUEUE, name),
+  forget: () => sessionStorage.removeItem(QUEUE),
+};
+
+const asked = (query) => new URLSearchParams({ ...query, ...(queue.get() && { queue: queue.get() }) });
 
 let onRefused = () => {};
 
@@ -41,12 +51,12 @@ async function send(path, options = {}) {
 }
 
 export async function get(path, query = {}) {
-  return (await send(`${path}?${new URLSearchParams(query)}`)).json();
+  return (await send(`${path}?${asked(query)}`)).json();
 }
 
 export async function post(path, body = {}) {
   const headers = { "Content-Type": "application/json" };
-  return (await send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+  return (await send(`${path}?${asked({})}`, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
 
 /** Whether it does not help to ask again. */
@@ -77,7 +87,7 @@ export function stream(path, query, on, isOver = () => false) {
 
   async function readOnce() {
     control = new AbortController();
-    const response = await send(`${path}?${new URLSearchParams(query)}`, { signal: control.signal });
+    const response = await send(`${path}?${asked(query)}`, { signal: control.signal });
     on.begun?.();
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let buffered = "";

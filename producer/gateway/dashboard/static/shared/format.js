@@ -2,6 +2,11 @@
 
 const NONE = "–";
 
+/** A statistic of a worker; null if its engine does not tell it. */
+export function told(stats, name) {
+  return stats.untold.split(" ").includes(name) ? null : stats[name];
+}
+
 export function count(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }

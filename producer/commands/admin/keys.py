@@ -62,6 +62,12 @@ def create(
             " Default: all of them."
         ),
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model that it may use, by its name. Can be given several times. Default: all."
+        ),
+    ] = None,
     expires_in: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="How long the key is valid, such as 12h or 30d."),
@@ -96,6 +102,7 @@ def create(
         tokens_per_minute=tokens_per_minute,
         is_admin=admin,
         scopes=tuple(dict.fromkeys(scope)) if scope else None,
+        models=tuple(dict.fromkeys(model)) if model else None,
         expires_at=_expiry(expires_in, expires_at),
     )
     with open_client(redis, queue) as client:

@@ -1,0 +1,20 @@
+"""How vLLM's server is started, alone and behind a worker."""
+
+from __future__ import annotations
+
+from benchmarks.suite.jobs import Job
+
+MODEL = "bench"
+"""What it calls its model."""
+
+
+def vllm_command(python: str, job: Job, port: int, *flags: str) -> list[str]:
+    """`python` is the interpreter of vLLM's environment."""
+    return [
+        *(python, "-m", "vllm.entrypoints.cli.main", "serve", job.model),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL),
+        *("--dtype", job.torch_dtype, "--max-model-len", str(job.max_model_len)),
+        *("--max-num-seqs", str(job.max_num_seqs)),
+        *("--kv-cache-memory-bytes", str(job.kv_cache_bytes)),
+        *("--disable-log-stats", "--disable-uvicorn-access-log", *flags),
+    ]

@@ -1,0 +1,134 @@
+"""How long a cancelled request runs on at an inference server: `make bench-cancel-at-server`.
+
+A worker forwards to the real server, where a few requests run with the suite's 54M model. One of
+them is cancelled, and the server is asked how many it still computes until it is one less. Times in
+milliseconds, from just before the cancel is sent; they include what asking takes. With a model of a
+few layers the server makes tokens faster than it can tell them, and its own count is seconds late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.cancel import percentile
+from benchmarks.models import MODELS, model_dir
+from promptq import Client
+from promptq.shared.protocol.request import SamplingParams
+from promptq.shared.server.embedded import EmbeddedServer
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialect import Dialect
+from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.server import Server
+from tests.engines.real_servers import NAMES, RealServer, real_server, why_missing
+from tests.processes import started
+from tests.roles import as_role, bring_in_roles
+
+DIALECTS: dict[str, Any] = {"vllm": VllmDialect, "llama.cpp": LlamaCppDialect}
+_AT_ONCE = 4
+_ASK_SECONDS = 0.005
+_CACHE = Path(__file__).parents[1] / ".cache"
+_ENDLESS: dict[str, Any] = {
+    "max_tokens": 900,
+    "temperature": 0.0,
+    "logit_bias": {"0": -100, "2": -100},
+}
+
+
+def measure(server: RealServer, client: Client, count: int) -> list[float]:
+    """Seconds of each cancel."""
+    found = []
+    for _ in range(count):
+        ids = [client.enqueue("Once", **_ENDLESS) for _ in range(_AT_ONCE)]
+        for request_id in ids:
+            next(client.stream(request_id))
+        while server.num_running() != _AT_ONCE:
+            pass
+        cancelled_at = time.perf_counter()
+        client.cancel(ids[0])
+        _until_one_less(server)
+        found.append(time.perf_counter() - cancelled_at)
+        for request_id in ids[1:]:
+            client.cancel(request_id)
+        while server.num_running():
+            pass
+    return found
+
+
+def _until_one_less(server: RealServer) -> None:
+    while server.num_running() >= _AT_ONCE:
+        time.sleep(_ASK_SECONDS)
+
+
+async def measure_directly(server: RealServer, dialect: Dialect, count: int) -> list[float]:
+    """The same where a stream's connection is closed with neither Redis nor a worker between."""
+    http = Server(server.url)
+    found = []
+    for _ in range(count):
+        reading = [asyncio.create_task(_read(http, dialect, number)) for number in range(_AT_ONCE)]
+        while await asyncio.to_thread(server.num_running) != _AT_ONCE:
+            pass
+        closed_at = time.perf_counter()
+        reading[0].cancel()
+        await asyncio.to_thread(_until_one_less, server)
+        found.append(time.perf_counter() - closed_at)
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        while await asyncio.to_thread(server.num_running):
+            pass
+    await http.close()
+    return found
+
+
+async def _read(http: Server, dialect: Dialect, number: int) -> None:
+    params = SamplingParams(temperature=0.0, logit_bias=_ENDLESS["logit_bias"])
+    request = EngineRequest(
+        sequence_id=number,
+        prompt_token_ids=[5, 6, 7, number],
+        params=params,
+        seed=0,
+        max_tokens=_ENDLESS["max_tokens"],
+        order=(0.0, str(number)),
+    )
+    async with aclosing(dialect.generate(http, request, [], "m")) as chunks:
+        async for _ in chunks:
+            pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench-cancel-at-server", description=__doc__)
+    parser.add_argument("--cancels", type=int, default=30)
+    options = parser.parse_args()
+    model = model_dir(MODELS["54m"], _CACHE)
+    for name in NAMES:
+        if why := why_missing(name):
+            print(f"{name}: {why}")
+            continue
+        with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as redis:
+            bring_in_roles(redis.url)
+            flags = ("--engine", name, "--dtype", "float32", "--model", str(model))
+            with (
+                real_server(name, Path(folder), model=model) as server,
+                started(Path(folder), redis.url, *flags, "--upstream", server.url),
+                Client(as_role("operator", redis.url)) as client,
+            ):
+                _tell(f"{name}, cancelled", measure(server, client, options.cancels))
+                directly = measure_directly(server, DIALECTS[name](is_exact=True), options.cancels)
+                _tell(f"{name}, closed directly", asyncio.run(directly))
+
+
+def _tell(what: str, seconds: list[float]) -> None:
+    p50, p95 = (1000 * percentile(seconds, it) for it in (0.5, 0.95))
+    most = 1000 * max(seconds)
+    print(f"{what}: p50 {p50:.0f} ms, p95 {p95:.0f} ms, most {most:.0f} ms of {len(seconds)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The whole path with vLLM's server behind the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.driving.serving import free_port, running_server
+from benchmarks.driving.streaming import wait_until_healthy
+from benchmarks.driving.vllm_command import vllm_command
+from benchmarks.rows.whole_path import run_worker
+from benchmarks.suite.jobs import Job, Outcome, main
+from benchmarks.suite.registry import vllm_python, vllm_variables
+
+
+def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    peers, port = Path(job.peers), free_port()
+    python = vllm_python(peers)
+    command = vllm_command(str(python), job, port, "--enable-scale-out")
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **vllm_variables(peers), "PATH": path}
+    with running_server(command, environment) as server:
+        asyncio.run(wait_until_healthy(port, lambda: server.poll() is None))
+        run_worker(
+            job,
+            done,
+            *("--engine", "vllm", "--upstream", f"http://127.0.0.1:{port}"),
+            *("--model", job.model, "--max-num-seqs", str(job.max_num_seqs)),
+        )
+
+
+if __name__ == "__main__":
+    main(run)

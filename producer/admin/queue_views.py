@@ -1,0 +1,227 @@
+"""A queue in a few numbers, and which queues of a server serve which model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from redis.exceptions import ResponseError
+
+from promptq.shared.errors import ConfigurationError, ModelNotServedError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.queue import directory, lookups
+from promptq.shared.queue.call import Call, Operation
+
+_TOLD = ("model", "tool_call_style")
+_OF_MODEL = (*_TOLD, "fingerprint")
+MOST_QUEUES = 256
+"""More names than this in the server's list are somebody's mistake, or worse."""
+_LONGEST_NAME = 200
+_MOST_NAMED = 20
+"""How many models an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """The model is empty until a worker has told it; it stays when all workers are gone."""
+
+    queue: str
+    model: str
+    tool_call_style: ToolCallStyle | None
+    num_workers: int
+    num_waiting: int
+    num_active: int
+    """Requests that workers hold."""
+    num_delayed: int
+    is_paused: bool
+    max_model_len: int | None
+    """The longest prompt and output together that each worker takes; None without a worker."""
+
+    @property
+    def has_worker(self) -> bool:
+        return self.num_workers > 0
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether somebody takes its requests."""
+        return self.has_worker and not self.is_paused
+
+    def load(self, num_sent: int = 0) -> tuple[bool, float]:
+        """What a queue of the same model with less to do has less of.
+
+        `num_sent` requests are on their way to it.
+        """
+        num_requests = self.num_waiting + self.num_active + num_sent
+        return not self.hands_out, num_requests / max(1, self.num_workers)
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A model, its queues, and its further names."""
+
+    name: str
+    queues: list[QueueView] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
+
+
+def queue_view(keys: Keys, /) -> Operation[QueueView]:
+    """The queue as it is now."""
+    told, told_before, now_ms, waiting, active, delayed = yield [
+        Call("", ["HMGET", keys.model, *_TOLD], list, lambda: [None, None]),
+        Call("", ["HMGET", keys.config, *_TOLD, "paused"], list, lambda: [None] * 3),
+        lookups.server_time_ms(),
+        lookups.count(keys),
+        Call("", ["ZCARD", keys.leases], int, lambda: 0),
+        Call("", ["ZCARD", keys.delayed], int, lambda: 0),
+    ]
+    workers = yield lookups.live_worker_ids(keys, now_ms)
+    lengths = []
+    if workers:
+        lengths = yield [
+            Call("", ["HGET", keys.worker(it), "max_model_len"], _length, lambda: None)
+            for it in workers
+        ]
+    # Workers of earlier releases write it into `config`.
+    *before, paused = told_before
+    model, style = told if told[0] is not None else before
+    return QueueView(
+        queue=keys.queue,
+        model=(model or b"").decode(errors="replace"),
+        tool_call_style=ToolCallStyle.from_json(style) if style else None,
+        num_workers=len(workers),
+        num_waiting=waiting,
+        num_active=active,
+        num_delayed=delayed,
+        is_paused=paused == b"1",
+        max_model_len=min((it for it in lengths if it), default=None),
+    )
+
+
+def models(keys: Keys, /) -> Operation[list[ServedModel]]:
+    """The models of all queues of the server, by name. A queue without a model is left out."""
+    found: dict[str, ServedModel] = {}
+    for view in (yield from _views(keys)):
+        if view.model:
+            found.setdefault(view.model, ServedModel(view.model)).queues.append(view)
+    for alias, name in sorted((yield from _aliases()).items()):
+        if name in found and alias not in found:
+            found[name].aliases.append(alias)
+    return [found[name] for name in sorted(found)]
+
+
+def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
+    """The queue that serves a model, which may be named by one of its further names.
+
+    Of several queues, it is the one with the fewest requests for each worker. Raises
+    ModelNotServedError.
+    """
+    aliases = yield from _aliases()
+    views = yield from _views(keys)
+    serving = [view for view in views if view.model == model]
+    serving = serving or [view for view in views if view.model == aliases.get(model)]
+    if not serving:
+        raise ModelNotServedError(not_served(model, {view.model for view in views}))
+    return min(serving, key=QueueView.load).queue
+
+
+def queue_of_request(keys: Keys, /, request_id: str) -> Operation[str]:
+    """The queue of the server in which a request is known; this one if it is known in none."""
+    if (yield from _has(keys, request_id)):
+        return keys.queue
+    for name in (yield from _others(keys)):
+        if (yield from _has(Keys(name), request_id)):
+            return name
+    return keys.queue
+
+
+def _has(keys: Keys, request_id: str) -> Operation[bool]:
+    with suppress(ResponseError):  # a queue that the Redis user may not read
+        return (yield Call("", ["EXISTS", keys.request(request_id)], bool)) is True
+    return False
+
+
+def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
+    """Have gateways and clients take `alias` for a model. Raises ConfigurationError."""
+    if not 0 < len(alias) <= _LONGEST_NAME or not alias.isprintable():
+        raise ConfigurationError(
+            f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"
+        )
+    names = {view.model for view in (yield from _views(keys))}
+    if alias in names:
+        raise ConfigurationError(f"alias: {alias!r} is the name of a model that is served")
+    if model not in names:
+        raise ModelNotServedError(not_served(model, names))
+    yield directory.set_alias(alias, model)
+
+
+def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
+    """Forget a further name of a model, or a model that no worker serves. Gives its queues.
+
+    Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
+    """
+    views = yield from _views(keys)
+    serving = [view for view in views if view.model == name]
+    if (yield directory.forget_alias(name)) and not serving:
+        return []
+    if not serving:
+        raise ModelNotServedError(not_served(name, {view.model for view in views}))
+    for view in serving:
+        num_left = view.num_waiting + view.num_active + view.num_delayed
+        if view.num_workers or num_left:
+            raise ConfigurationError(
+                f"queue {view.queue} is in use (workers: {view.num_workers}, requests: {num_left});"
+                f" {name!r} can be forgotten when both are 0"
+            )
+    for view in serving:
+        gone = Keys(view.queue)
+        yield [
+            Call("", ["DEL", gone.model], int),
+            Call("", ["HDEL", gone.config, *_OF_MODEL], int),
+            directory.forget_queue(view.queue),
+        ]
+    return [view.queue for view in serving]
+
+
+def not_served(model: str, served: Iterable[str]) -> str:
+    """The sentence for a model that no queue serves."""
+    names = sorted(filter(None, served))
+    if not names:
+        return f"model: no queue serves {model[:200]!r}, or any other model yet"
+    shown = ", ".join(map(repr, names[:_MOST_NAMED])) + ", ..." * (len(names) > _MOST_NAMED)
+    there_are = "there is" if len(names) == 1 else "there are"
+    return f"model: no queue serves {model[:200]!r}; {there_are} {shown}"
+
+
+def _views(keys: Keys) -> Operation[list[QueueView]]:
+    """Of all queues that can be read."""
+    found: list[QueueView] = []
+    for name in sorted([keys.queue, *(yield from _others(keys))]):
+        try:
+            found += [(yield from queue_view(Keys(name)))]
+        except ResponseError:
+            if name == keys.queue:
+                raise
+    return found
+
+
+def _others(keys: Keys) -> Operation[list[str]]:
+    """The names of the server's other queues."""
+    names: list[str] = []
+    with suppress(ResponseError):  # such as a role of one queue, or another shard
+        names = yield directory.queue_names()
+    return [name for name in names[:MOST_QUEUES] if name != keys.queue]
+
+
+def _aliases() -> Operation[dict[str, str]]:
+    with suppress(ResponseError):
+        found: dict[str, str] = yield directory.aliases()
+        return found
+    return {}
+
+
+def _length(told: bytes | None) -> int | None:
+    with suppress(ValueError):  # a stranger wrote it
+        return int(told) if told is not None else None
+    return None

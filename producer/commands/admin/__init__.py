@@ -1,0 +1,1 @@
+"""Commands for whoever looks after a server: API keys, models, webhooks, addresses and users."""

@@ -1,0 +1,1 @@
+"""The real inference servers behind workers: `make test-engines`."""

@@ -1,0 +1,87 @@
+"""Streams of servers that behave as no real one does, passed on by the engine itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialect import Chunk
+from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.forwarding_engine import ForwardingEngine
+from promptq.worker.upstream.server import Server
+from tests.stand_in_server.serving import limits_of
+from tests.waiting import async_until
+
+Script = Callable[[EngineRequest], AsyncGenerator[Chunk]]
+
+
+class Scripted(VllmDialect):
+    """A server whose streams are written in a test. It is never called."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    def generate(
+        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+    ) -> AsyncGenerator[Chunk]:
+        return self._script(request)
+
+
+@asynccontextmanager
+async def running(script: Script) -> AsyncIterator[ForwardingEngine]:
+    limits = limits_of(max_model_len=8192)
+    engine = ForwardingEngine("http://127.0.0.1:1", None, Scripted(script), limits, "m", 60.0)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop(1.0)
+
+
+def request(sequence_id: int, max_tokens: int) -> EngineRequest:
+    return EngineRequest(sequence_id, [97], SamplingParams(), 0, max_tokens)
+
+
+async def test_a_stream_that_goes_on_after_its_length_is_closed() -> None:
+    async def endless(_: EngineRequest) -> AsyncGenerator[Chunk]:
+        while True:
+            yield Chunk([97, 98])
+            await asyncio.sleep(0)
+
+    async with running(endless) as engine:
+        engine.add(request(1, 5))
+        tokens, reason = [], None
+        while reason is None:
+            for step in await engine.fetch():
+                for output in step.outputs:
+                    tokens += output.token_ids
+                    reason = output.finish_reason
+        assert (tokens, reason) == ([97, 98, 97, 98, 97], FinishReason.LENGTH)
+        await async_until(lambda: not engine.num_aborting)
+
+
+async def test_tokens_that_are_aborted_before_they_are_fetched_hold_nobody_back() -> None:
+    is_full, is_held_back = asyncio.Event(), asyncio.Event()
+
+    async def script(it: EngineRequest) -> AsyncGenerator[Chunk]:
+        if it.sequence_id == 1:
+            yield Chunk([97] * 5000)
+        await is_full.wait()
+        is_held_back.set()
+        yield Chunk([])
+        yield Chunk([98])
+
+    async with running(script) as engine:
+        engine.add(request(1, 6000))
+        engine.add(request(2, 1))
+        await async_until(lambda: engine.stats.generation_tokens == 5000)
+        is_full.set()
+        await is_held_back.wait()
+        await asyncio.sleep(0)
+        engine.abort(1)
+        [step] = await engine.fetch()
+        assert [(it.sequence_id, it.token_ids) for it in step.outputs] == [(2, [98])]

@@ -1,0 +1,1 @@
+"""Engines behind HTTP: inference servers that compute what a worker claims."""

@@ -1,0 +1,135 @@
+"""Finds the server, asks what it is, and checks that it computes the model that is meant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import EngineLimits
+from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from promptq.worker.upstream.dialect import Dialect, ServerDescription
+from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
+from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
+from promptq.worker.upstream.dialects.vllm import VllmDialect
+from promptq.worker.upstream.faults import (
+    OverloadedError,
+    RefusedError,
+    ServerFaultError,
+    malformed_as_fault,
+)
+from promptq.worker.upstream.server import Server
+from promptq.worker.upstream.server_process import ServerProcess, free_port
+
+DIALECTS: dict[str, Callable[..., Dialect]] = {
+    "vllm": VllmDialect,
+    "llama.cpp": LlamaCppDialect,
+    "openai": OpenAIDialect,
+}
+"""By the name of the engine. Each takes `is_exact`, whether the server computes in fp32, and
+`shares_prefixes`, whether tenants share cached prefixes."""
+
+_PROBE = "Grüße, 世界! 12345\n\tdef f(x): return x # 🙂"
+"""Tokenizers that differ at all are likely to differ here."""
+_RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class FoundServer:
+    """A server that answers, and how it tokenised the probe; None if it does not tell."""
+
+    url: str
+    description: ServerDescription
+    probe_token_ids: list[int] | None
+
+    def limits(self, settings: Settings, vocab_size: int) -> EngineLimits:
+        """How much of the server this worker uses."""
+        found = self.description
+        longest = min(found.max_model_len, settings.max_model_len or found.max_model_len)
+        slots = min(settings.max_num_seqs, found.max_num_seqs or settings.max_num_seqs)
+        kv_tokens = found.kv_tokens or slots * longest
+        return EngineLimits(
+            max_num_seqs=slots,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=longest,
+            kv_tokens=max(longest, int(kv_tokens * settings.upstream_share)),
+            block_size=found.block_size,
+            bytes_per_token=0,  # not known
+            vocab_size=vocab_size,
+        )
+
+    def check_tokenizer(self, tokenizer: HuggingFaceTokenizer) -> None:
+        """Raises ConfigurationError if the server's tokenizer is another one."""
+        if self.probe_token_ids not in (None, tokenizer.encode_text(_PROBE)):
+            raise ConfigurationError(
+                f"--model: its tokenizer is not that of the model {self.description.model!r}, which"
+                f" {self.description.software} at {self.url} serves; name that model's files"
+            )
+
+
+def start_server(dialect: Dialect, settings: Settings) -> ServerProcess:
+    """Start a server of this worker's own. Raises ConfigurationError."""
+    if settings.model is None:
+        raise ConfigurationError(
+            f"--engine {settings.engine}: give --model, for a server to be started, or --upstream,"
+            " the URL of one that runs"
+        )
+    port = free_port()
+    return ServerProcess(dialect.start_command(settings, port), port)
+
+
+def find_server(dialect: Dialect, settings: Settings, process: ServerProcess | None) -> FoundServer:
+    """Wait for the server: as long as its process lives, or for --redis-wait seconds.
+
+    Raises ConfigurationError if there is none, or if it cannot be used.
+    """
+    url = process.url if process is not None else _checked(settings.upstream or "")
+    return asyncio.run(_find(dialect, url, settings, process))
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or no address
+        is_url = False
+    if "@" in url:  # the URL is shown in logs and to all operators
+        raise ConfigurationError("--upstream: holds a password; give a key with --upstream-key")
+    if not is_url or parts.query or parts.fragment:
+        raise ConfigurationError(
+            f"--upstream: {url!r} is not the URL of a server; write http://host:8000"
+        )
+    return url.rstrip("/")
+
+
+async def _find(
+    dialect: Dialect, url: str, settings: Settings, process: ServerProcess | None
+) -> FoundServer:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + settings.redis_wait
+    server, told = Server(url, settings.upstream_key), ""
+    try:
+        while True:
+            try:
+                with malformed_as_fault():
+                    description = await dialect.describe(server)
+                    probe = await dialect.tokenize(server, _PROBE)
+                break
+            except (ServerFaultError, OverloadedError, RefusedError) as error:
+                if process is not None:
+                    process.check()
+                elif loop.time() >= deadline:
+                    raise ConfigurationError(f"--upstream: no server to use: {error}") from error
+                if str(error) != told:
+                    told = str(error)
+                    get_logger().info("waiting for the inference server", why=told)
+            await asyncio.sleep(_RETRY_SECONDS)
+    finally:
+        await server.close()
+    if process is not None:
+        process.has_answered()
+    return FoundServer(url, description, probe)

@@ -1,0 +1,77 @@
+"""What is different from one inference server to another, behind one Protocol."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from promptq.shared.protocol.events import TokenLogprob
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
+from promptq.worker.upstream.server import Server
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDescription:
+    """What a server says of itself. None for what it does not say."""
+
+    software: str
+    """Its name and version, for people: `vLLM 0.32.0`."""
+    model: str
+    """What it calls its model."""
+    max_model_len: int
+    """Prompt and output together."""
+    max_num_seqs: int | None = None
+    kv_tokens: int | None = None
+    block_size: int = 1
+    model_dir: str | None = None
+    """Directory or hub name of the model's files, as the server was given it."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The next tokens of a stream. `finish_reason` is set on the last chunk."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+
+
+def seed_after(request: EngineRequest, num_emitted: int) -> int:
+    """The seed of a call. Another attempt draws other numbers than the first one has used."""
+    return (request.seed + num_emitted * 0x9E3779B97F4A7C15) % 2**63
+
+
+class Dialect(Protocol):
+    """How to talk to one kind of server: token ids in, token ids out.
+
+    All methods raise the faults of `Server`.
+    """
+
+    abilities: EngineAbilities
+
+    def start_command(self, settings: Settings, port: int) -> list[str]:
+        """What starts a server of this kind as the settings say. Raises ConfigurationError."""
+        ...
+
+    async def describe(self, server: Server) -> ServerDescription:
+        """Ask what the server is, and have it generate a token.
+
+        Raises ConfigurationError if it cannot be used.
+        """
+        ...
+
+    async def tokenize(self, server: Server, text: str) -> list[int] | None:
+        """The token ids of a text without special tokens; None if the server does not tell."""
+        ...
+
+    def generate(
+        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+    ) -> AsyncGenerator[Chunk]:
+        """What follows `emitted`, the output so far, until the server's end of the sequence.
+
+        The chunks have every token. Closing the generator closes the connection.
+        """
+        ...

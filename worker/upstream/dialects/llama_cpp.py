@@ -1,0 +1,183 @@
+"""llama.cpp's server, by the call of its own that takes and gives token ids (`/completion`).
+
+Tried with the commit 0c1e570.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
+from promptq.worker.upstream.dialects import server_abilities
+from promptq.worker.upstream.faults import RefusedError, ServerFaultError
+from promptq.worker.upstream.server import Server, message_of, read_json
+
+_COMPLETION = "/completion"
+_TOKENS_AT_ONCE = 8
+"""How many tokens are asked for at once where a stream lost some."""
+_REASONS = {"eos": FinishReason.STOP, "limit": FinishReason.LENGTH}
+_RANDOM_SEED = 2**32 - 1
+"""With this seed the server makes one of its own."""
+
+
+class LlamaCppDialect:
+    """`is_exact` says that weights and KV cache are fp32, so that greedy streams resume exactly.
+
+    Its slots take the longest common beginning of any earlier prompt, whoever sent it.
+    """
+
+    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
+        del shares_prefixes  # it knows no tenants
+        self.abilities = server_abilities(
+            logprobs=False,  # it gives no ranks
+            unheeded=frozenset(
+                {
+                    "bad_words",
+                    "cache_salt",
+                    "frequency_penalty",  # these two would count the prompt too
+                    "presence_penalty",
+                    "ignore_eos",  # the end token would be forbidden
+                    "min_tokens",
+                    "speculative_tokens",
+                }
+            ),
+            exact_resume=is_exact,
+            inexact_with=frozenset({"temperature"}),  # the random numbers begin anew
+        )
+
+    def start_command(self, settings: Settings, port: int) -> list[str]:
+        if not {"-m", "--model"}.intersection(settings.engine_arguments):
+            raise ConfigurationError(
+                "--engine llama.cpp: name the GGUF file behind `--`, as in `-- --model model.gguf`;"
+                " --model is the directory with the model's tokenizer"
+            )
+        slots = settings.max_num_seqs
+        command = [
+            *(settings.engine_command or "llama-server", "--host", "127.0.0.1"),
+            *("--port", str(port), "--parallel", str(slots), "--threads-http", str(slots + 8)),
+        ]
+        if settings.max_model_len is not None:
+            command += ["--ctx-size", str(slots * settings.max_model_len)]
+        return [*command, *settings.engine_arguments]
+
+    async def describe(self, server: Server) -> ServerDescription:
+        try:
+            props = await server.get("/props")
+            slots = int(props["total_slots"])
+            length = int(props["default_generation_settings"]["n_ctx"])
+            description = ServerDescription(
+                software=f"llama.cpp {props['build_info']} ({props.get('model_ftype', '?')})",
+                model=props.get("model_alias") or props["model_path"],
+                max_model_len=length,
+                max_num_seqs=slots,
+                kv_tokens=slots * length,
+            )
+        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"--upstream: {server.url} does not answer as llama.cpp's server does ({error})"
+            ) from error
+        probe = {"prompt": [0], "n_predict": 1, "temperature": 0.0, "return_tokens": True}
+        answer = await server.post(_COMPLETION, probe)
+        if not answer.get("tokens"):
+            raise ConfigurationError(
+                f"--upstream: llama.cpp at {server.url} gives no token ids (`return_tokens`); use"
+                " build 0c1e570 or newer"
+            )
+        return description
+
+    async def tokenize(self, server: Server, text: str) -> list[int] | None:
+        body = {"content": text, "add_special": False, "parse_special": True}
+        tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
+        return tokens
+
+    async def generate(
+        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+    ) -> AsyncGenerator[Chunk]:
+        """A stream leaves out tokens inside of a character. Those are asked for once more, without
+        streaming, and then the stream goes on in another call.
+
+        A sampled token that was left out would be drawn a second time, so that such tokens would
+        become rare. So what is sampled is never streamed.
+        """
+        output = [*emitted]
+        while True:
+            if request.params.temperature == 0.0:
+                async with aclosing(self._stream(server, request, output)) as chunks:
+                    async for chunk in chunks:
+                        output += chunk.token_ids
+                        yield chunk
+                        if chunk.finish_reason is not None:
+                            return
+            chunk = await self._ask_for_some(server, request, output)
+            output += chunk.token_ids
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+
+    async def _stream(
+        self, server: Server, request: EngineRequest, output: Sequence[int]
+    ) -> AsyncGenerator[Chunk]:
+        """The chunks until the end, or until tokens are missing."""
+        body = {**_body(request, output), "stream": True}
+        num_told = 0
+        async with server.stream(_COMPLETION, body) as events:
+            async for data in events:
+                event = read_json(data)
+                if message := message_of(event):
+                    raise ServerFaultError(message)
+                num_told += len(event["tokens"])
+                if num_told < event["tokens_predicted"]:
+                    return
+                yield Chunk(event["tokens"], finish_reason=_reason(event))
+        raise ServerFaultError("the stream ended without a finish reason")
+
+    async def _ask_for_some(
+        self, server: Server, request: EngineRequest, output: Sequence[int]
+    ) -> Chunk:
+        body = _body(request, output)
+        is_rest = body["n_predict"] <= _TOKENS_AT_ONCE
+        body["n_predict"] = min(body["n_predict"], _TOKENS_AT_ONCE)
+        event = await server.post(_COMPLETION, body, server.idle_seconds)
+        reason = _reason(event)
+        if reason is FinishReason.LENGTH and not is_rest:
+            reason = None
+        if not event["tokens"] and reason is None:
+            raise ServerFaultError("generated nothing")
+        return Chunk(event["tokens"], finish_reason=reason)
+
+
+def _body(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
+    params = request.params
+    return {
+        "prompt": [*request.prompt_token_ids, *output],
+        "n_predict": request.max_tokens - len(output),
+        "temperature": params.temperature,
+        "top_k": max(0, params.top_k),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_penalty": params.repetition_penalty,
+        # All of them. The server reserves memory for as many.
+        "repeat_last_n": len(request.prompt_token_ids) + request.max_tokens,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "samplers": ["penalties", "temperature", "min_p", "top_k", "top_p"],
+        "seed": seed_after(request, len(output)) % _RANDOM_SEED,
+        "logit_bias": [[int(key), by] for key, by in (params.logit_bias or {}).items()],
+        "return_tokens": True,
+        "cache_prompt": True,
+    }
+
+
+def _reason(event: dict[str, Any]) -> FinishReason | None:
+    if not event.get("stop"):
+        return None
+    kind = event.get("stop_type")
+    if kind not in _REASONS:
+        raise ServerFaultError(f"ended a stream with {kind!r}")
+    return _REASONS[kind]

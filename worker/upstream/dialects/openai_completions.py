@@ -1,0 +1,126 @@
+"""Any server with OpenAI's `/v1/completions` that proves at the start that it tells token ids.
+
+The proof is `return_token_ids`, as vLLM has it. Tried with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
+from promptq.worker.upstream.dialects import server_abilities
+from promptq.worker.upstream.faults import RefusedError, ServerFaultError
+from promptq.worker.upstream.server import Server, message_of, read_json
+
+_COMPLETIONS = "/v1/completions"
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class OpenAIDialect:
+    """It sends only what OpenAI's API has, because servers silently ignore what they do not know.
+
+    `is_exact` says that the server computes in fp32, so that greedy streams resume exactly.
+    """
+
+    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
+        del shares_prefixes  # the API knows no tenants
+        self.abilities = server_abilities(
+            logprobs=False,
+            unheeded=frozenset(
+                {
+                    "bad_words",
+                    "cache_salt",
+                    "ignore_eos",
+                    "min_p",
+                    "min_tokens",
+                    "repetition_penalty",
+                    "speculative_tokens",
+                    "top_k",
+                }
+            ),
+            lowest_temperature=0.01,  # as vLLM has it
+            exact_resume=is_exact,
+            inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
+        )
+
+    def start_command(self, settings: Settings, port: int) -> list[str]:
+        raise ConfigurationError(
+            "--engine openai: give --upstream, the URL of a running server; only vllm and llama.cpp"
+            " can be started from here"
+        )
+
+    async def describe(self, server: Server) -> ServerDescription:
+        try:
+            (model, *_) = (await server.get("/v1/models"))["data"]
+            name, longest = str(model["id"]), int(model.get("max_model_len") or 0)
+            probe = _body([0], {"max_tokens": 1, "temperature": 0.0}, name)
+            (choice,) = (await server.post(_COMPLETIONS, probe))["choices"]
+        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"--upstream: {server.url} does not answer as an OpenAI server that takes token ids"
+                f" does ({error})"
+            ) from error
+        if not choice.get("token_ids"):
+            raise ConfigurationError(
+                f"--upstream: {server.url} gives no token ids (`return_token_ids`), without which"
+                " no stream can survive a fault; llama.cpp gives them with --engine llama.cpp"
+            )
+        if not longest:
+            raise ConfigurationError(
+                f"--upstream: {server.url} does not say how long a context {name!r} takes"
+                " (`max_model_len` in /v1/models)"
+            )
+        return ServerDescription(
+            software="an OpenAI server",
+            model=name,
+            max_model_len=longest,
+            model_dir=model.get("root"),
+        )
+
+    async def tokenize(self, server: Server, text: str) -> list[int] | None:
+        return None  # OpenAI's API has no call for it
+
+    async def generate(
+        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+    ) -> AsyncGenerator[Chunk]:
+        params = request.params
+        sampling = {
+            "max_tokens": request.max_tokens - len(emitted),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "logit_bias": params.logit_bias,
+            "seed": seed_after(request, len(emitted)),
+            "stream": True,
+        }
+        body = _body([*request.prompt_token_ids, *emitted], sampling, model)
+        async with server.stream(_COMPLETIONS, body) as events:
+            async for data in events:
+                if (chunk := _read(data)) is not None:
+                    yield chunk
+
+
+def _body(prompt: list[int], sampling: dict[str, Any], model: str) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "return_token_ids": True, **sampling}
+
+
+def _read(data: bytes) -> Chunk | None:
+    event = read_json(data)
+    if message := message_of(event):
+        raise ServerFaultError(message)
+    if not event.get("choices"):
+        return None
+    (choice,) = event["choices"]
+    reason = choice["finish_reason"]
+    if reason is not None and reason not in _REASONS:
+        raise ServerFaultError(f"ended a stream with {reason!r}")
+    token_ids = choice.get("token_ids") or []
+    if choice.get("text") and not token_ids:
+        raise ServerFaultError("sent text without its token ids")
+    return Chunk(token_ids, finish_reason=_REASONS.get(reason))

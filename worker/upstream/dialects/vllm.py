@@ -1,0 +1,185 @@
+"""vLLM's server, by the calls that take and give token ids (`--enable-scale-out`).
+
+Tried with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.events import TokenLogprob, TopLogprob
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialect import Chunk, ServerDescription, seed_after
+from promptq.worker.upstream.dialects import server_abilities
+from promptq.worker.upstream.faults import RefusedError, ServerFaultError
+from promptq.worker.upstream.server import Server, message_of, read_json
+
+_GENERATE = "/inference/v1/generate"
+_MOST_LOGPROBS = 20
+"""Its default of `--max-logprobs`."""
+_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+"""Any other reason (`abort`, `error`) says that the server broke off."""
+
+
+class VllmDialect:
+    """`is_exact` says that the server computes in fp32, so that greedy streams resume exactly."""
+
+    def __init__(self, *, is_exact: bool = False, shares_prefixes: bool = False) -> None:
+        self._shares_prefixes = shares_prefixes
+        self.abilities = server_abilities(
+            # `bad_words` are tokenised in a way that misses some; drafts are the server's setting.
+            unheeded=frozenset({"bad_words", "speculative_tokens"}),
+            lowest_temperature=0.01,
+            exact_resume=is_exact,
+            # Its random numbers depend on the step, and these penalties count outputs only.
+            inexact_with=frozenset({"temperature", "presence_penalty", "frequency_penalty"}),
+        )
+
+    def start_command(self, settings: Settings, port: int) -> list[str]:
+        command = [
+            *(settings.engine_command or "vllm", "serve", str(settings.model)),
+            *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
+            *("--dtype", settings.dtype, "--max-num-seqs", str(settings.max_num_seqs)),
+        ]
+        if settings.max_model_len is not None:
+            command += ["--max-model-len", str(settings.max_model_len)]
+        return [*command, *settings.engine_arguments]
+
+    async def describe(self, server: Server) -> ServerDescription:
+        try:
+            version = (await server.get("/version"))["version"]
+            (model, *_) = (await server.get("/v1/models"))["data"]
+            metrics = str(await server.get("/metrics"))
+            found = _CACHE_CONFIG.search(metrics)
+            cache = dict(_LABEL.findall(found[1] if found else ""))
+            description = ServerDescription(
+                software=f"vLLM {version}",
+                model=model["id"],
+                max_model_len=int(model["max_model_len"]),
+                kv_tokens=_number(cache.get("kv_cache_size_tokens")),
+                block_size=_number(cache.get("block_size")) or 1,
+                model_dir=model.get("root"),
+            )
+        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"--upstream: {server.url} does not answer as vLLM's server does ({error})"
+            ) from error
+        await self._try(server, description.model)
+        return description
+
+    async def _try(self, server: Server, model: str) -> None:
+        """Generate one token, which also shows that the engine behind the server lives."""
+        body = {
+            "model": model,
+            "token_ids": [0],
+            "sampling_params": {"temperature": 0.0, "max_tokens": 1, "detokenize": False},
+        }
+        try:
+            answer = await server.post(_GENERATE, body)
+        except RefusedError as error:
+            if error.status in (403, 404):
+                raise ConfigurationError(
+                    f"--upstream: vLLM at {server.url} takes no token ids; start it with"
+                    " --enable-scale-out (0.32 or newer)"
+                ) from error
+            raise
+        if not answer["choices"][0]["token_ids"]:
+            raise ServerFaultError("generated nothing when it was tried")
+
+    async def tokenize(self, server: Server, text: str) -> list[int] | None:
+        body = {"prompt": text, "add_special_tokens": False}
+        try:
+            tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
+        except RefusedError:
+            return None  # started without a tokenizer
+        return tokens
+
+    async def generate(
+        self, server: Server, request: EngineRequest, emitted: Sequence[int], model: str
+    ) -> AsyncGenerator[Chunk]:
+        async with server.stream(_GENERATE, self._body(request, emitted, model)) as events:
+            async for data in events:
+                if (chunk := _read(data, request.params.logprobs or 0)) is not None:
+                    yield chunk
+
+    def _body(self, request: EngineRequest, emitted: Sequence[int], model: str) -> dict[str, Any]:
+        params, num_emitted = request.params, len(emitted)
+        sampling = {
+            "max_tokens": request.max_tokens - num_emitted,
+            # It would forbid the model's end token meanwhile, even to a request that ignores it.
+            "min_tokens": max(0, params.min_tokens - num_emitted) if request.end_token_ids else 0,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": max(0, params.top_k),
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "logit_bias": params.logit_bias,
+            "seed": seed_after(request, num_emitted),
+            # The model's end tokens are among these, if the request heeds them.
+            "stop_token_ids": sorted(request.end_token_ids),
+            "ignore_eos": True,
+            # One more, as the chosen token may be another one than the likeliest.
+            "logprobs": params.logprobs and min(params.logprobs + 1, _MOST_LOGPROBS),
+            "detokenize": False,
+        }
+        body = {
+            "model": model,
+            "token_ids": [*request.prompt_token_ids, *emitted],
+            "sampling_params": sampling,
+            "stream": True,
+        }
+        if salt := self._salt(request):
+            body["cache_salt"] = salt
+        return body
+
+    def _salt(self, request: EngineRequest) -> str:
+        tenant = "" if self._shares_prefixes else request.tenant
+        return f"{tenant}:{request.cache_salt}" if tenant or request.cache_salt else ""
+
+
+def _read(data: bytes, num_top: int) -> Chunk | None:
+    event = read_json(data)
+    if message := message_of(event):
+        code = event["error"].get("code")
+        if isinstance(code, int) and 400 <= code < 500:
+            raise RefusedError(message, code)
+        raise ServerFaultError(message)
+    choices = event.get("choices")
+    if not choices:
+        return None
+    (choice,) = choices
+    token_ids, reason = choice["token_ids"] or [], choice["finish_reason"]
+    if reason is not None and reason not in _REASONS:
+        raise ServerFaultError(f"ended a stream with {reason!r}")
+    logprobs = choice.get("logprobs")
+    return Chunk(
+        token_ids=token_ids,
+        logprobs=[_logprob(it, num_top) for it in logprobs["content"]] if logprobs else None,
+        finish_reason=_REASONS.get(reason),
+    )
+
+
+def _logprob(item: dict[str, Any], num_top: int) -> TokenLogprob:
+    """The chosen token comes first, and then as many of the likeliest as there is room for."""
+    ranked = sorted(item["top_logprobs"], key=lambda it: it["rank"])
+    top = [
+        TopLogprob(token_id=it["token_id"], logprob=it["logprob"])
+        for it in ranked
+        if it["rank"] <= num_top
+    ]
+    return TokenLogprob(
+        token_id=item["token_id"], logprob=item["logprob"], rank=item["rank"], top=top or None
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None

@@ -1,0 +1,456 @@
+"""An engine that forwards: each running sequence is a stream from an inference server."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.request import FinishReason
+from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import end
+from promptq.worker.engine.api.messages import (
+    EngineLimits,
+    EngineRequest,
+    EngineSnapshot,
+    EngineStats,
+    GivenBack,
+    SequenceOutput,
+    SequenceSnapshot,
+    SequenceTiming,
+    StepOutput,
+)
+from promptq.worker.engine.core.limit_checks import check_request
+from promptq.worker.upstream.dialect import Chunk, Dialect
+from promptq.worker.upstream.faults import (
+    OverloadedError,
+    RefusedError,
+    ServerFaultError,
+    malformed_as_fault,
+)
+from promptq.worker.upstream.outbox import Outbox
+from promptq.worker.upstream.recovery import Recovery
+from promptq.worker.upstream.server import Server
+from promptq.worker.upstream.server_process import ServerProcess
+
+_AWAY = "the inference server is away"
+_OF_SERVER = (403, 404)
+"""Statuses that are not the fault of a request: a flag or the model is another one."""
+_OVERLOADED_SECONDS = 1.0
+_BLAMELESS_FAULTS = 2
+"""A server may break off a request so often before the request itself is blamed."""
+_PROGRESS_TOKENS = 64
+"""After so many tokens of an attempt, earlier faults are forgotten."""
+_MOST_REMEMBERED = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One attempt at a request, from `add` to its last output or its abort."""
+
+    request: EngineRequest
+    emitted: list[int]
+    timing: SequenceTiming = field(default_factory=SequenceTiming)
+    slot: int | None = None
+    stream: asyncio.Task[None] | None = None
+    is_told: bool = False
+    """Whether an output has reported when this attempt's first token came."""
+
+    @property
+    def sequence_id(self) -> int:
+        return self.request.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.emitted)
+
+    def __lt__(self, other: _Sequence) -> bool:
+        return self.request.order < other.request.order
+
+
+class ForwardingEngine:
+    """Runs sequences on an inference server; see `EnginePort` for what it promises.
+
+    It sends no more than it has slots, and those that wait stay here in queue order, because what
+    waits in a server can be neither reordered nor, in some of them, cancelled. When the server
+    breaks a stream off, the request goes back to the queue with its progress, and nothing is
+    accepted until the server has generated a token again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        dialect: Dialect,
+        limits: EngineLimits,
+        model: str,
+        idle_seconds: float,
+        process: ServerProcess | None = None,
+    ) -> None:
+        """`model` is what the server calls its model, and `idle_seconds` how long a stream may
+        bring nothing. `process` is the server's, if it ends with the engine."""
+        self.limits = limits
+        self.abilities = dialect.abilities
+        self.is_accepting = True
+        self._url, self._key, self._idle_seconds = url, key, idle_seconds
+        self._dialect = dialect
+        self._model = model
+        self._process = process
+        self._server: Server | None = None
+        self._sequences: dict[int, _Sequence] = {}
+        self._waiting: list[_Sequence] = []  # a heap
+        self._running: dict[int, _Sequence] = {}  # by slot, until its connection is closed
+        self._successors: dict[int, _Sequence] = {}  # by the slot that was freed for it
+        self._outbox = Outbox()
+        self._recovery = Recovery(dialect, model, limits.max_model_len, process)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)
+        self._busy_since: float | None = None
+        self._faults: Counter[str] = Counter()  # of requests, by id
+        self.has_failed = False
+        self._log = get_logger(server=url)
+
+    # ------------------------------------------------------------ the port
+
+    def start(self) -> None:
+        self._server = Server(self._url, self._key, self._idle_seconds)
+
+    async def stop(self, patience: float) -> None:
+        self.is_accepting = False  # so that no stream takes the place of one that ends
+        await end([*self._tasks])
+        if self._server is not None:
+            await self._server.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.close)
+
+    def add(self, request: EngineRequest) -> None:
+        sequence = _Sequence(request, [*request.output_token_ids])
+        try:
+            check_request(request, self.limits)
+        except ValueError as error:
+            self._put_end(sequence, FinishReason.ERROR, error=str(error))
+            return
+        if not self.is_accepting:
+            away = GivenBack(_AWAY, is_blamed=False)
+            self._outbox.put(SequenceOutput(request.sequence_id, [], given_back=away))
+            return
+        self._sequences[request.sequence_id] = sequence
+        heapq.heappush(self._waiting, sequence)
+        self._schedule()
+
+    def abort(self, sequence_id: int) -> None:
+        sequence = self._sequences.pop(sequence_id, None)
+        self._outbox.drop(sequence_id)
+        if sequence is None:
+            return
+        self._totals.num_processed += 1
+        if sequence.stream is not None:
+            sequence.stream.cancel()
+        else:
+            self._successors = {
+                slot: it for slot, it in self._successors.items() if it is not sequence
+            }
+            self._waiting = [it for it in self._waiting if it is not sequence]
+            heapq.heapify(self._waiting)
+
+    async def snapshot(self) -> EngineSnapshot:
+        await asyncio.sleep(0)  # streams that are being closed get their turn
+        shown = [*self._running_sequences(), *sorted([*self._successors.values(), *self._waiting])]
+        return EngineSnapshot([self._shown(it) for it in shown])
+
+    async def fetch(self) -> list[StepOutput]:
+        return [StepOutput(await self._outbox.fetch(), self.stats)]
+
+    @property
+    def stats(self) -> EngineStats:
+        running = self._running_sequences()
+        block_size = self.limits.block_size
+        busy = time.monotonic() - self._busy_since if self._busy_since is not None else 0.0
+        return replace(
+            self._totals,
+            num_running=len(running),
+            num_waiting=len(self._successors) + len(self._waiting),
+            num_used_blocks=sum(-(-it.num_tokens // block_size) for it in running),
+            busy_seconds=self._totals.busy_seconds + busy,
+        )
+
+    @property
+    def num_aborting(self) -> int:
+        return len(self._running) - len(self._running_sequences())
+
+    def seconds_without_progress(self) -> float:
+        """Always 0: what is silent for too long is given back here, stream by stream."""
+        return 0.0
+
+    # ------------------------------------------------------------ who runs
+
+    def _schedule(self) -> None:
+        """Give free slots to those that wait, and free one for a sequence that is more urgent."""
+        while self._waiting and self.is_accepting:
+            free = next(
+                (it for it in range(self.limits.max_num_seqs) if it not in self._running), None
+            )
+            if free is None:
+                self._preempt()
+                break
+            self._run(heapq.heappop(self._waiting), free)
+        if self._running and self._busy_since is None:
+            self._busy_since = time.monotonic()
+        elif not self._running and self._busy_since is not None:
+            self._totals.busy_seconds += time.monotonic() - self._busy_since
+            self._busy_since = None
+
+    def _run(self, sequence: _Sequence, slot: int) -> None:
+        now = time.monotonic()
+        timing = sequence.timing
+        if timing.scheduled_at is None:
+            timing.scheduled_at = now
+        else:
+            timing.resumed_at.append(now)
+        sequence.slot = slot
+        self._running[slot] = sequence
+        sequence.stream = self._spawn(self._stream(sequence))
+        sequence.stream.add_done_callback(lambda _: self._leave(slot))
+
+    def _preempt(self) -> None:
+        """Break off the least urgent stream that resumes exactly, for one that is more urgent."""
+        running = self._running_sequences()
+        if len(running) + len(self._successors) < len(self._running):
+            return  # a slot is about to be free anyway
+        urgent = min(self._waiting, key=lambda it: (it.request.priority, it.request.order))
+        able = [it for it in running if self.abilities.may_preempt(it.request.params)]
+        victim = max(able, key=lambda it: (it.request.priority, it.request.order), default=None)
+        if victim is None or victim.request.priority <= urgent.request.priority:
+            return
+        victim.timing.preemptions += 1
+        victim.timing.preempted_at.append(time.monotonic())
+        victim.is_told = False
+        self._totals.num_preemptions += 1
+        assert victim.stream is not None
+        assert victim.slot is not None
+        victim.stream.cancel()
+        self._successors[victim.slot] = urgent
+        victim.stream, victim.slot = None, None
+        self._waiting = [victim if it is urgent else it for it in self._waiting]
+        heapq.heapify(self._waiting)
+
+    def _running_sequences(self) -> list[_Sequence]:
+        """Those whose stream goes on, by slot."""
+        return [
+            it
+            for slot, it in sorted(self._running.items())
+            if it.slot == slot and it.sequence_id in self._sequences
+        ]
+
+    # ------------------------------------------------------------ a stream
+
+    async def _stream(self, sequence: _Sequence) -> None:
+        try:
+            await self._read(sequence)
+        except RefusedError as error:
+            if error.status in _OF_SERVER:
+                self._give_back(sequence, str(error), is_blameless=True)
+                self._recover(str(error))
+            else:
+                self._put_end(sequence, FinishReason.ERROR, error=str(error))
+        except OverloadedError as error:
+            seconds = _OVERLOADED_SECONDS if error.seconds is None else error.seconds
+            why = f"the server is overloaded: {error}"
+            self._give_back(sequence, why, is_blameless=True, seconds=seconds)
+            self._recover(str(error), seconds)
+        except ServerFaultError as error:
+            self._give_back(sequence, str(error))
+            self._recover(str(error))
+        except ConfigurationError as error:
+            self._fail(error)
+
+    def _leave(self, slot: int) -> None:
+        """A connection is closed, so that its slot is free."""
+        del self._running[slot]
+        if self.is_accepting and (sequence := self._successors.pop(slot, None)) is not None:
+            self._run(sequence, slot)
+        self._schedule()
+
+    async def _read(self, sequence: _Sequence) -> None:
+        """Pass on the chunks of a sequence until its end."""
+        is_over = False
+        async with aclosing(self._chunks(sequence)) as chunks:
+            async for chunk in chunks:
+                if is_over and chunk.token_ids:
+                    return  # the server goes on although nobody waits
+                if is_over:
+                    continue  # until the server's own end
+                is_servers = chunk.finish_reason is not None
+                is_over = await self._put_chunk(sequence, chunk)
+                if is_over and not is_servers and chunk.finish_reason is FinishReason.STOP:
+                    return  # the server does not know this end token
+        if not is_over:
+            raise ServerFaultError("the stream ended without a finish reason")
+
+    async def _chunks(self, sequence: _Sequence) -> AsyncGenerator[Chunk]:
+        """What the server sends for a sequence, checked: nothing else may reach a log."""
+        assert self._server is not None
+        with malformed_as_fault():
+            chunks = self._dialect.generate(
+                self._server, sequence.request, tuple(sequence.emitted), self._model
+            )
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    for token_id in chunk.token_ids:
+                        if type(token_id) is not int or not 0 <= token_id < self.limits.vocab_size:
+                            raise ValueError(f"{token_id!r} is no token id")
+                    if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
+                        raise ValueError("a log-probability is missing")
+                    yield chunk
+
+    async def _put_chunk(self, sequence: _Sequence, chunk: Chunk) -> bool:
+        """Pass on a chunk, and end the sequence at its first end token or at its length.
+
+        Returns whether that was its end.
+        """
+        now = time.monotonic()
+        timing, ends = sequence.timing, sequence.request.end_token_ids
+        room = sequence.request.max_tokens - len(sequence.emitted)
+        if len(chunk.token_ids) > room:
+            chunk.token_ids, chunk.finish_reason = chunk.token_ids[:room], FinishReason.LENGTH
+        for number, token_id in enumerate(chunk.token_ids, 1):
+            if token_id in ends:
+                chunk.token_ids, chunk.finish_reason = chunk.token_ids[:number], FinishReason.STOP
+                break
+        if chunk.token_ids:
+            sequence.emitted += chunk.token_ids
+            self._totals.num_steps += 1
+            self._totals.generation_tokens += len(chunk.token_ids)
+            if len(sequence.emitted) - len(sequence.request.output_token_ids) >= _PROGRESS_TOKENS:
+                self._faults.pop(sequence.request.order[1], None)
+            if timing.first_token_at is None:
+                timing.first_token_at = now
+                self._totals.prompt_tokens += len(sequence.request.prompt_token_ids)
+        if chunk.finish_reason is None and len(sequence.emitted) >= sequence.request.max_tokens:
+            chunk.finish_reason = FinishReason.LENGTH
+        if chunk.finish_reason is not None:
+            self._put_end(sequence, chunk.finish_reason, chunk)
+        elif chunk.token_ids:
+            output = SequenceOutput(sequence.sequence_id, chunk.token_ids, chunk.logprobs)
+            if not sequence.is_told:
+                sequence.is_told = True
+                output.timing = timing.copy()
+            self._outbox.put(output)
+        await self._outbox.wait_for_room()
+        return chunk.finish_reason is not None
+
+    # ------------------------------------------------------------ what is told
+
+    def _put_end(
+        self,
+        sequence: _Sequence,
+        reason: FinishReason,
+        chunk: Chunk | None = None,
+        error: str | None = None,
+    ) -> None:
+        self._sequences.pop(sequence.sequence_id, None)
+        self._faults.pop(sequence.request.order[1], None)
+        self._totals.num_processed += 1
+        output = SequenceOutput(
+            sequence.sequence_id,
+            chunk.token_ids if chunk else [],
+            chunk.logprobs if chunk else None,
+            finish_reason=reason,
+            error=error,
+            timing=sequence.timing.copy(),
+        )
+        self._outbox.put(output)
+
+    def _give_back(
+        self,
+        sequence: _Sequence,
+        reason: str,
+        *,
+        is_blameless: bool = False,
+        seconds: float | None = None,
+    ) -> None:
+        """Have a request go back to the queue.
+
+        It is blamed once servers have broken it off several times, so that a request that kills
+        them becomes a dead letter. Nobody claims it again for some `seconds`.
+        """
+        if self._sequences.pop(sequence.sequence_id, None) is None:
+            return  # aborted meanwhile
+        self._totals.num_processed += 1
+        is_blamed = False
+        if not is_blameless and sequence.slot is not None:
+            request_id = sequence.request.order[1]
+            if len(self._faults) > _MOST_REMEMBERED:
+                self._faults.clear()
+            self._faults[request_id] += 1
+            is_blamed = self._faults[request_id] > _BLAMELESS_FAULTS
+        delay_ms = None if is_blamed or seconds is None else int(seconds * 1000)
+        given_back = GivenBack(reason, is_blamed, delay_ms)
+        self._outbox.put(SequenceOutput(sequence.sequence_id, [], given_back=given_back))
+
+    # ------------------------------------------------------------ the server goes and comes back
+
+    def _recover(self, why: str, seconds: float = 0.0) -> None:
+        """Accept nothing until the server has generated a token again, and for some seconds."""
+        if not self.is_accepting:
+            return
+        self.is_accepting = False
+        self._log.warning("nothing is claimed until the inference server is well", why=why)
+        waiting = [*self._successors.values(), *self._waiting]
+        self._successors, self._waiting = {}, []
+        for sequence in waiting:
+            self._give_back(sequence, _AWAY)
+        self._spawn(self._wait_for_server(seconds))
+
+    async def _wait_for_server(self, seconds: float) -> None:
+        assert self._server is not None
+        try:
+            await self._recovery.wait_until_well(self._server, seconds)
+        except ConfigurationError as error:
+            self._fail(error)
+            return
+        self.is_accepting = True
+        self._schedule()
+
+    def _fail(self, error: Exception) -> None:
+        """Give everything back without blame, and have `fetch` raise the error."""
+        if not self.has_failed:
+            self.has_failed = True
+            self.is_accepting = False
+            for sequence in [*self._sequences.values()]:
+                self._give_back(sequence, str(error), is_blameless=True)
+                if sequence.stream is not None:
+                    sequence.stream.cancel()
+            self._successors, self._waiting = {}, []
+            self._outbox.fail(error)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+    def _shown(self, sequence: _Sequence) -> SequenceSnapshot:
+        num_computed = sequence.num_tokens - 1 if sequence.timing.first_token_at else 0
+        return SequenceSnapshot(
+            sequence_id=sequence.sequence_id,
+            slot=sequence.slot,
+            num_tokens=sequence.num_tokens,
+            num_computed_tokens=num_computed if sequence.slot is not None else 0,
+            num_blocks=-(-sequence.num_tokens // self.limits.block_size)
+            if sequence.slot is not None
+            else 0,
+            num_shared_blocks=0,
+            timing=sequence.timing.copy(),
+        )

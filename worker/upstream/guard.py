@@ -1,0 +1,80 @@
+"""Runs an inference server for a worker, and ends all of its processes with the worker.
+
+`python guard.py COMMAND ...` starts the command in a process group of its own. When standard input
+ends, which it does however the worker dies, the group is ended: a server whose main process alone
+is killed may leave others behind that hold the device. Before a line came on standard input, which
+says that the server has answered, the end of the command ends the guard too, with the same exit
+code. After that it is started again.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+_GRACE_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
+_MAX_PAUSE_SECONDS = 30.0
+_LIVED_SECONDS = 60.0
+
+
+def main(command: list[str]) -> int:
+    """Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the worker drains, and needs the server for that
+    has_answered, pause = False, 1.0
+    while True:
+        started = time.monotonic()
+        process = subprocess.Popen(  # noqa: S603 # the operator's own command
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_heed_signals
+        )
+        try:
+            while process.poll() is None:
+                line = _read_line(_LOOK_SECONDS)
+                if line == "":
+                    return 0
+                has_answered = has_answered or line is not None
+        finally:
+            _end(process)
+        if not has_answered:
+            return process.returncode
+        pause = (
+            1.0
+            if time.monotonic() - started > _LIVED_SECONDS
+            else min(2 * pause, _MAX_PAUSE_SECONDS)
+        )
+        if _read_line(pause) == "":
+            return 0
+
+
+def _heed_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _read_line(seconds: float) -> str | None:
+    """What came on standard input: None if nothing did, empty if it has ended."""
+    readable, _, _ = select.select([sys.stdin], [], [], seconds)
+    return os.read(sys.stdin.fileno(), 1024).decode() if readable else None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the whole group: politely first, then with force."""
+    _signal(process, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:
+    with suppress(ProcessLookupError):  # all of them have ended
+        os.killpg(process.pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

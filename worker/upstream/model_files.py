@@ -1,0 +1,40 @@
+"""What the worker must know of the model that a server computes, from the model's own files."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from promptq.shared.errors import ModelNotFoundError
+from promptq.worker.engine.api.end_tokens import end_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Read from the configuration files beside the weights, which are not needed."""
+
+    vocab_size: int
+    end_token_ids: frozenset[int]
+    dtype: str
+    """What it was saved in: `bfloat16`. Empty if the files do not say."""
+
+
+def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """Raises ModelNotFoundError if there is no model's configuration."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(name_or_dir, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ModelNotFoundError(f"{name_or_dir} has no usable configuration: {reason}") from error
+    text = config.get_text_config()
+    places: list[Any] = [config, text]
+    with suppress(OSError):  # a model need not have one
+        places.insert(0, GenerationConfig.from_pretrained(name_or_dir))
+    return ModelFacts(
+        vocab_size=text.vocab_size,
+        end_token_ids=end_token_ids(places),
+        dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
+    )

@@ -1,0 +1,73 @@
+"""Waits for a server that broke off until it generates again, and checks that it is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from promptq.shared.errors import ConfigurationError
+from promptq.shared.runtime.logs import get_logger
+from promptq.worker.upstream.dialect import Dialect
+from promptq.worker.upstream.faults import (
+    OverloadedError,
+    RefusedError,
+    ServerFaultError,
+    malformed_as_fault,
+)
+from promptq.worker.upstream.server import Server
+from promptq.worker.upstream.server_process import ServerProcess
+
+_FIRST_RETRY_SECONDS = 0.1
+_LAST_RETRY_SECONDS = 5.0
+_STEADY_SECONDS = 10.0
+"""A server that breaks streams again sooner than that is asked less and less often."""
+
+
+class Recovery:
+    """Asks a server at once, and then less and less often."""
+
+    def __init__(
+        self, dialect: Dialect, model: str, max_model_len: int, process: ServerProcess | None
+    ) -> None:
+        """What the server has to be again: its model's name, and the context that it takes."""
+        self._dialect, self._model, self._max_model_len = dialect, model, max_model_len
+        self._process = process
+        self._well_since = time.monotonic()
+        self._pause = 0.0  # before the server is asked again
+        self._told = ""  # why it was not well when it was last asked
+
+    async def wait_until_well(self, server: Server, seconds: float) -> None:
+        """Wait for so many seconds, and then until the server has generated a token.
+
+        Raises ConfigurationError if it is another one now, or will not come back.
+        """
+        log = get_logger(server=server.url)
+        if time.monotonic() - self._well_since > _STEADY_SECONDS:
+            self._pause = 0.0
+        await asyncio.sleep(seconds + self._spread())
+        while True:
+            self._pause = min(max(2 * self._pause, _FIRST_RETRY_SECONDS), _LAST_RETRY_SECONDS)
+            if self._process is not None:
+                self._process.check()
+            try:
+                with malformed_as_fault():
+                    found = await self._dialect.describe(server)
+                break
+            except (ServerFaultError, OverloadedError, RefusedError) as error:
+                if str(error) != self._told:
+                    self._told = str(error)
+                    log.warning("the inference server is not well yet", error=self._told)
+            await asyncio.sleep(self._spread())
+        if found.model != self._model:
+            said = f"serves {found.model!r} now, and served {self._model!r} before"
+            raise ConfigurationError(f"--upstream: {server.url} {said}")
+        if found.max_model_len < self._max_model_len:  # it would refuse what is accepted here
+            said = f"takes {found.max_model_len} tokens now, and took {self._max_model_len} before"
+            raise ConfigurationError(f"--upstream: {server.url} {said}")
+        log.info("the inference server is well", software=found.software)
+        self._well_since = time.monotonic()
+
+    def _spread(self) -> float:
+        """The pause of one of several workers, which shall not ask at the same time."""
+        return self._pause * random.uniform(0.5, 1.0)  # noqa: S311 # spreads retries

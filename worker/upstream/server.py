@@ -1,0 +1,153 @@
+"""HTTP to an inference server: JSON calls, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import aiohttp
+from pydantic_core import from_json
+
+from promptq.shared.errors import ConfigurationError
+from promptq.worker.upstream.faults import OverloadedError, RefusedError, ServerFaultError
+
+_CALL_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
+_LONGEST_RETRY_AFTER = 60.0
+"""A server may be well long before the time that it names."""
+_LONGEST_LINE = 2**20
+_MOST_SHOWN = 500
+_OVERLOADED = (429, 503)
+_DATA = b"data:"
+DONE = b"[DONE]"
+
+
+class Server:
+    """One inference server. An instance belongs to one event loop, and `close` ends it.
+
+    All methods raise ServerFaultError, OverloadedError and RefusedError, and ConfigurationError if
+    the key is refused.
+    """
+
+    def __init__(self, url: str, key: str | None = None, idle_seconds: float = 120.0) -> None:
+        """`idle_seconds` is how long a stream may bring nothing."""
+        self.url = url
+        self.idle_seconds = idle_seconds
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            # Each call has a connection of its own. Servers close one after some seconds without a
+            # call, or after some calls, and a call at that moment would look like a fault.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            auto_decompress=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, path: str) -> Any:
+        """The JSON, or the text, that a page answers with."""
+        return await self._call("GET", path, _CALL_SECONDS)
+
+    async def post(self, path: str, body: Any, seconds: float = _CALL_SECONDS) -> Any:
+        """The JSON that the server answers with, within so many seconds."""
+        return await self._call("POST", path, seconds, json=body)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The data of each server-sent event. Leaving the context early closes the connection,
+        which is how a server learns that nobody waits any more."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
+        )
+        with _as_faults(self.url):
+            async with self._session.post(self.url + path, json=body, timeout=timeout) as response:
+                await _check(response)
+                yield _events(response, self.idle_seconds)
+
+    async def _call(self, method: str, path: str, seconds: float, **options: Any) -> Any:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        with _as_faults(self.url):
+            async with self._session.request(
+                method, self.url + path, timeout=timeout, **options
+            ) as response:
+                await _check(response)
+                text = await response.text(errors="replace")
+                if response.content_type != "application/json":
+                    return text
+                return read_json(text)
+
+
+@contextmanager
+def _as_faults(url: str) -> Iterator[None]:
+    """Turn what the client library raises into a fault of the server."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ServerFaultError(f"{url} was silent for too long") from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise ServerFaultError(f"{url}: {str(error) or type(error).__name__}") from error
+
+
+def read_json(text: str | bytes) -> Any:
+    """What a server sent as JSON. Raises ServerFaultError."""
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise ServerFaultError(f"sent what is not JSON: {text[:_MOST_SHOWN]!r}") from error
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status < 400:
+        return
+    text = await response.text(errors="replace")
+    with suppress(ValueError):
+        text = message_of(from_json(text)) or text
+    text = text[:_MOST_SHOWN]
+    if response.status == 401:
+        raise ConfigurationError(f"--upstream-key: the server refuses the key: {text}")
+    if response.status in _OVERLOADED:
+        raise OverloadedError(text, _seconds(response.headers.get("Retry-After")))
+    if response.status >= 500:
+        raise ServerFaultError(f"status {response.status}: {text}")
+    raise RefusedError(text, response.status)
+
+
+def message_of(body: Any) -> str:
+    """The message of an error object; empty if it is none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", error) if isinstance(error, dict) else error or "")
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    try:
+        seconds = float(retry_after) if retry_after else math.nan
+    except ValueError:
+        return None  # a date
+    return max(0.0, min(seconds, _LONGEST_RETRY_AFTER)) if math.isfinite(seconds) else None
+
+
+async def _events(response: aiohttp.ClientResponse, idle_seconds: float) -> AsyncIterator[bytes]:
+    """The data of each event, until the end that the server tells of.
+
+    Comments, which some servers send to keep a connection open, do not count as life.
+    """
+    rest, last_data_at = b"", time.monotonic()
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            raise ServerFaultError(f"sent a line of more than {_LONGEST_LINE} bytes")
+        for line in lines:
+            if not line.startswith(_DATA):
+                continue
+            data = line[len(_DATA) :].strip()
+            if data == DONE:
+                return
+            yield data
+            last_data_at = time.monotonic()
+        if time.monotonic() - last_data_at > idle_seconds:
+            raise TimeoutError

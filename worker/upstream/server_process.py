@@ -1,0 +1,70 @@
+"""An inference server that the worker starts itself, and whose end it takes care of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from promptq.shared.errors import ConfigurationError
+from promptq.worker.upstream import guard
+
+_HOST = "127.0.0.1"
+"""A server that only its worker uses listens here."""
+
+
+class ServerProcess:
+    """Runs a command behind a guard, which ends the server with this process."""
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        """`port` is where the command serves. Raises ConfigurationError if there is no such
+        program."""
+        self.url = f"http://{_HOST}:{port}"
+        program = shutil.which(command[0])
+        if program is None:
+            raise ConfigurationError(
+                f"--engine-command: there is no program {command[0]!r}; install the server, or give"
+                " the path of its program"
+            )
+        self._name = command[0]
+        self._guard = subprocess.Popen(  # noqa: S603 # the operator's own command
+            [sys.executable, str(Path(guard.__file__)), program, *command[1:]],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            start_new_session=True,  # a Ctrl-C is for the worker, which drains first
+        )
+
+    def check(self) -> None:
+        """Raises ConfigurationError if the server has ended before it answered."""
+        code = self._guard.poll()
+        if code is not None:
+            raise ConfigurationError(
+                f"--engine-command: {self._name} ended with exit code {code};"
+                " what it said stands above"
+            )
+
+    def has_answered(self) -> None:
+        """From now on the server is started again when it ends. Raises as `check` does."""
+        assert self._guard.stdin is not None
+        try:
+            os.write(self._guard.stdin.fileno(), b"answered\n")
+        except BrokenPipeError:  # the server has ended just now, and the guard with it
+            self._guard.wait()
+            self.check()
+
+    def close(self) -> None:
+        """End the server, and wait for that."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on at the moment."""
+    with socket.create_server((_HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
