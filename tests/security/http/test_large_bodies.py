@@ -107,7 +107,10 @@ def test_a_body_that_takes_too_long_fails_alone(
 
 
 def helpers() -> dict[int, str]:
-    """The processes that this one has started to read bodies, each with its environment."""
+    """The processes that this one has started to read bodies, each with its environment.
+
+    Those of gateways that last over several tests are among them.
+    """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -121,6 +124,7 @@ def helpers() -> dict[int, str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int) -> None:
     headers = bearer(make_key(redis_url, "web"))
+    others = helpers().keys()
     with (
         live_gateway(redis_url) as gateway,
         httpx2.Client(base_url=gateway.url, headers=headers, timeout=60) as http,
@@ -129,7 +133,7 @@ def test_a_process_that_was_ended_fails_nobodys_call(redis_url: str, number: int
         for _ in range(3):
             wrong = http.post("/v1/chat/completions", content=LARGE_AND_WRONG)
             assert wrong.json()["error"]["param"] == "temperature"
-            [pid] = helpers()
+            [pid] = helpers().keys() - others
             os.kill(pid, number)
             ended.add(pid)
         assert len(ended) == (3 if number == signal.SIGKILL else 1)
@@ -158,10 +162,12 @@ def test_the_processes_know_no_password_and_run_no_file_of_the_working_directory
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PROMPTQ_REDIS_URL", "redis://x:a-password@localhost")
     headers = bearer(make_key(redis_url, "web"))
+    others = helpers().keys()
     with live_gateway(redis_url) as gateway:
         url = f"{gateway.url}/v1/chat/completions"
         wrong = httpx2.post(url, content=LARGE_AND_WRONG, headers=headers, timeout=60)
-        [environment] = helpers().values()
+        [pid] = helpers().keys() - others
+        environment = helpers()[pid]
     assert wrong.json()["error"]["param"] == "temperature"
     assert not (tmp_path / "ran").exists()
     assert "PROMPTQ" not in environment
