@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos chaos-cluster fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -121,6 +121,10 @@ bench-pairs: $(SET_UP)
 # Real processes under seeded faults, and an audit: make chaos ARGS="--seconds 3600 --seed 7".
 chaos: $(SET_UP)
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+# The same on a Redis Cluster, whose primaries die and whose slots move.
+chaos-cluster: $(SET_UP)
+	@$(BIN)/python -m tests.chaos --cluster valkey --seconds 1200 $(ARGS)
 
 # Malformed requests against a running worker and a gateway: make fuzz ARGS="--count 100000 --seed 7".
 fuzz: $(SET_UP)

@@ -67,7 +67,6 @@ class Worker:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
         self.served = served
         self._settings = settings
-        self._client = client
         self._queue = AsyncRequestQueue(
             client,
             settings.queue,
@@ -253,7 +252,7 @@ class Worker:
                     return
 
     async def _listen(self) -> None:
-        async for kind, name in messages(self._client, self._queue.keys):
+        async for kind, name in messages(self._queue.redis, self._queue.keys):
             if kind == "pending":
                 self.leases.wake_up.work_came()
             elif kind == "cancel":

@@ -217,13 +217,13 @@ class AsyncClient:
                 with explained(self.url):
                     name = await heeding_cancels(carry_out_async(finding, self._queue.run))
                 self._model, self._keys = None, Keys(name)
-                self._queue = AsyncRequestQueue(self._redis, name)
+                self._use(self._redis)
         return self.queue
 
     def _use(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
-        self._subscriptions = Subscriptions(client)
         self._queue = AsyncRequestQueue(client, self._keys.queue)
+        self._subscriptions = Subscriptions(self._queue.redis)
 
     async def _take(self, step: Any) -> Any:
         """Take one step of an operation."""

@@ -85,8 +85,13 @@ class Missed(Enum):
 
 
 def heard(message: dict[str, Any] | None) -> bytes | Subscribed | None:
-    """What a pub/sub message of redis-py says: an event, a confirmed subscription, or nothing."""
+    """What a pub/sub message of redis-py says: an event, a confirmed subscription, or nothing.
+
+    Raises redis.ConnectionError if the server has ended the subscription by itself.
+    """
     kind = message["type"] if message else None
+    if kind == "sunsubscribe":
+        raise redis.ConnectionError("the cluster has moved the channel to another node")
     if message and kind in ("message", "smessage"):
         data: bytes = message["data"]
         return data

@@ -177,6 +177,8 @@ class Subscriptions:
             self._put(channel, Subscribed.SUBSCRIBED)
         elif kind in _ENDS:
             self._confirmed.discard(channel)
+            if kind in _SHARDED and channel in self._asked:
+                raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:
         """Give the error to the first command without a reply, because replies come in order."""

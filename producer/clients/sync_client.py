@@ -195,7 +195,7 @@ class Client:
         return self.queue.run(step)
 
     def _carry_out(self, steps: Steps) -> Iterator[TokenEvent]:
-        with explained(self.url), closing(self._redis.pubsub()) as subscription:
+        with explained(self.url), closing(self.queue.redis.pubsub()) as subscription:
             action = advance(steps, None)
             while action is not None:
                 answer = None

@@ -39,6 +39,7 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, ids_of, is_wrong_type, text_of
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.cluster import client_of
 
 _PAGE = 500
 _PAGES = 4
@@ -72,7 +73,7 @@ class DeadWebhook(BaseModel):
 
 def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
     """Webhooks that were given up, the latest first. Entries of strangers are left out."""
-    client: Any = connection
+    client = client_of(connection, keys)
     found = []
     for entry_id, fields in client.xrevrange(keys.webhooks_dead, count=limit):
         with suppress(ValidationError, ValueError):
@@ -97,11 +98,11 @@ class Deliveries:
         settings: JobsSettings,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._redis: Any = connection
         self._settings = settings
         self._clock = clock
         self._keys = Keys(settings.queue)
         self._queue = RequestQueue(connection, settings.queue)
+        self._redis = self._queue.redis
         self._secrets = WebhookSecrets(settings)
         self._log = get_logger(queue=settings.queue)
         self._threads = ThreadPoolExecutor(settings.webhook_workers, "webhook")

@@ -32,6 +32,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import ENV_PREFIX
 from promptq.shared.server.acl import user_name
+from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_redis, without_password
 
 _TICK_SECONDS = 0.25
@@ -49,7 +50,7 @@ def run_jobs(settings: JobsSettings) -> None:
     is_told_to_stop = _stop_signal()
     keys = Keys(settings.queue)
     with _open_when_there(settings, lambda: open_redis(server_url(settings.redis_url))) as own:
-        _check_rights(settings, own, "HEXISTS", keys.upkeep, "seen")
+        _check_rights(settings, client_of(own, keys), "HEXISTS", keys.upkeep, "seen")
     with _open_when_there(settings, lambda: open_jobs_redis(settings)) as jobs:
         _check_rights(settings, jobs, "LLEN", upkeep_queue(settings.queue, jobs).key)
     if has_shared_secret:

@@ -68,6 +68,8 @@ def open_jobs_redis(settings: JobsSettings) -> redis.Redis:
     url = settings.jobs_redis_url or server_url(settings.redis_url)
     if "+sentinel://" in url:
         raise _not_standalone(url, "is reached through Sentinel")
+    if "+cluster://" in url:
+        raise _not_standalone(url, "is a Cluster")
     connection = open_redis(url)
     if _is_of_a_cluster(connection):
         connection.close()

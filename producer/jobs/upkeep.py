@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import redis
 
@@ -18,6 +17,7 @@ from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import carry_out
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_redis
 
 REAP_SECONDS = 5
@@ -55,7 +55,7 @@ def reap(queue: str) -> str:
 
 def _has_been_watched(connection: redis.Redis, keys: Keys, lease_ms: int) -> bool:
     """Whether reaping has gone on for half a lease without a break."""
-    client: Any = connection
+    client = client_of(connection, keys)
     seconds, microseconds = client.time()
     now = seconds * 1000 + microseconds // 1000
     seen, since = client.hmget(keys.upkeep, "seen", "since")
@@ -93,7 +93,7 @@ def roll_up(queue: str) -> str:
     settings = read_jobs_settings(queue=queue)
     keys, count = Keys(queue), 0
     with open_redis(server_url(settings.redis_url)) as connection:
-        client: Any = connection
+        client = client_of(connection, keys)
         last = client.xrevrange(keys.statistics_minutes, count=1)
         begin = _ms_of(last[0][0]) + _MINUTE_MS if last else 0
         seconds, _ = client.time()

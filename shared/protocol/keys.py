@@ -15,9 +15,11 @@ NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 NAME_IN_WORDS = "1 to 64 letters, digits, '_', '.' or '-'"
 """The same for messages."""
 
-QUEUES = "promptq:queues"
+PREFIX = "promptq:"
+"""The beginning of every key."""
+QUEUES = f"{PREFIX}queues"
 """The names of the queues that workers have served: a set, which belongs to no queue."""
-ALIASES = "promptq:aliases"
+ALIASES = f"{PREFIX}aliases"
 """Names of models by further names that programs use, such as `gpt-4o`: a hash, likewise."""
 
 _QUEUE_NAME = re.compile(NAME)
@@ -107,7 +109,7 @@ class Keys:
     @property
     def prefix(self) -> str:
         """The beginning of every key of the queue. The scripts build the other names on it."""
-        return f"promptq:{{{self.queue}}}:"
+        return f"{PREFIX}{{{self.queue}}}:"
 
     def pending_of(self, tenant: str) -> str:
         """The key of a tenant's queue; '' is the tenant without a name.

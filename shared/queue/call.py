@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from redis.exceptions import ResponseError
 
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import PREFIX, Keys
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -73,6 +73,13 @@ class Call(Generic[T_co]):
     """Gives the value for a key that a stranger gave another type. Without it, that is an error."""
     keys: Keys | None = None
     """The queue for which a script runs; None: that of whoever sends the call."""
+
+    def key(self, sender: Keys) -> str:
+        """A key that it is about. On a Cluster, that says which node has to carry it out."""
+        first = self.args[1] if not self.script and len(self.args) > 1 else None
+        if isinstance(first, str) and first.startswith(PREFIX):
+            return first
+        return (self.keys or sender).pending
 
     def read(self, reply: Any) -> T_co:
         """The value of a reply. A reply that is an error is raised."""

@@ -38,6 +38,7 @@ from promptq.shared.queue.call import (
     script_text,
 )
 from promptq.shared.queue.claim_history import ClaimHistory, ClaimTurn
+from promptq.shared.server.cluster import client_at, client_of
 
 T = TypeVar("T")
 
@@ -92,36 +93,58 @@ class _Queue:
         self._seed = seed
         self._closed = False
         self._claim_history = ClaimHistory()
-        self._redis = client
-        self._scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
+        self.redis = client_of(client, self.keys)
+        """The client for the queue's keys."""
+        register = self.redis.register_script
+        self._scripts = {name: register(script_text(name)) for name in SCRIPT_NAMES}
 
     def _exchange(self, calls: Call[T] | Sequence[Call[T]], atomic: bool) -> Operation[T | list[T]]:
         """What `run` does. Yields functions that ask the server, and is sent its replies."""
         self._check_open()
         if isinstance(calls, Call):
             return calls.read((yield from self._reply(calls)))
-        pipeline = self._redis.pipeline(transaction=atomic)
+        places: dict[Any, list[int]] = {}
+        for at, call in enumerate(calls):
+            places.setdefault(self._client_for(call), []).append(at)
+        replies: list[Any] = [None] * len(calls)
+        for client, its_places in places.items():
+            its_calls = [calls[at] for at in its_places]
+            found = yield from self._replies(client, its_calls, atomic)
+            for at, reply in zip(its_places, found, strict=True):
+                replies[at] = reply
+        return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
+
+    def _replies(
+        self, client: Any, calls: Sequence[Call[Any]], atomic: bool
+    ) -> Operation[list[Any]]:
+        """The replies of one server to several calls, or errors in their places."""
+        pipeline = client.pipeline(transaction=atomic)
         for call in calls:
             if call.script:
                 sha, keys = self._scripts[call.script].sha, call.keys or self.keys
                 pipeline.execute_command("EVALSHA", sha, 1, keys.pending, *call.args)
             else:
                 pipeline.execute_command(*call.args)
-        replies = yield partial(pipeline.execute, raise_on_error=False)
+        replies: list[Any] = yield partial(pipeline.execute, raise_on_error=False)
         for at, reply in enumerate(replies):
             if isinstance(reply, _TO_SEND_AGAIN) and not atomic:
                 replies[at] = yield from self._reply(calls[at])
-        return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
+        return replies
+
+    def _client_for(self, call: Call[Any]) -> Any:
+        return client_at(self.redis, call.key(self.keys))
 
     def _reply(self, call: Call[Any]) -> Operation[Any]:
         """The reply of the server to one call, or the error in its place."""
         reply: Any = None
+        client = self._client_for(call)
+        elsewhere = {} if client is self.redis else {"client": client}
         for _ in range(_SCRIPT_TRIES):
             try:
                 if not call.script:
-                    return (yield partial(self._redis.execute_command, *call.args))
+                    return (yield partial(client.execute_command, *call.args))
                 script, keys = self._scripts[call.script], call.keys or self.keys
-                return (yield partial(script, keys=[keys.pending], args=call.args))
+                return (yield partial(script, keys=[keys.pending], args=call.args, **elsewhere))
             except NoScriptError as error:  # the server has started again since redis-py loaded it
                 reply = error
             except ResponseError as error:
@@ -246,7 +269,7 @@ class RequestQueue(_Queue):
         that nothing else is held, and may get a suspect (docs/protocol.md, Crashes). A process that
         holds several uses `take_batch`.
         """
-        with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
+        with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             wake_ups.subscribe(self.keys.control)
             return carry_out(
                 self._take_one(self.take_batch, wake_ups, timeout, abort), operator.call
@@ -363,7 +386,7 @@ class AsyncRequestQueue(_Queue):
     async def take(
         self, timeout: float | None = None, abort: asyncio.Event | None = None
     ) -> Claim | None:
-        async with self._redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
+        async with self.redis.pubsub(ignore_subscribe_messages=True) as wake_ups:
             await wake_ups.subscribe(self.keys.control)
             taking = self._take_one(self.take_batch, wake_ups, timeout, abort)
             return await carry_out_async(taking, operator.call)

@@ -23,8 +23,9 @@ class Settings(BaseSettings):
 
     redis_url: str | None = Field(
         None,
-        description="redis://, rediss://, unix:// or redis+sentinel:// address; default: the server"
-        " of the running `promptq up`; if there is none, a worker starts a server of its own",
+        description="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// address;"
+        " default: the server of the running `promptq up`; if there is none, a worker starts a"
+        " server of its own",
     )
     redis_wait: float = Field(
         0.0, ge=0, description="seconds a starting worker waits for the server to answer"

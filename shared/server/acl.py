@@ -37,7 +37,9 @@ _READS_DIRECTORY = (f"%R~{QUEUES}", f"%R~{ALIASES}")
 ALL_QUEUES = "*"
 """Replaces a queue's name for users of all queues."""
 
-_CONNECT = "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time"
+_CONNECT = (
+    "+@connection -@dangerous -@admin -client|tracking -client|caching +info +time +cluster|slots"
+)
 """A whole category, because `client|setinfo` cannot be named on Redis 7.0. It is without commands
 that disturb others, and without CLIENT TRACKING, which would report the keys of all clients."""
 

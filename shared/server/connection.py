@@ -6,16 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import hiredis
 import redis
 import redis.asyncio
 import redis.asyncio.retry
-import redis.asyncio.sentinel
 import redis.retry
-import redis.sentinel
-from redis.backoff import EqualJitterBackoff, NoBackoff
+from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
     AuthenticationError,
     MaxConnectionsError,
@@ -33,6 +31,13 @@ from promptq.shared.errors import (
     RedisUnavailableError,
 )
 from promptq.shared.server.advertised import liveness_of
+from promptq.shared.server.cluster import (
+    CLUSTER_RETRIES,
+    CLUSTER_SCHEMES,
+    NoClusterError,
+    make_of_cluster,
+)
+from promptq.shared.server.sentinel import SENTINEL_SCHEMES, make_of_sentinels
 
 T = TypeVar("T")
 
@@ -45,13 +50,12 @@ _CONNECT_TIMEOUT_SECONDS = 5.0
 _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
 _NO_LIMIT = 2**31  # redis-py takes None as 100
-_SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
-_SENTINEL_PORT = 26379
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
 _NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
 _SCRIPT_NOT_PERMITTED = "The user executing the script can't"
 _WORTH_TRYING = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
+_NODE_ERRORS = (redis.exceptions.AskError, redis.exceptions.ClusterDownError)  # and MOVED
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
 
@@ -82,7 +86,7 @@ def open_redis(url: str) -> redis.Redis:
     except (RedisError, OSError) as error:
         client.close()
         raise explain(error, url) from error
-    client.set_retry(_retry(redis.retry.Retry))
+    client.set_retry(_retry(redis.retry.Retry, url))
     return client
 
 
@@ -99,7 +103,7 @@ async def open_async_redis(url: str) -> redis.asyncio.Redis:
     except (RedisError, OSError) as error:
         await client.aclose()
         raise explain(error, url) from error
-    client.set_retry(_retry(redis.asyncio.retry.Retry))
+    client.set_retry(_retry(redis.asyncio.retry.Retry, url))
     return client
 
 
@@ -137,8 +141,8 @@ def _make(kind: Any, url: str) -> Any:
     except _WRONG_URL:
         raise ConfigurationError(
             f"redis: {without_password(url)!r} is not a Redis URL ({_what_is_wrong(kind, url)});"
-            " it looks like redis://localhost:6379/0, rediss://..., unix:///path or"
-            " redis+sentinel://host:port,host:port/service"
+            " it looks like redis://localhost:6379/0, rediss://..., unix:///path,"
+            " redis+sentinel://host:port,host:port/service or redis+cluster://host:port,host:port"
         ) from None  # the error itself may show a password
 
 
@@ -156,8 +160,10 @@ def _what_is_wrong(kind: Any, url: str) -> str:
 
 def _try_to_make(kind: Any, url: str) -> Any:
     parts = urlsplit(url)
-    if parts.scheme in _SENTINEL_SCHEMES:
-        client = _make_of_sentinels(kind, url)
+    if parts.scheme in SENTINEL_SCHEMES:
+        client = make_of_sentinels(kind, url, _options_of(kind, url))
+    elif parts.scheme in CLUSTER_SCHEMES:
+        client = make_of_cluster(kind, url, _options_of(kind, url))
     else:
         client = kind.from_url(url, **_options_of(kind, url), **_checks_of(kind, url))
     pool = client.connection_pool
@@ -226,94 +232,15 @@ def _checks_of(kind: Any, url: str) -> dict[str, Any]:
     return {"redis_connect_func": greet_async if kind is redis.asyncio.Redis else greet}
 
 
-def _make_of_sentinels(kind: Any, url: str) -> Any:
-    """A client of the server that the sentinels call the master of a service, now and later.
-
-    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
-    the options of any other. The sentinels' own credentials, if they have any, are the options
-    `sentinel_username` and `sentinel_password`.
-    """
-    parts = urlsplit(url)
-    scheme = _SENTINEL_SCHEMES[parts.scheme]
-    credentials, at, hosts = parts.netloc.rpartition("@")
-    service, _, database = parts.path.strip("/").partition("/")
-    if not service or not hosts:
-        raise ValueError("it names no service or no sentinel")
-    # redis-py reads the rest of the URL, with one host in the place of all.
-    plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
-    is_async = kind is redis.asyncio.Redis
-    pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
-    given = _options_of(kind, plain)  # the pool keeps those that are not for connections
-    pool = pool_kind.from_url(plain, **given)
-    options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
-    own = {
-        name: options.pop(f"sentinel_{name}")
-        for name in ("username", "password")
-        if f"sentinel_{name}" in options
-    }
-    del options["host"]
-    secured = {name: value for name, value in options.items() if name.startswith("ssl")}
-    kept = ("socket_", "maint_", "max_connections")
-    own |= {name: options[name] for name in options if name.startswith(kept)} | secured
-    options["ssl"] = own["ssl"] = scheme == "rediss"
-    retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
-    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one is asked
-    sentinel_kind = _AsyncSentinel if is_async else _Sentinel
-    if is_async:
-        options["connection_pool_class"] = _PoolWithSentinels
-    addresses = [_host_and_port(host) for host in hosts.split(",")]
-    return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
-
-
-class _Sentinel(redis.sentinel.Sentinel):
-    def discover_master(self, service_name: str) -> Any:
-        try:
-            return super().discover_master(service_name)  # type: ignore[no-untyped-call]  # as in redis-py
-        except redis.sentinel.MasterNotFoundError as error:
-            raise _in_short(error) from None
-
-
-class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
-    async def discover_master(self, service_name: str) -> Any:
-        try:
-            return await super().discover_master(service_name)
-        except redis.asyncio.sentinel.MasterNotFoundError as error:
-            raise _in_short(error) from None
-
-
-def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
-    """The error without the options of each unreached sentinel. redis-py shows them all, in some
-    versions with passwords."""
-    said, _, unreached = str(error).partition(" : ")
-    if unreached:
-        said += "; a sentinel does not answer, or refuses the connection or its credentials"
-    return type(error)(said)
-
-
-class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
-    """Closes the connections to the sentinels too, because nothing else does."""
-
-    async def disconnect(self, inuse_connections: bool = True) -> None:
-        await super().disconnect(inuse_connections)
-        for sentinel in self.sentinel_manager.sentinels:
-            await sentinel.connection_pool.disconnect()
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{address}")
-    if not parts.hostname:
-        raise ValueError(f"{address!r} is not the address of a sentinel")
-    return parts.hostname, parts.port or _SENTINEL_PORT
-
-
-def _retry(kind: Callable[..., T]) -> T:
+def _retry(kind: Callable[..., T], url: str) -> T:
     """Tries again for some seconds after a lost connection; `from_url` would not try again.
 
     Repeating is safe: the scripts reply `duplicate` or `finished` if they have done it already. A
     server that accepts the connection and then does not answer is not asked again. If the server
     has become a replica, each try connects anew, to where its name or load balancer leads by then.
     """
-    return kind(EqualJitterBackoff(cap=1, base=0.01), _RETRIES, supported_errors=_WORTH_TRYING)
+    retries = CLUSTER_RETRIES if urlsplit(url).scheme in CLUSTER_SCHEMES else _RETRIES
+    return kind(EqualJitterBackoff(cap=1, base=0.01), retries, supported_errors=_WORTH_TRYING)
 
 
 def check_version(info: Mapping[str, Any], url: str) -> None:
@@ -352,6 +279,16 @@ def explain(
         return RedisTooOldError(  # it does not know HELLO, which came with Redis 6
             f"the server at {shown} is older than promptq can use: Redis {MIN_REDIS} or"
             f" Valkey {MIN_VALKEY} is needed"
+        )
+    if isinstance(error, NoClusterError):
+        return RedisSideError(
+            f"the server at {shown} is no node of a Redis Cluster; give redis:// instead of"
+            " redis+cluster://"
+        )
+    if isinstance(error, _NODE_ERRORS):
+        return RedisSideError(
+            f"the server at {shown} is a node of a Redis Cluster, and the queue is on another one;"
+            " give redis+cluster:// instead of redis://"
         )
     if isinstance(error, ResponseError):
         return RedisSideError(f"the server at {shown} refuses a command: {error}")

@@ -17,8 +17,10 @@ from tests.chaos.audit.outcome import Outcome
 from tests.chaos.audit.records import Queue
 from tests.chaos.driver import Run
 from tests.chaos.mutants import MUTANTS
+from tests.chaos.processes.cluster import ChaoticCluster
 from tests.chaos.processes.earlier import LAST_RELEASE, check_out
 from tests.chaos.report import mutant_table, report
+from tests.chaos.schedule import MEAN_SECONDS, MEAN_SECONDS_ON_A_CLUSTER, Fault
 
 
 def main() -> int:
@@ -33,6 +35,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--beside-last-release", action="store_true", help="share the queues with the last release"
+    )
+    parser.add_argument(
+        "--cluster", choices=["valkey", "redis-server"], help="on a Redis Cluster of this program"
+    )
+    parser.add_argument(
+        "--may-lose", action="store_true", help="its primaries die before all is replicated"
     )
     parser.add_argument("--mutant", choices=[*MUTANTS, "all"], help="broken scripts, to be caught")
     options = parser.parse_args()
@@ -66,11 +74,19 @@ def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
             earlier = None
             if options.beside_last_release:
                 earlier = check_out(Path(checkout) / LAST_RELEASE, own_environment=True)
+            cluster, means = None, MEAN_SECONDS
+            if options.cluster:
+                cluster = ChaoticCluster(options.cluster, may_lose=options.may_lose)
+                means = dict(MEAN_SECONDS_ON_A_CLUSTER)
+                if options.cluster == "redis-server":  # which cannot
+                    del means[Fault.SLOT_MOVE_AT_ONCE]
             chaos = Run(
                 *(seed, options.seconds, folder, options.load),
                 queues=options.queues,
+                means=means,
                 mutant=mutant,
                 earlier=earlier,
+                cluster=cluster,
             )
             return asyncio.run(chaos.run())
 

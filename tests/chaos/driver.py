@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import redis
-import redis.asyncio
 
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.cluster import client_of
 from tests.chaos.audit.auditor import Violation, check_endings, check_refusals
 from tests.chaos.audit.outcome import Outcome
 from tests.chaos.audit.records import (
@@ -31,6 +31,7 @@ from tests.chaos.audit.records import (
 )
 from tests.chaos.audit.snapshot import hold_names, told_since
 from tests.chaos.mutants import VARIABLE
+from tests.chaos.processes.cluster import ChaoticCluster
 from tests.chaos.processes.earlier import SHARES, Release
 from tests.chaos.processes.fleet import CRASH_BACKOFF_MS, LEASE_MS, Fleet
 from tests.chaos.processes.group import ProcessGroup
@@ -38,7 +39,7 @@ from tests.chaos.processes.proxy import Proxy, Role
 from tests.chaos.processes.server import PersistentServer
 from tests.chaos.requests import TEMPLATES
 from tests.chaos.schedule import MEAN_SECONDS, Fault, Planned, schedule
-from tests.roles import as_role, refusals
+from tests.roles import as_role
 
 WORKERS = {Queue.VOLUME: 4, Queue.REAL: 2, Queue.POISON: 2}
 RATES = {Queue.VOLUME: 7.0, Queue.REAL: 0.25, Queue.POISON: 0.5}
@@ -79,7 +80,8 @@ class Run:
 
     `scale` is a factor on the rates of requests. With a `mutant` all processes send the scripts of
     that name of `mutants.py`, and the run is over at the first violation. With an `earlier` release
-    half of the clients are of that, and the fleet is updated and rolled back under way.
+    half of the clients are of that, and the fleet is updated and rolled back under way. With a
+    `cluster`, which the run stops, the queues are on that.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Run:
         means: Mapping[Fault, float] = MEAN_SECONDS,
         mutant: str = "",
         earlier: Release | None = None,
+        cluster: ChaoticCluster | None = None,
     ) -> None:
         self.outcome = Outcome(seed, seconds)
         self._folder = folder
@@ -104,6 +107,7 @@ class Run:
         self._environment = {VARIABLE: mutant}
         self._group = ProcessGroup()
         self._server = PersistentServer(folder, self._group)
+        self._cluster = cluster
         self._proxy = Proxy(self._server.port)
         self._clients: list[asyncio.subprocess.Process] = []
         self._refused: list[str] = []
@@ -114,14 +118,18 @@ class Run:
     async def run(self) -> Outcome:
         await self._group.start()
         try:
-            await self._server.start()
-            await self._proxy.start()
-            with redis.Redis(port=self._server.port) as client:
+            if self._cluster is None:
+                await self._server.start()
+                await self._proxy.start()
+            with self._audited.opened() as client:
                 for queue in Queue:
-                    client.hset(Keys(queue).config, mapping=_CONFIG)
+                    keys = Keys(queue)
+                    is_sharded = self._cluster is not None and queue is Queue.VOLUME
+                    config = _CONFIG | {"pubsub": "sharded" if is_sharded else "plain"}
+                    client_of(client, keys).hset(keys.config, mapping=config)
             self._fleet = Fleet(
                 {queue: WORKERS[queue] for queue in self._queues},
-                self._as_role("worker", self._proxy.url(Role.WORKERS)),
+                self._url("worker", Role.WORKERS),
                 self._folder,
                 self._group,
                 self._environment,
@@ -145,14 +153,22 @@ class Run:
                 await self._close(references)
         finally:
             await self._group.end()
-            await self._proxy.stop()
+            if self._cluster is None:
+                await self._proxy.stop()
+            else:
+                self._cluster.stop()
         self.outcome.num_swallowed = self._proxy.num_swallowed
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         return self.outcome
 
-    def _as_role(self, role: str, url: str) -> str:
-        """Roles are this release's: beside an earlier one there are none."""
-        return as_role("" if self._earlier else role, url)
+    @property
+    def _audited(self) -> PersistentServer | ChaoticCluster:
+        return self._cluster or self._server
+
+    def _url(self, name: str, role: Role) -> str:
+        """Roles on the server are this release's: beside an earlier one there are none."""
+        url = self._cluster.url if self._cluster else self._proxy.url(role)
+        return as_role("" if self._earlier else name, url)
 
     async def _close(self, references: dict[str, Expected]) -> None:
         """Let all come to its end, and audit."""
@@ -163,7 +179,8 @@ class Run:
         # Workers reach the server through proxies in this loop: their heartbeats go on meanwhile.
         await asyncio.to_thread(self._audit, references, is_over=True)
         await self._fleet.end()
-        await self._server.stop()
+        if self._cluster is None:
+            await self._server.stop()
         self.outcome.ends = {queue: self._fleet.ends(queue) for queue in self._queues}
         self.outcome.violations += self._bad_ends()
 
@@ -177,7 +194,7 @@ class Run:
         """
         references = {}
         journal = Journal(self._folder / "references.jsonl")
-        async with AsyncClient(as_role("producer", self._server.url), Queue.REAL) as client:
+        async with AsyncClient(as_role("producer", self._audited.url), Queue.REAL) as client:
             for name, fields in TEMPLATES.items():
                 request_id = await client.enqueue(request_id=f"reference-{name}", **fields)
                 seen = Seen("reference", request_id, [])
@@ -200,8 +217,8 @@ class Run:
 
     async def _start_clients(self) -> None:
         urls = [
-            self._as_role("producer", self._proxy.url(Role.PRODUCERS)),
-            self._as_role("subscriber", self._proxy.url(Role.SUBSCRIBERS)),
+            self._url("producer", Role.PRODUCERS),
+            self._url("subscriber", Role.SUBSCRIBERS),
         ]
         for number in range(_NUM_CLIENTS):
             name = f"clients-{number}"
@@ -282,6 +299,8 @@ class Run:
                 return bool(places) and await rng.choice(places).freeze(seconds)
             case "RELAY":
                 return await self._freeze_in_turn(rng)
+            case "PRIMARY" | "SLOT":
+                return await self._change_cluster(fault, rng)
             case "SERVER":
                 is_kill = fault is Fault.SERVER_KILL
                 return await self._restart_server(is_kill, down_seconds=rng.uniform(0, 0.7))
@@ -320,10 +339,21 @@ class Run:
 
     async def _restart_server(self, is_kill: bool, down_seconds: float) -> bool:
         async with self._server_is_ours:
-            self._refused += refusals(self._server.url)  # which it forgets
+            self._refused += self._server.refusals()  # which it forgets
             await self._server.stop(signal.SIGKILL if is_kill else signal.SIGTERM)
             await asyncio.sleep(down_seconds)
             await self._server.start()
+        return True
+
+    async def _change_cluster(self, fault: Fault, rng: random.Random) -> bool:
+        assert self._cluster is not None
+        async with self._server_is_ours:
+            if fault is Fault.PRIMARY_KILL:
+                self._refused += self._cluster.refusals()
+                await asyncio.to_thread(self._cluster.kill_primary, rng)
+            else:
+                at_once = fault is Fault.SLOT_MOVE_AT_ONCE
+                await asyncio.to_thread(self._cluster.move_slot, rng, at_once=at_once)
         return True
 
     @property
@@ -338,14 +368,14 @@ class Run:
         waits: list[Coroutine[Any, Any, Any]] = [process.wait() for process in self._clients]
         ending = asyncio.gather(*waits)
         most_looks = _PATIENCE_WITH_CIRCLES * patience / _LOOK_SECONDS
-        async with redis.asyncio.Redis(port=self._server.port) as client:
+        with self._audited.opened() as client:
             last: tuple[int, ...] = ()
             changed, looks = time.monotonic(), 0
             while (
                 not ending.done() and time.monotonic() - changed < patience and looks < most_looks
             ):
                 await asyncio.sleep(_LOOK_SECONDS)
-                progress = await self._progress(client)
+                progress = await asyncio.to_thread(self._progress, client)
                 looks = looks + 1 if progress[:1] == last[:1] else 0
                 if progress != last:
                     last, changed = progress, time.monotonic()
@@ -358,17 +388,21 @@ class Run:
                 process.kill()
         await ending
 
-    async def _progress(self, client: redis.asyncio.Redis) -> tuple[int, ...]:
+    def _progress(self, client: redis.Redis) -> tuple[int, ...]:
         """Changes while anything goes on; the first number grows where something ends."""
-        holds = [name for queue in Queue for name in hold_names(Keys(queue))]
         sizes = sum(path.stat().st_size for path in self._folder.glob("*.jsonl"))
-        return (sizes, *[await client.zcard(name) for name in holds])
+        held = [
+            client_of(client, Keys(queue)).zcard(name)
+            for queue in Queue
+            for name in hold_names(Keys(queue))
+        ]
+        return (sizes, *held)
 
     async def _let_workers_tell(self) -> None:
         """Until every worker is up and has told how it fares, idle; who does not is a violation."""
         give_up_at = time.monotonic() + self._patience
         silent = self._fleet.places
-        with redis.Redis(port=self._server.port) as client:
+        with self._audited.opened() as client:
             seconds, microseconds = client.time()
             since = seconds * 1000 + microseconds // 1000 + _SETTLING_MS
             while silent and time.monotonic() < give_up_at:
@@ -378,8 +412,8 @@ class Run:
 
     def _audit(self, references: dict[str, Expected], is_over: bool = False) -> None:
         places = self._fleet.pids() if is_over else None
-        self.outcome.audit(self._folder, self._server.port, references, places)
-        refused = [*self._refused, *refusals(self._server.url)]
+        self.outcome.audit(self._folder, self._audited, references, places)
+        refused = [*self._refused, *self._audited.refusals()]
         self.outcome.violations += check_refusals(dict.fromkeys(refused))
 
     def _bad_ends(self) -> Iterator[Violation]:

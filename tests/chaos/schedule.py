@@ -32,6 +32,9 @@ class Fault(StrEnum):
     SLOW_WORKERS = "link of workers slow"
     SLOW_PRODUCERS = "link of producers slow"
     SLOW_SUBSCRIBERS = "link of subscribers slow"
+    PRIMARY_KILL = "SIGKILL of a queue's primary, whose replica takes over"
+    SLOT_MOVE = "a queue's slot moved to another primary, key by key"
+    SLOT_MOVE_AT_ONCE = "a queue's slot moved to another primary, at once"
 
 
 MEAN_SECONDS = {
@@ -57,6 +60,17 @@ MEAN_SECONDS = {
     Fault.SLOW_SUBSCRIBERS: 30.0,
 }
 """How far apart faults of a kind come on average: each kind is a Poisson process."""
+
+MEAN_SECONDS_ON_A_CLUSTER = {
+    Fault.KILL: 4.0,
+    Fault.KILL_REAL: 30.0,
+    Fault.FREEZE: 15.0,
+    Fault.DRAIN: 12.0,
+    Fault.PRIMARY_KILL: 20.0,
+    Fault.SLOT_MOVE: 12.0,
+    Fault.SLOT_MOVE_AT_ONCE: 20.0,
+}
+"""The same on a cluster, which is reached without the proxy that spoils links."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -91,8 +91,8 @@ def test_of_several_queues_a_client_takes_the_one_with_less_to_do(
 ) -> None:
     with Client(redis_url, "b") as b, Client(redis_url, "c") as c:
         for client, num_workers in ((b, 1), (c, 2)):
-            client.queue._redis.sadd("promptq:queues", client.queue.keys.queue)
-            client.queue._redis.hset(client.queue.keys.model, "model", "wren")
+            client.queue.redis.sadd("promptq:queues", client.queue.keys.queue)
+            client.queue.redis.hset(client.queue.keys.model, "model", "wren")
             for number in range(num_workers):
                 stats = WorkerStats(worker_id=f"w{number}", model="wren")
                 client.queue.run(heartbeat(stats, 60_000))

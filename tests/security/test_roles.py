@@ -73,7 +73,7 @@ CHANNEL_COMMANDS = {
     "ssubscribe": "subscribe",
 }
 OF_NO_KEY = {
-    *("info", "time", "multi", "exec", "discard", "unwatch", "scan", "dbsize"),
+    *("info", "time", "cluster|slots", "multi", "exec", "discard", "unwatch", "scan", "dbsize"),
     *("script|load", "unsubscribe", "sunsubscribe", "select", "hello", "ping"),
     *("auth", "quit", "reset", "client|getname", "client|id", "client|setinfo", "client|setname"),
     *CHANNEL_COMMANDS,

@@ -1,6 +1,12 @@
 -- The names of the queue's keys. KEYS[1] is always the queue's `pending`, and all other names begin with its
 -- prefix. The prefix has the queue as a hash tag, so all keys of a script are on one shard of a cluster.
 
+-- While a cluster moves the slot key by key, a script would take those that have left for missing ones. A
+-- question about two keys, one of which is nowhere, is refused then, and so is the script, before it writes.
+if type(redis.pcall('EXISTS', KEYS[1], KEYS[1] .. ':')) == 'table' then
+  return redis.error_reply('TRYAGAIN the cluster moves the slot of this queue')
+end
+
 local prefix = string.sub(KEYS[1], 1, -8)
 keys.prefix, keys.pending = prefix, KEYS[1]
 keys.leases, keys.deadlines = prefix .. 'leases', prefix .. 'deadlines'

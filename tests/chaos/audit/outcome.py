@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import redis
 
@@ -15,6 +17,14 @@ from tests.chaos.audit.auditor import Snapshot, Violation, audit
 from tests.chaos.audit.records import Expected, Queue, Seen, read_claimed, read_seen, read_sent
 from tests.chaos.audit.snapshot import find_strays, take_snapshot
 from tests.chaos.processes.earlier import EARLIER_LOG
+
+
+class Server(Protocol):
+    """The server of a run, or its cluster."""
+
+    def opened(self) -> AbstractContextManager[redis.Redis]: ...
+
+    def key_names(self) -> Iterable[str]: ...
 
 
 @dataclass(slots=True)
@@ -51,23 +61,23 @@ class Outcome:
     def audit(
         self,
         folder: Path,
-        port: int,
+        server: Server,
         references: dict[str, Expected],
         places: Mapping[Queue, Mapping[str, int | None]] | None = None,
     ) -> None:
-        """Hold the records in the folder against the server on this port.
+        """Hold the records in the folder against the server.
 
         `places` are the workers of each queue and their process ids, all idle now. None while the
         run goes on: only the requests that have ended are looked at.
         """
         paths = sorted(folder.glob("*.jsonl"))
         sent = [record for path in paths for record in read_sent(path)]
-        with redis.Redis(port=port) as client:
+        with server.opened() as client:
             snapshots = {
                 queue: take_snapshot(client, Keys(queue), (places or {}).get(queue))
                 for queue in Queue
             }
-            strays = find_strays(client, tuple(Keys(queue).prefix for queue in Queue))
+        strays = find_strays(server.key_names(), tuple(Keys(queue).prefix for queue in Queue))
         if places is None:
             snapshots = {it: Snapshot(requests=held.requests) for it, held in snapshots.items()}
         states = [snapshots[it.queue].requests.get(it.request_id, {}).get("state") for it in sent]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import redis
 
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.server.cluster import client_of
 from tests.chaos.audit.auditor import Snapshot
 
 _PAGE = 1000
@@ -26,7 +27,7 @@ def take_snapshot(
 
     `places` are its workers and their process ids, None for one that does not run.
     """
-    snapshot = Snapshot()
+    snapshot, client = Snapshot(), client_of(client, keys)
     names = [name.decode() for name in client.scan_iter(match=f"{keys.prefix}*", count=_PAGE)]
     for start in range(0, len(names), _PAGE):
         page = names[start : start + _PAGE]
@@ -55,13 +56,12 @@ def take_snapshot(
 
 def told_since(client: redis.Redis, keys: Keys, since_ms: int) -> set[int]:
     """The process ids of workers with a heartbeat behind this time of the server."""
-    found = list(_heartbeats(client, keys))
+    found = list(_heartbeats(client_of(client, keys), keys))
     return {int(it["pid"]) for it in found if int(it["heartbeat_at"]) > since_ms}
 
 
-def find_strays(client: redis.Redis, prefixes: tuple[str, ...]) -> list[str]:
+def find_strays(names: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
     """Names of keys that belong to no queue."""
-    names = (name.decode() for name in client.scan_iter(count=_PAGE))
     return sorted(name for name in names if not name.startswith(prefixes))
 
 

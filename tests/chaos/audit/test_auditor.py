@@ -21,6 +21,8 @@ from tests.chaos.audit.records import Claimed, Expected, Kind, Queue, Seen, Seen
 from tests.chaos.audit.snapshot import take_snapshot, told_since
 from tests.chaos.processes.chaotic_worker import POISONED_CODE
 from tests.chaos.processes.fleet import LEASE_MS
+from tests.chaos.processes.group import ProcessGroup
+from tests.chaos.processes.server import PersistentServer
 from tests.roles import as_role, forget_refusals, refusals
 
 SEED, LENGTH = 5, 12
@@ -463,12 +465,13 @@ def test_finds_a_refusal(redis_url: str) -> None:
 
 def test_finds_a_key_of_no_queue(redis_url: str, tmp_path: Path) -> None:
     outcome = Outcome(0, 0.0)
-    port = urlsplit(redis_url).port or 0
-    with redis.Redis(port=port) as client:
-        outcome.audit(tmp_path, port, {})
+    server = PersistentServer(tmp_path, ProcessGroup())
+    server.port = urlsplit(redis_url).port or 0
+    with server.opened() as client:
+        outcome.audit(tmp_path, server, {})
         assert outcome.violations == []
         client.set("promptq:astray", 1)
-        outcome.audit(tmp_path, port, {})
+        outcome.audit(tmp_path, server, {})
     assert [str(it) for it in outcome.violations] == [
         "leaked key: (no request): promptq:astray is no queue's"
     ]

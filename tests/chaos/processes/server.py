@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import redis
 
 from tests.chaos.processes.group import ProcessGroup
-from tests.roles import acl_file_for_tests
+from tests.roles import acl_file_for_tests, refusals
 from tests.servers import answers, free_port, server_program
 
 _LOOK_SECONDS = 0.01
@@ -30,6 +32,20 @@ class PersistentServer:
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
+
+    @contextmanager
+    def opened(self) -> Iterator[redis.Redis]:
+        """A client that may do everything."""
+        with redis.Redis(port=self.port) as client:
+            yield client
+
+    def key_names(self) -> Iterator[str]:
+        with self.opened() as client:
+            yield from (name.decode() for name in client.scan_iter(count=1000))
+
+    def refusals(self) -> list[str]:
+        """What it refused to any role since it started."""
+        return refusals(self.url)
 
     async def start(self) -> None:
         """Start it on what it wrote down before, and wait until it answers."""

@@ -208,7 +208,7 @@ def test_who_waits_as_told_gets_in_with_several_answers(
     secret = make_key(redis_url, "web", requests_per_minute=6)
     few = make_key(redis_url, "few", requests_per_minute=4)
     queue.run(take_of_rates("web", [Rate("requests", 4, 6)]))
-    connection: Any = queue._redis
+    connection: Any = queue.redis
     headers = {"Authorization": f"Bearer {secret}", "X-Wait-For-Worker": "true"}
     body = {"prompt": "Hi", "n": 5, "stream": True}
     statuses = []
@@ -265,7 +265,7 @@ def test_what_is_enqueued_does_not_depend_on_where_it_was_read(
                 assert answer.status_code == 200
                 assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
                 ids = queue.run(lookups.waiting_ids(queue.keys, 9))
-                connection: Any = queue._redis
+                connection: Any = queue.redis
                 names = ("payload", "tenant", "priority")
                 kept.append([connection.hmget(Keys().request(it), names) for it in sorted(ids)])
                 kept_url = answer.headers["x-stream-url"].partition("?")[2]

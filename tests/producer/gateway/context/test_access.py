@@ -258,7 +258,7 @@ async def test_keys_are_kept_hashed(redis_url: str) -> None:
         assert secret.endswith(made.hint)
         queue = client.queue
         assert queue is not None
-        kept = await queue._redis.hgetall(Keys().api_keys)
+        kept = await queue.redis.hgetall(Keys().api_keys)
         assert len(kept) == 1
         assert secret.encode() not in b"".join([*kept.keys(), *kept.values()])
         with pytest.raises(ConfigurationError, match="there is a key 'web' already"):
@@ -305,7 +305,7 @@ def test_the_commands(run: Run, redis_url: str) -> None:
     assert '"tenant": "shop"' in as_json
     assert revoked.startswith(f"revoked web (…{secret.strip()[-4:]})\n")
     with Client(redis_url) as client:
-        weight = client.queue._redis.hget(Keys().config, "weight:shop")
+        weight = client.queue.redis.hget(Keys().config, "weight:shop")
     assert float(weight) == 2.5
     wrong = run("keys", "create", "no spaces")
     assert (wrong.returncode, wrong.stdout) == (1, "")

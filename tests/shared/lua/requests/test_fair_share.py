@@ -261,7 +261,7 @@ def test_a_large_head_of_one_tenant_is_overtaken_only_so_often(queue: RequestQue
 def test_one_claim_looks_at_a_bounded_number_of_all_tenants(queue: RequestQueue) -> None:
     for n in range(900):
         put_for(queue, f"{n:03}", "abc"[n % 3])
-        queue._redis.hset(queue.keys.request(f"{n:03}"), "cancelled", "1")
+        queue.redis.hset(queue.keys.request(f"{n:03}"), "cancelled", "1")
     put_for(queue, "good", "c")
     assert taken(queue) == []
     assert queue.count() == 901 - 512

