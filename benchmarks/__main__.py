@@ -50,6 +50,8 @@ def _rates(run: Run, plan: Plan) -> str:
         f"{rates.operations_per_second / 1e12:.2f} TFLOP/s, in {torch_dtype()}",
         f"vLLM and transformers compute in {torch_dtype()}, all others in bfloat16",
     ]
+    if plan.shorten > 1:
+        lines.append(f"outputs are {plan.shorten} times shorter than the workloads say")
     for model in plan.models:
         floor = f"{run.floor_seconds(model) * 1000:.1f} ms"
         ratio = run.floor_ratio(model)
@@ -65,6 +67,7 @@ def _report(plan: Plan, run: Run, found: list[targets.Target]) -> dict[str, Any]
     return {
         "machine": {"cores": os.cpu_count(), "processor": _processor()},
         "seed": plan.seed,
+        "shorten": plan.shorten,
         "rates": {
             "bytes_per_second": run.rates.bytes_per_second,
             "operations_per_second": run.rates.operations_per_second,
@@ -112,6 +115,9 @@ def _read_options() -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--rate", type=float, help="requests/s of poisson; default: by the peers")
     parser.add_argument("--queue-requests", type=int, default=20_000)
     parser.add_argument(
+        "--shorten", type=int, default=1, help="outputs are so many times shorter: slow machines"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="54m, one round, burst, solo and queue, few requests"
     )
     parser.add_argument("--cache", type=Path, default=_FOLDER / ".cache", help="models, logs")
@@ -139,6 +145,7 @@ def _read_options() -> tuple[Plan, argparse.Namespace]:
         seconds=options.seconds,
         rate=options.rate,
         queue_requests=options.queue_requests,
+        shorten=options.shorten,
         cache=options.cache.resolve(),
         peers=options.peers.resolve(),
         log=options.cache.resolve() / "rows.log",

@@ -38,6 +38,8 @@ class Plan:
     rate: float | None
     """Arrivals a second; None: set by the burst of the best peer in this run."""
     queue_requests: int
+    shorten: int
+    """How many times shorter outputs are than a workload says, but in `poisson` and `queue`."""
     cache: Path
     peers: Path
     log: Path
@@ -89,7 +91,10 @@ def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
             for row in _rows(plan, at_once):
                 names = [name for name in at_once if name in row.workloads]
                 shape, seed = MODELS[model], plan.seed + number
-                loads = [workloads.WORKLOADS[name](shape, seed) for name in names]
+                loads = [
+                    workloads.shortened(workloads.WORKLOADS[name](shape, seed), plan.shorten)
+                    for name in names
+                ]
                 _measure(plan, run, model, row, number, loads, tell)
         if "queue" in plan.workloads:
             requests = [Request([97], 1)] * plan.queue_requests

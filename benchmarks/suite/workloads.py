@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from benchmarks.models import VOCAB_SIZE, Shape
 from benchmarks.suite.jobs import Request, Workload
@@ -101,6 +102,12 @@ WORKLOADS: dict[str, Callable[[Shape, int], Workload]] = {
     "step": step,
 }
 """Those that need nothing but a seed; `poisson` needs a rate, which the others give."""
+
+
+def shortened(workload: Workload, times: int) -> Workload:
+    """The same with outputs so many times shorter, each at least a token."""
+    requests = [replace(it, num_output=max(1, it.num_output // times)) for it in workload.requests]
+    return Workload(workload.name, requests)
 
 
 def _ending(name: str, shape: Shape, seed: int, limit: int | None) -> Workload:
