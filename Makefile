@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos chaos-cluster fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos chaos-cluster fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -37,6 +37,10 @@ test-engines: bench-peers
 	@$(BIN)/python -m tests.engines.chaos stand-in --worker-kills 200 --server-kills 200
 	@$(BIN)/python -m tests.engines.chaos llama.cpp --worker-kills 15 --server-kills 15
 	@$(BIN)/python -m tests.engines.chaos vllm --worker-kills 5 --server-kills 5
+
+# The image for CPUs: built, serving, stopped under load. It needs podman, buildah and mmdebstrap.
+test-images: wheel
+	@$(BIN)/python -m tests.deploy.images --wheel dist/*.whl $(ARGS)
 
 # The native code, built with the address and undefined-behaviour sanitizers and without a warning.
 test-sanitizers: $(SET_UP)

@@ -28,7 +28,9 @@ from promptq.shared.server.advertised import advertised, how_to_find
 from promptq.shared.server.connection import explain, open_async_redis, without_password
 from promptq.shared.server.embedded import EmbeddedServer
 from promptq.worker.liveness.engine_watchdog import EngineStuckError
+from promptq.worker.liveness.health_server import Health, HealthServer
 from promptq.worker.liveness.interpreter_watchdog import watched
+from promptq.worker.liveness.service_manager import notify
 from promptq.worker.metrics_server import MetricsServer
 from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker
@@ -76,8 +78,15 @@ async def serve(settings: Settings, redis_url: str) -> None:
     _handle_signals(asyncio.get_running_loop(), on_signal)
 
     tracing = start_tracing("promptq-worker", settings.otlp_endpoint)
-    client = await _unless(stop, _open_when_there(redis_url, settings.redis_wait))
     worker: Worker | None = None
+    probed = None
+    if settings.health_port is not None:
+        probed = HealthServer(
+            lambda: Health() if worker is None else worker.health,
+            settings.health_host,
+            settings.health_port,
+        )
+    client = await _unless(stop, _open_when_there(redis_url, settings.redis_wait))
     try:
         start_up = StartUp()
         try:
@@ -95,8 +104,11 @@ async def serve(settings: Settings, redis_url: str) -> None:
             try:
                 seconds = time.monotonic() - started
                 line = _ready_line(settings, served, redis_url, seconds, str(start_up))
-                print(line + (f"; metrics at {exposed.url}" if exposed else ""), flush=True)
+                line += f"; metrics at {exposed.url}" if exposed else ""
+                print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
+                notify("READY=1")
                 await worker.serve(stop)
+                notify("STOPPING=1")
                 await worker.drain(stop_now)
             finally:
                 await worker.stop()
@@ -108,6 +120,8 @@ async def serve(settings: Settings, redis_url: str) -> None:
         raise
     finally:
         await client.aclose()
+        if probed is not None:
+            await asyncio.to_thread(probed.close)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
     if worker.intake.is_preparing:

@@ -11,6 +11,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Reading
+from promptq.worker.liveness.health_server import url_of
 
 if TYPE_CHECKING:
     from promptq.worker.service import Worker
@@ -83,9 +84,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        host, port = self._server.server_address[:2]
-        name = host.decode() if isinstance(host, bytes) else host
-        return f"http://{f'[{name}]' if ':' in name else name}:{port}/metrics"
+        return f"{url_of(self._server.server_address)}/metrics"
 
     def close(self) -> None:
         self._server.shutdown()

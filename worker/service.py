@@ -30,9 +30,11 @@ from promptq.worker.intake.preparation import Preparation
 from promptq.worker.leases.lease import LeaseState
 from promptq.worker.leases.leases import Departure, Leases
 from promptq.worker.liveness.engine_watchdog import EngineWatchdog
+from promptq.worker.liveness.health_server import Health
 from promptq.worker.liveness.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.liveness.lease_timer import LeaseTimer
 from promptq.worker.liveness.reaper import Reaper
+from promptq.worker.liveness.service_manager import notify, watchdog_seconds
 from promptq.worker.publishing.cancellation import Cancellation
 from promptq.worker.publishing.coalescer import Coalescer, default_rate
 from promptq.worker.publishing.give_back import GiveBack
@@ -120,6 +122,7 @@ class Worker:
             self.leases, self._publisher, self._watchdog, self._queue.lease_ms
         )
         self._told_to_drain = asyncio.Event()
+        self._has_started = False
         self._was_refused = False
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_logger(worker_id=self.worker_id, queue=settings.queue)
@@ -160,10 +163,13 @@ class Worker:
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
         self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
+        if (seconds := watchdog_seconds()) is not None:
+            self._spawn(self._every(seconds, self._tell_service_manager))
         await self._beat()
         await self._survive_redis(self._compare_lengths)
         await self._survive_redis(self._note_queue)
         self.intake.start()
+        self._has_started = True
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set, or until a drain is asked for on the control channel.
@@ -216,6 +222,14 @@ class Worker:
             await asyncio.to_thread(self.served.grammars.close)
         await self._survive_redis(self._heartbeat.leave)
 
+    @property
+    def health(self) -> Health:
+        return Health(
+            has_started=self._has_started,
+            is_claiming=self._has_started and self._heartbeat.about.state == "running",
+            hangs=self._watchdog.reason,
+        )
+
     def stats(self) -> WorkerStats:
         """The worker's statistics as they are now."""
         return self._heartbeat.stats()
@@ -260,6 +274,11 @@ class Worker:
             elif kind == "drain" and name in (None, self.worker_id):
                 self._log.info("told to drain")
                 self._told_to_drain.set()
+
+    async def _tell_service_manager(self) -> None:
+        """Tell systemd that the worker lives, as long as no part of it hangs."""
+        if not self._watchdog.reason:
+            notify("WATCHDOG=1")
 
     async def _every(self, seconds: float, action: Any) -> None:
         while True:

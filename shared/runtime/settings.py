@@ -177,6 +177,16 @@ class Settings(BaseSettings):
     metrics_host: str = Field(
         "127.0.0.1", description="address that the metrics are served at; 0.0.0.0: all"
     )
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of the worker's probes /startupz, /livez and /readyz; 0: a free one;"
+        " default: none",
+    )
+    health_host: str = Field(
+        "127.0.0.1", description="address that the probes are served at; 0.0.0.0: all"
+    )
 
 
 def read_settings(**overrides: Any) -> Settings:

@@ -255,6 +255,27 @@ def test_another_version_of_the_compiler_compiles_anew(
     assert libraries() == 2
 
 
+def test_code_for_kinds_of_processors_serves_where_there_is_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done; touch "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "_BUILT", tmp_path / "built")
+    old, new = build.build_for(["x86-64-v3", "x86-64-v4"])
+    compiler.unlink()
+    features = set(build.KINDS["x86-64-v3"])
+    monkeypatch.setattr(build, "_features", lambda: features)
+    assert build._library() == old
+    features |= build.KINDS["x86-64-v4"]
+    assert build._library() == new
+    features.remove("fma")
+    with pytest.raises(NativeCodeError, match="no compiler"):
+        build._library()
+
+
 def test_a_compiler_that_fails_is_quoted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,149 @@
+"""`make test-images`: builds the image for CPUs, serves with it, and stops it under load.
+
+It needs podman, buildah and mmdebstrap, and root's rights. No image is fetched: the base is made of
+Debian's packages, and wheels come through pip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from promptq import Client
+from tests.paths import ROOT
+from tests.roles import as_role
+from tests.servers import embedded_server, free_port
+from tests.waiting import until
+
+BASE, IMAGE = "localhost/promptq-test-base", "localhost/promptq-test"
+# As little as there may be: no limit that this process may not set, and a runtime without cgroups.
+CONTAINERS = """
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+cgroups = "disabled"
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
+CONFINED = ["--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges"]
+NUM_STREAMS, LENGTH = 16, 400
+
+
+def said(*command: str | Path, **options: str) -> str:
+    """What a command prints. It must succeed."""
+    done = subprocess.run([*map(str, command)], text=True, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\nexit code {done.returncode}")
+    return done.stdout.strip()
+
+
+def make_base(folder: Path) -> None:
+    """An image with Debian's smallest system and Python."""
+    tree = folder / "base.tar"
+    packages = "--include=python3,python3-venv,ca-certificates"
+    said("mmdebstrap", "--quiet", "--variant=minbase", packages, "bookworm", tree)
+    said("podman", "import", "--quiet", tree, BASE)
+
+
+def build(folder: Path, wheel: Path) -> None:
+    wheels = folder / "wheels"
+    constraints = ["--constraint", ROOT / "constraints.txt"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", wheels, *constraints]
+    said(*pip, f"{wheel}[all]")
+    said(
+        *("buildah", "bud", "--isolation=chroot", "--network=host", "--quiet", "--tag", IMAGE),
+        *("--build-arg", f"BASE={BASE}", "--volume", f"{wheels}:/wheels:ro"),
+        *("--build-arg", "PIP_ARGS=--no-index --find-links /wheels"),
+        *("--file", ROOT / "deploy" / "images" / "Containerfile", ROOT),
+    )
+
+
+@contextmanager
+def container(name: str, *arguments: str) -> Iterator[None]:
+    host = ["--network=host", "--name", name]
+    said("podman", "run", "--detach", "--quiet", *host, *CONFINED, IMAGE, *arguments)
+    try:
+        yield
+    except BaseException:
+        subprocess.run(["podman", "logs", name], check=False)
+        raise
+    finally:
+        said("podman", "rm", "--force", "--time", "0", name)
+
+
+def worker(url: str, name: str, port: int) -> object:
+    arguments = ("worker", "--redis", as_role("worker", url), "--health-port", str(port))
+    return container(name, *arguments)
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def serve_and_stop() -> None:
+    """Two workers stream; one is stopped: it drains, and the other goes on with what it left."""
+    ports = [free_port(), free_port()]
+    with (
+        embedded_server() as url,
+        worker(url, "promptq-one", ports[0]),  # type: ignore[attr-defined]
+        worker(url, "promptq-two", ports[1]),  # type: ignore[attr-defined]
+        Client(as_role("producer", url)) as client,
+    ):
+        for port in ports:
+            until(lambda port=port: is_ready(port))
+        told = said("podman", "logs", "promptq-one")
+        print(told.splitlines()[0])
+        assert "native" in told, "the ready line says nothing of native code"
+        alone = client.result(client.enqueue("Once upon a time", max_tokens=20, temperature=0))
+        again = client.result(client.enqueue("Once upon a time", max_tokens=20, temperature=0))
+        assert alone.text == again.text
+        options = {"max_tokens": LENGTH, "ignore_eos": True}
+        ids = [client.enqueue("Once upon", seed=n, **options) for n in range(NUM_STREAMS)]
+        streams = [client.stream(it) for it in ids]
+        begun = [next(stream) for stream in streams]
+        started = time.monotonic()
+        said("podman", "stop", "--time", "60", "promptq-one")
+        state = json.loads(said("podman", "inspect", "promptq-one"))[0]["State"]
+        print(f"stopped under load after {time.monotonic() - started:.1f} s, {state['ExitCode']}")
+        assert state["ExitCode"] == 0
+        for first, stream in zip(begun, streams, strict=True):
+            events = [first, *stream]
+            assert sum(len(event.token_ids) for event in events) == LENGTH
+            assert [event.index for event in events[1:]] == [event.end for event in events[:-1]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make test-images", description=__doc__)
+    parser.add_argument("--wheel", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="promptq-images-") as temporary:
+        folder = Path(temporary)
+        (folder / "containers.conf").write_text(CONTAINERS)
+        os.environ["CONTAINERS_CONF"] = str(folder / "containers.conf")
+        started = time.monotonic()
+        make_base(folder)
+        based = time.monotonic()
+        build(folder, options.wheel.resolve())
+        size = int(said("podman", "image", "inspect", "--format", "{{.Size}}", IMAGE))
+        took = f"{time.monotonic() - based:.0f} s, beside {based - started:.0f} s for the base"
+        print(f"image of {size / 1e6:,.0f} MB in {took}", flush=True)
+        serve_and_stop()
+    print("served, drained, exit code 0")
+
+
+if __name__ == "__main__":
+    main()

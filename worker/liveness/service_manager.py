@@ -1,0 +1,30 @@
+"""Tells systemd how the worker is: started, alive, stopping. See sd_notify(3)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+
+_ADDRESS = "NOTIFY_SOCKET"
+_WATCHDOG = "WATCHDOG_USEC"
+_BEATS_PER_LIMIT = 3
+
+
+def notify(state: str) -> None:
+    """Send a state, such as READY=1. Does nothing where no service manager listens."""
+    address = os.environ.get(_ADDRESS)
+    if not address:
+        return
+    if address.startswith("@"):  # an abstract name, which begins with a zero byte
+        address = "\0" + address[1:]
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
+        sending.sendto(state.encode(), address)
+
+
+def watchdog_seconds() -> float | None:
+    """How often WATCHDOG=1 is to be sent; None if nobody waits for it."""
+    microseconds = os.environ.get(_WATCHDOG, "")
+    if not microseconds.isdigit() or not os.environ.get(_ADDRESS):
+        return None
+    return int(microseconds) / 1e6 / _BEATS_PER_LIMIT
