@@ -1,0 +1,188 @@
+"""The chart, linted and rendered by Helm, and held against the schemas of Kubernetes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart
+
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.command import command
+from tests.paths import ROOT
+
+CHART = ROOT / "deploy" / "chart"
+VERSIONS = ("1.27", "1.33")
+RESOURCES = {"requests": {"cpu": "1"}, "limits": {"memory": "40Gi"}}
+LARGE = {
+    "name": "large",
+    "queue": "large",
+    "model": "/models/large",
+    "replicas": 3,
+    "gpus": 1,
+    "claim": "models",
+    "args": ["--max-num-seqs=128"],
+    "env": {"OMP_NUM_THREADS": 4},
+    "image": {"repository": "promptq-cuda", "tag": "0.3.0"},
+    "resources": RESOURCES,
+    "nodeSelector": {"gpu": "h100"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "two models": {
+        "models": [LARGE, {**LARGE, "name": "small", "queue": "small", "gpus": 0, "claim": ""}]
+    },
+    "a server elsewhere": {
+        "redis": {"external": {"url": "redis+cluster://a:7000,b:7000"}},
+        "jobs": {"redisSecret": "rq"},
+    },
+    "a secret": {"redis": {"external": {"secret": "redis", "secretKey": "address"}}},
+    "workers alone": {"gateway": {"enabled": False}, "jobs": {"enabled": False}},
+    "everything": {
+        "image": {"pullSecrets": ["mine"], "tag": "0.3.1"},
+        "drainSeconds": 120,
+        "gateway": {
+            "queues": ["default"],
+            "ingress": {"enabled": True, "className": "nginx", "host": "x.org", "tlsSecret": "t"},
+        },
+        "files": {"storageClass": "nfs"},
+        "monitoring": {"podMonitor": True},
+        "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {}}]},
+    },
+}
+PATHS = {
+    "startupProbe": "/startupz",
+    "livenessProbe": "/livez",
+    "readinessProbe": "/readyz",
+}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"gatway": {}}, "gatway"),
+    ({"models": [{**LARGE, "replicas": -1}]}, "replicas"),
+    ({"models": [{**LARGE, "name": "Large Model"}]}, "name"),
+    ({"models": [{**LARGE, "queue": "a b"}]}, "queue"),
+    ({"redis": {"external": {"url": "http://a"}}}, "url"),
+    ({"files": {"accessMode": "ReadOnlyMany"}}, "accessMode"),
+]
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    with Chart.load(CHART) as chart:
+        chart.validate_schema(values)
+        files = chart.render(values, name="it", namespace="models")
+    return [it for text in files.values() for it in yaml.safe_load_all(text) if it]
+
+
+def pods(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each object that has pods, and the specification of its pods."""
+    for it in rendered(values):
+        if it["kind"] in ("Deployment", "StatefulSet"):
+            yield it, it["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_helm_and_kubernetes_have_nothing_to_say_of_it(values: dict[str, Any]) -> None:
+    told = helm_python.lint(str(CHART), values, strict=True)
+    assert told["errors"] == []
+    assert [it for it in told["messages"] if it["error"] != "icon is recommended"] == []
+    for it in rendered(values):
+        for version in VERSIONS:
+            if it["apiVersion"] != "monitoring.coreos.com/v1":  # it is no part of Kubernetes
+                kubernetes_validate.validate(it, version, strict=True)
+
+
+@pytest.mark.parametrize(("values", "named"), BAD, ids=[named for _, named in BAD])
+def test_a_wrong_value_is_named(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=named):
+        rendered(values)
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_pods_may_do_little(values: dict[str, Any]) -> None:
+    for of, pod in pods(values):
+        assert pod["securityContext"]["runAsNonRoot"], of["metadata"]["name"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            allowed = container["securityContext"]
+            assert allowed["readOnlyRootFilesystem"]
+            assert allowed["allowPrivilegeEscalation"] is False
+            assert allowed["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_each_selects_its_own_pods_and_nobody_elses(values: dict[str, Any]) -> None:
+    objects = rendered(values)
+    labels = {
+        it["metadata"]["name"]: it["spec"]["template"]["metadata"]["labels"]
+        for it in objects
+        if it["kind"] in ("Deployment", "StatefulSet")
+    }
+    for it in objects:
+        if it["kind"] == "Service":
+            wanted = it["spec"]["selector"]
+        elif it["kind"] in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            wanted = it["spec"]["selector"]["matchLabels"]
+        else:
+            continue
+        found = [name for name, has in labels.items() if wanted.items() <= has.items()]
+        assert found == [it["metadata"]["name"]]
+    names = [(it["kind"], it["metadata"]["name"]) for it in objects]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("drain", [20, 300])
+def test_a_pod_has_longer_to_end_than_its_worker_takes_to_drain(drain: int) -> None:
+    for of, pod in pods({"drainSeconds": drain}):
+        if of["metadata"]["labels"].get("app.kubernetes.io/component") == "worker":
+            assert f"--drain-seconds={drain}" in pod["containers"][0]["args"]
+            assert pod["terminationGracePeriodSeconds"] > drain + 30
+
+
+def test_the_commands_know_their_arguments() -> None:
+    known = {option for parameter in command().params for option in parameter.opts}
+    for of, pod in pods(VALUES["two models"]):
+        if "-worker-" in of["metadata"]["name"]:
+            name, *options = pod["containers"][0]["args"]
+            assert name == "worker"
+            assert {option.partition("=")[0] for option in options} <= known
+            environment = {it["name"] for it in pod["containers"][0]["env"]}
+            of_ours = {it for it in environment if it.startswith("PROMPTQ_")}
+            assert of_ours <= {f"PROMPTQ_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_a_worker_is_probed_where_it_answers_and_a_gateway_is_ready_without_workers() -> None:
+    for of, pod in pods({}):
+        container = pod["containers"][0]
+        if "-worker-" in of["metadata"]["name"]:
+            ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                asked = container[probe]["httpGet"]
+                assert asked["path"] == PATHS[probe]
+                assert f"--health-port={ports[asked['port']]}" in container["args"]
+        if of["metadata"]["name"].endswith("gateway"):
+            assert container["readinessProbe"]["httpGet"]["path"] == "/healthz"
+
+
+def test_the_server_is_reached_by_its_own_address_and_password() -> None:
+    objects = rendered({})
+    [secret] = [it for it in objects if it["kind"] == "Secret"]
+    told = secret["stringData"]
+    assert told["url"] == f"redis://:{told['password']}@it-redis:6379/0"
+    assert len(told["password"]) == 40
+    assert told["password"] not in json.dumps([it for it in objects if it is not secret])
+    [again] = [it for it in rendered({}) if it["kind"] == "Secret"]
+    assert again["stringData"]["password"] != told["password"]  # each release has its own
+
+
+def test_a_server_that_there_is_takes_the_place_of_ours() -> None:
+    for values in (VALUES["a server elsewhere"], VALUES["a secret"]):
+        kinds = [it["kind"] for it in rendered(values)]
+        assert "StatefulSet" not in kinds
+        assert kinds.count("Secret") == ("secret" not in values["redis"]["external"])
