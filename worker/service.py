@@ -21,6 +21,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import Tracing
+from promptq.shared.server.cluster import try_less
 from promptq.worker.control_channel import messages
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.engine_thread import EngineThread
@@ -192,8 +193,9 @@ class Worker:
         Setting `now` ends the grace time early. Raises as `serve` does.
         """
         self._heartbeat.about.state = "draining"
-        await self._survive_redis(self.intake.stop)
         deadline = time.monotonic() + self._settings.drain_seconds
+        try_less(self._queue.redis)
+        await self._survive_redis(self.intake.stop)
         while self.leases.is_busy and not now.is_set() and time.monotonic() < deadline:
             for task in self._tasks:
                 if task.done():
@@ -205,6 +207,7 @@ class Worker:
     async def stop(self) -> None:
         """End all parts, give held requests back with their progress, and leave the queue."""
         self._heartbeat.about.state = "draining"
+        try_less(self._queue.redis)
         await self._survive_redis(self.intake.stop)
         await end(self._tasks)
         await self._survive_redis(self._publisher.flush)

@@ -10,6 +10,7 @@ import redis.asyncio
 
 from promptq.shared.errors import ConfigurationError, RedisUnavailableError
 from promptq.shared.server.advertised import advertised
+from promptq.shared.server.cluster import address_of_nodes
 from promptq.shared.server.connection import explain
 
 DEFAULT_QUEUE = "default"
@@ -41,6 +42,8 @@ def without_server(error: RedisUnavailableError) -> RedisUnavailableError:
 
 def address_of(pool: redis.ConnectionPool | redis.asyncio.ConnectionPool) -> str:
     """Where a redis-py client connects to, for error messages."""
+    if (nodes := address_of_nodes(pool)) is not None:
+        return nodes
     options = pool.connection_kwargs
     if path := options.get("path"):
         return f"unix://{path}"

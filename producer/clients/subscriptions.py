@@ -13,7 +13,7 @@ import asyncio
 import copy
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
@@ -49,6 +49,7 @@ class Subscriptions:
         self._redis = client
         self._mailboxes: dict[_Channel, list[Mailbox]] = {}
         self._asked: dict[_Channel, None] = {}  # subscriptions asked of the server, in this order
+        self._leaving: Counter[_Channel] = Counter()  # unsubscriptions without a reply
         self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -110,6 +111,7 @@ class Subscriptions:
     async def _listen(self, connection: Any, me: asyncio.Task[Any]) -> None:
         """Hear messages until the connection is lost. Raises its error if nothing was heard."""
         self._asked.clear()
+        self._leaving.clear()
         self._confirmed.clear()
         self._changed.set()
         self._is_quiet = heard_any = False
@@ -143,6 +145,7 @@ class Subscriptions:
             old = list(self._asked.keys() - self._mailboxes.keys())
             for channel in old:
                 del self._asked[channel]
+                self._leaving[channel] += 1
             self._asked.update(dict.fromkeys(new))
             commands = [("SSUBSCRIBE" if sharded else "SUBSCRIBE", name) for name, sharded in new]
             commands += [
@@ -177,7 +180,9 @@ class Subscriptions:
             self._put(channel, Subscribed.SUBSCRIBED)
         elif kind in _ENDS:
             self._confirmed.discard(channel)
-            if kind in _SHARDED and channel in self._asked:
+            if self._leaving[channel]:
+                self._leaving[channel] -= 1
+            elif channel in self._asked:
                 raise redis.ConnectionError("the cluster has moved the channel to another node")
 
     def _refuse(self, error: redis.ResponseError) -> None:

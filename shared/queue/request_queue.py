@@ -106,6 +106,8 @@ class _Queue:
         places: dict[Any, list[int]] = {}
         for at, call in enumerate(calls):
             places.setdefault(self._client_for(call), []).append(at)
+        if atomic and len(places) > 1:
+            raise ValueError("calls about several slots of a cluster cannot be atomic")
         replies: list[Any] = [None] * len(calls)
         for client, its_places in places.items():
             its_calls = [calls[at] for at in its_places]
@@ -234,7 +236,7 @@ class RequestQueue(_Queue):
     def run(self, calls: Sequence[Call[T]], *, atomic: bool = False) -> list[T]: ...
 
     def run(self, calls: Call[T] | Sequence[Call[T]], *, atomic: bool = False) -> T | list[T]:
-        """Send a call, or several in one round trip. Returns what each gives.
+        """Send a call, or several in one round trip to each server. Returns what each gives.
 
         If one of several fails, those after it are carried out too, and the first error is raised.
         A script that the server does not know yet runs after the others. `atomic` is for plain

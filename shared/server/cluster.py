@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -37,6 +37,9 @@ _NO_CLUSTER = "cluster support disabled"
 CLUSTER_RETRIES = 40
 """For the half minute that a failover takes where `cluster-node-timeout` is 15 s."""
 _RETRIES_OF_CHANGES = 8
+_RETRIES_AT_THE_END = 4
+_BACKOFF = EqualJitterBackoff(cap=0.5, base=0.01)
+_ASKING_SECONDS = 1.0
 
 Address = tuple[str, int]
 
@@ -53,7 +56,8 @@ class Nodes:
     """The addresses of a cluster's nodes, as far as they are known."""
 
     def __init__(self, first: Iterable[Address]) -> None:
-        self._first = [*first]
+        self.first = [*first]
+        """Those that the URL names."""
         self._told: list[Address] = []
 
     def __iter__(self) -> Iterator[Address]:
@@ -63,7 +67,7 @@ class Nodes:
         """
         told = random.sample(self._told, len(self._told))
         yield from told
-        yield from (it for it in random.sample(self._first, len(self._first)) if it not in told)
+        yield from (it for it in random.sample(self.first, len(self.first)) if it not in told)
 
     def owner(self, slot: int, reply: list[Any], asked: str) -> Address:
         """The node that has the slot, by the reply to CLUSTER SLOTS of the node at host `asked`.
@@ -83,16 +87,34 @@ def _address(node: list[Any], asked: str) -> Address:
     return (asked if host in ("", "?") else host), int(node[1])
 
 
-class Slot:
-    """A slot of a cluster, and the clients of all its slots that a program uses."""
+class _Cluster:
+    """A cluster as one program uses it: its nodes, and a client for each slot."""
 
-    def __init__(self, number: int, nodes: Nodes, clients: dict[int, Any]) -> None:
-        self.number = number
+    def __init__(self, kind: Any, url: str, options: Mapping[str, Any], nodes: Nodes) -> None:
+        """`url` has one host in the place of all."""
         self.nodes = nodes
-        self.clients = clients
+        self.clients: dict[int, Any] = {}
+        self._kind = kind
+        self._url = url
+        self._options = options
 
-    def beside(self, number: int) -> Slot:
-        return Slot(number, self.nodes, self.clients)
+    def client_for(self, slot: int, retry: Any) -> Any:
+        client = self.clients.get(slot)
+        if client is None:
+            client = self.clients.setdefault(slot, self._make(slot, retry))
+        return client
+
+    def _make(self, slot: int, retry: Any) -> Any:
+        pool_kind = _AsyncPool if self._kind is redis.asyncio.Redis else _Pool
+        pool: Any = pool_kind.from_url(self._url, **self._options)
+        pool.cluster = self
+        pool.connection_class = _following(pool.connection_class)
+        pool.connection_kwargs |= {"slot": slot, "nodes": self.nodes}
+        del pool.connection_kwargs["host"]
+        client = self._kind(connection_pool=pool)
+        client.auto_close_connection_pool = True
+        client.set_retry(retry)
+        return client
 
 
 def client_of(client: Any, keys: Keys) -> Any:
@@ -108,11 +130,14 @@ def client_at(client: Any, key: str) -> Any:
     pool = getattr(client, "connection_pool", None)
     if not isinstance(pool, (_Pool, _AsyncPool)):
         return client
-    number = key_slot(key.encode())
-    clients = pool.slot.clients
-    if number not in clients:
-        clients[number] = pool.sibling(client, number)
-    return clients[number]
+    return pool.cluster.client_for(key_slot(key.encode()), pool.connection_kwargs["retry"])
+
+
+def try_less(client: Any) -> None:
+    """On a Cluster, have calls fail soon: for processes that end, perhaps as all nodes are away."""
+    if isinstance(client.connection_pool, (_Pool, _AsyncPool)):
+        kind = type(client.connection_pool.connection_kwargs["retry"])
+        client.set_retry(kind(_BACKOFF, _RETRIES_AT_THE_END, (redis.ConnectionError,)))
 
 
 def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
@@ -122,65 +147,39 @@ def make_of_cluster(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """
     parts = urlsplit(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
-    if parts.path.strip("/") not in ("", "0"):
+    databases = parse_qs(parts.query).get("db", [])
+    if parts.path.strip("/") not in ("", "0") or any(it != "0" for it in databases):
         raise ValueError("a Cluster has no database but 0")
     if not hosts:
         raise ValueError("it names no node")
     nodes = Nodes(_host_and_port(host) for host in hosts.split(","))
-    # redis-py reads the rest of the URL, with one host in the place of all.
-    plain = urlunsplit(
-        (CLUSTER_SCHEMES[parts.scheme], f"{credentials}{at}host", "", parts.query, "")
-    )
-    pool_kind = _AsyncPool if kind is redis.asyncio.Redis else _Pool
-    pool = pool_kind.from_url(plain, **options)
-    slot = Slot(key_slot(QUEUES.encode()), nodes, {})
-    pool.connection_class = _following(pool.connection_class)
-    pool.connection_kwargs["slot"] = slot
-    del pool.connection_kwargs["host"]
-    client = _client(kind, pool)
+    # redis-py reads the rest of the URL.
+    scheme = CLUSTER_SCHEMES[parts.scheme]
+    plain = urlunsplit((scheme, f"{credentials}{at}host", "", parts.query, ""))
+    retry_kind = redis.asyncio.retry.Retry if kind is redis.asyncio.Redis else redis.retry.Retry
     # A change of the cluster is no fault of it, so also those ask again who do not wait for a
     # server that is away.
-    backoff = EqualJitterBackoff(cap=0.5, base=0.01)
-    client.set_retry(_retry_kind(kind)(backoff, _RETRIES_OF_CHANGES, (ClusterChangedError,)))
-    slot.clients[slot.number] = client
-    return client
+    retry = retry_kind(_BACKOFF, _RETRIES_OF_CHANGES, (ClusterChangedError,))
+    return _Cluster(kind, plain, options, nodes).client_for(key_slot(QUEUES.encode()), retry)
 
 
-def _retry_kind(kind: Any) -> Any:
-    return redis.asyncio.retry.Retry if kind is redis.asyncio.Redis else redis.retry.Retry
-
-
-def _client(kind: Any, pool: Any) -> Any:
-    client = kind(connection_pool=pool)
-    client.auto_close_connection_pool = True
-    return client
+def address_of_nodes(pool: Any) -> str | None:
+    """The URL of the cluster that a pool is for, without credentials; None if it is for none."""
+    if not isinstance(pool, (_Pool, _AsyncPool)):
+        return None
+    return "redis+cluster://" + ",".join(
+        f"{host}:{port}" for host, port in pool.cluster.nodes.first
+    )
 
 
 class _SlotPool:
     """What both pools have in common."""
 
-    connection_class: Any
-    connection_kwargs: dict[str, Any]
-    max_connections: int
-
-    @property
-    def slot(self) -> Slot:
-        slot: Slot = self.connection_kwargs["slot"]
-        return slot
-
-    def sibling(self, client: Any, number: int) -> Any:
-        """A client like this one for another slot."""
-        options = {**self.connection_kwargs, "slot": self.slot.beside(number)}
-        pool = type(self)(
-            connection_class=self.connection_class,
-            max_connections=self.max_connections,
-            **options,  # type: ignore[call-arg]  # those of the pool beside it
-        )
-        return _client(type(client), pool)
+    cluster: _Cluster
 
     def others(self) -> list[Any]:
         """The pools of the other slots, if this one is that of the first client."""
-        first, *others = self.slot.clients.values()
+        first, *others = list(self.cluster.clients.values())
         return [it.connection_pool for it in others] if first.connection_pool is self else []
 
 
@@ -212,25 +211,36 @@ class _Following:
     plain: Any
     """The kind of connection that does not follow."""
 
-    def __init__(self, *, slot: Slot, **options: Any) -> None:
+    def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
-        self._slot = slot
-        self._options = {**options, "retry": redis.retry.Retry(NoBackoff(), 0)}
+        self._slot, self._nodes = slot, nodes
+        self._asking = _to_ask_with(options, redis.retry.Retry(NoBackoff(), 0))
+
+    def connect_check_health(
+        self, check_health: bool = True, retry_socket_connect: bool = True
+    ) -> None:
+        # Its caller tries again, and here each try would ask all nodes many times.
+        super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
+            check_health=check_health, retry_socket_connect=False
+        )
 
     def _connect(self) -> Any:
         self.host, self.port = self._owner()
-        return super()._connect()  # type: ignore[misc]  # of the kind beside it
+        try:
+            return super()._connect()  # type: ignore[misc]  # as above
+        except OSError as error:
+            raise _away(self.host, self.port, error) from None
 
     def _owner(self) -> Address:
         lost: Exception = ClusterChangedError("no node of the cluster is known")
-        for host, port in self._slot.nodes:
-            asking = self.plain(**{**self._options, "host": host, "port": port})
+        for host, port in self._nodes:
+            asking = self.plain(**{**self._asking, "host": host, "port": port})
             try:
                 asking.connect()
                 asking.send_command(*_OWNERS)
-                return self._slot.nodes.owner(self._slot.number, asking.read_response(), host)
-            except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:
-                lost = _heeded(error)
+                return self._nodes.owner(self._slot, asking.read_response(), host)
+            except redis.RedisError as error:
+                lost = _worse(lost, error)
             finally:
                 asking.disconnect()
         raise lost
@@ -244,38 +254,48 @@ class _Following:
 
 
 class _AsyncFollowing:
-    """The same for asyncio."""
+    """The same for asyncio. redis-py wraps what `_owner` raises; it is unwrapped here."""
 
     plain: Any
 
-    def __init__(self, *, slot: Slot, **options: Any) -> None:
+    def __init__(self, *, slot: int, nodes: Nodes, **options: Any) -> None:
         super().__init__(**options)
-        self._slot = slot
-        self._options = {**options, "retry": redis.asyncio.retry.Retry(NoBackoff(), 0)}
+        self._slot, self._nodes = slot, nodes
+        self._asking = _to_ask_with(options, redis.asyncio.retry.Retry(NoBackoff(), 0))
+
+    async def connect_check_health(
+        self, check_health: bool = True, retry_socket_connect: bool = True
+    ) -> None:
+        try:
+            await super().connect_check_health(  # type: ignore[misc]  # of the kind beside it
+                check_health=check_health, retry_socket_connect=False
+            )
+        except redis.ConnectionError as error:
+            raise _unwrapped(error) from None
 
     async def connect(self) -> None:
         try:
-            await super().connect()  # type: ignore[misc]  # of the kind beside it
+            await super().connect()  # type: ignore[misc]  # as above
         except redis.ConnectionError as error:
-            if isinstance(error.__cause__, redis.RedisError):  # redis-py wraps what `_owner` raises
-                raise error.__cause__ from None
-            raise
+            raise _unwrapped(error) from None
 
     async def _connect(self) -> None:
         self.host, self.port = await self._owner()
-        await super()._connect()  # type: ignore[misc]  # of the kind beside it
+        try:
+            await super()._connect()  # type: ignore[misc]  # as above
+        except OSError as error:
+            raise _away(self.host, self.port, error) from None
 
     async def _owner(self) -> Address:
         lost: Exception = ClusterChangedError("no node of the cluster is known")
-        for host, port in self._slot.nodes:
-            asking = self.plain(**{**self._options, "host": host, "port": port})
+        for host, port in self._nodes:
+            asking = self.plain(**{**self._asking, "host": host, "port": port})
             try:
                 await asking.connect()
                 await asking.send_command(*_OWNERS)
-                reply = await asking.read_response()
-                return self._slot.nodes.owner(self._slot.number, reply, host)
-            except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError) as error:
-                lost = _heeded(error)
+                return self._nodes.owner(self._slot, await asking.read_response(), host)
+            except redis.RedisError as error:
+                lost = _worse(lost, error)
             finally:
                 await asking.disconnect()
         raise lost
@@ -288,19 +308,36 @@ class _AsyncFollowing:
             raise _changed(error) from None
 
 
+def _to_ask_with(options: Mapping[str, Any], retry: Any) -> dict[str, Any]:
+    """Options of the connections that ask who has a slot. They give up soon, as others can tell."""
+    return {
+        **options,
+        "retry": retry,
+        "socket_connect_timeout": _ASKING_SECONDS,
+        "socket_timeout": _ASKING_SECONDS,
+    }
+
+
+def _away(host: str, port: int, error: OSError) -> ClusterChangedError:
+    """Nothing was sent to it yet, and another node may soon take its place."""
+    return ClusterChangedError(f"{host}:{port} has the queue, and does not answer ({error})")
+
+
+def _unwrapped(error: redis.ConnectionError) -> Exception:
+    return error.__cause__ if isinstance(error.__cause__, redis.RedisError) else error
+
+
 def _changed(error: Exception) -> ClusterChangedError:
     return ClusterChangedError(f"the cluster changes ({type(error).__name__}: {error})")
 
 
-def _heeded(error: Exception) -> Exception:
-    """The error of a node. It is raised at once if all nodes would say the same."""
-    if isinstance(error, AuthenticationError):
-        raise error
-    if isinstance(error, redis.ResponseError):
-        if _NO_CLUSTER in str(error):
-            raise NoClusterError("it is no node of a Redis Cluster") from None
-        raise error
-    return error
+def _worse(one: Exception, other: redis.RedisError) -> Exception:
+    """Which of the errors of two nodes tells more: a refusal, or that a node does not answer."""
+    if isinstance(other, redis.ResponseError):
+        return NoClusterError(str(other)) if _NO_CLUSTER in str(other) else other
+    if isinstance(one, (redis.ResponseError, AuthenticationError)):
+        return one
+    return redis.ConnectionError(str(other)) if isinstance(other, redis.TimeoutError) else other
 
 
 def _host_and_port(address: str) -> Address:

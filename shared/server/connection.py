@@ -15,7 +15,9 @@ import redis.asyncio.retry
 import redis.retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
+    ClusterDownError,
     MaxConnectionsError,
     NoPermissionError,
     RedisError,
@@ -34,6 +36,7 @@ from promptq.shared.server.advertised import liveness_of
 from promptq.shared.server.cluster import (
     CLUSTER_RETRIES,
     CLUSTER_SCHEMES,
+    ClusterChangedError,
     NoClusterError,
     make_of_cluster,
 )
@@ -55,7 +58,6 @@ _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
 _NO_PASSWORD = ("NOAUTH", "Authentication required", "HELLO must be called with the client already")
 _SCRIPT_NOT_PERMITTED = "The user executing the script can't"
 _WORTH_TRYING = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
-_NODE_ERRORS = (redis.exceptions.AskError, redis.exceptions.ClusterDownError)  # and MOVED
 _WRONG_URL = (ValueError, TypeError, RedisError)
 
 
@@ -285,7 +287,13 @@ def explain(
             f"the server at {shown} is no node of a Redis Cluster; give redis:// instead of"
             " redis+cluster://"
         )
-    if isinstance(error, _NODE_ERRORS):
+    if isinstance(error, ClusterChangedError):
+        return RedisUnavailableError(
+            f"the cluster at {shown} has no node for the queue yet: {error}"
+        )
+    if isinstance(error, ClusterDownError):
+        return RedisUnavailableError(f"the cluster of the node at {shown} is down: {error}")
+    if isinstance(error, AskError):
         return RedisSideError(
             f"the server at {shown} is a node of a Redis Cluster, and the queue is on another one;"
             " give redis+cluster:// instead of redis://"

@@ -44,6 +44,19 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "a secret": {"redis": {"external": {"secret": "redis", "secretKey": "address"}}},
     "workers alone": {"gateway": {"enabled": False}, "jobs": {"enabled": False}},
+    "odd values": {
+        "models": [
+            {
+                **LARGE,
+                "name": "405",
+                "queue": "true",
+                "model": "/models/a #1",
+                "resources": {"requests": {}, "limits": {"memory": "1Gi"}},
+                "env": {"PROMPTQ_MAX_MODEL_LEN": 2097152, "PROMPTQ_TRUST_REMOTE_CODE": True},
+            }
+        ],
+        "gateway": {"ingress": {"enabled": True, "host": "*.x.org"}},
+    },
     "everything": {
         "image": {"pullSecrets": ["mine"], "tag": "0.3.1"},
         "drainSeconds": 120,
@@ -155,6 +168,38 @@ def test_the_commands_know_their_arguments() -> None:
             environment = {it["name"] for it in pod["containers"][0]["env"]}
             of_ours = {it for it in environment if it.startswith("PROMPTQ_")}
             assert of_ours <= {f"PROMPTQ_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_odd_values_come_through_as_they_are() -> None:
+    [worker] = [it for of, it in pods(VALUES["odd values"]) if "-405" in of["metadata"]["name"]]
+    container = worker["containers"][0]
+    assert {"--queue=true", "--model=/models/a #1"} <= set(container["args"])
+    told = {it["name"]: it.get("value") for it in container["env"]}
+    assert told["PROMPTQ_MAX_MODEL_LEN"] == "2097152"
+    assert told["PROMPTQ_TRUST_REMOTE_CODE"] == "true"
+    assert container["resources"]["limits"] == {"memory": "1Gi", "nvidia.com/gpu": 1}
+
+
+def test_each_queue_has_jobs() -> None:
+    def queues(values: dict[str, Any]) -> list[str]:
+        return [
+            it["value"]
+            for of, pod in pods(values)
+            if "-jobs-" in of["metadata"]["name"]
+            for it in pod["containers"][0]["env"]
+            if it["name"] == "PROMPTQ_QUEUE"
+        ]
+
+    assert queues({}) == ["default"]
+    assert queues(VALUES["two models"]) == ["default", "large", "small"]
+    assert queues({"jobs": {"queues": ["one"]}}) == ["one"]
+
+
+def test_jobs_on_a_cluster_want_a_server_of_their_own() -> None:
+    values = {"redis": {"external": {"url": "redis+cluster://a:7000"}}}
+    with pytest.raises(helm_python.HelmError, match="RQ needs a standalone server"):
+        rendered(values)
+    assert rendered({**values, "jobs": {"enabled": False}})
 
 
 def test_a_worker_is_probed_where_it_answers_and_a_gateway_is_ready_without_workers() -> None:

@@ -32,5 +32,5 @@ def test_an_image_runs_as_nobody_and_hears_that_it_is_to_stop(file: Path) -> Non
 
 def test_the_image_for_cpus_has_native_code_for_each_kind_of_processor() -> None:
     [file] = [file for file in FILES if file.name == "Containerfile"]
-    [kinds] = re.findall(r"native\.build\s*\\\n\s*(.*?) \\", file.read_text())
+    [kinds] = re.findall(r"native\.build\s*\\\n\s*(.*?); \\", file.read_text())
     assert set(kinds.split()) == build.KINDS.keys()

@@ -26,8 +26,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
   valueFrom:
     secretKeyRef:
 {{- if .Values.redis.external.secret }}
-      name: {{ .Values.redis.external.secret }}
-      key: {{ .Values.redis.external.secretKey }}
+      name: {{ .Values.redis.external.secret | quote }}
+      key: {{ .Values.redis.external.secretKey | quote }}
 {{- else }}
       name: {{ include "promptq.name" . }}-redis
       key: url
@@ -63,14 +63,20 @@ capabilities:
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- /* Pods start anew when the address that was given changes. */ -}}
+{{- define "promptq.redisChecksum" -}}
+annotations:
+  promptq/redis: {{ toYaml .Values.redis.external | sha256sum }}
 {{- end -}}
 
 {{- define "promptq.env" -}}
 {{- range $name, $value := . }}
 - name: {{ $name }}
-  value: {{ $value | quote }}
+  value: {{ ternary (printf "%d" (int64 $value)) (toString $value) (and (kindIs "float64" $value) (eq (floor $value) $value)) | quote }}
 {{- end }}
 {{- end -}}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from promptq.producer.admin.queue_views import MOST_QUEUES, QueueView, not_served
 from promptq.producer.clients.async_client import AsyncClient
@@ -27,6 +27,8 @@ _MOST_OPENED = 4 * MOST_QUEUES
 """Queues that a gateway opens in its life. Each has a client, and stays open for old streams."""
 _REFUSED_SECONDS = 60.0
 """How long a queue that cannot be read is left alone."""
+_AWAY_SECONDS = 1.0
+"""The same for one whose server does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class ServedQueues:
     (ALL_QUEUES) stands for all other queues of the server.
 
     All methods that ask the server raise redis.RedisError if it is away. Another queue than the
-    gateway's own that cannot be read is left out for a minute.
+    gateway's own that cannot be read is left out for a minute, or while its server does not answer.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class ServedQueues:
         self._directory = _Directory()
         self._reading = asyncio.Lock()
         self._refused: dict[str, float] = {}
+        self._away: dict[str, RedisError] = {}
+        """Queues whose server does not answer, and what it was last."""
         self.own = self._served(self._names[0])
 
     async def aclose(self) -> None:
@@ -134,10 +138,10 @@ class ServedQueues:
         old = [it for it in served if it.watch.is_old]
         errors = await asyncio.gather(*(it.watch.look() for it in old), return_exceptions=True)
         for queue, error in zip(old, errors, strict=True):
-            if isinstance(error, ResponseError) and queue is not self.own:
-                self._refuse(queue.name, error)
-            elif isinstance(error, BaseException):
-                raise error
+            if isinstance(error, BaseException):
+                self._leave_out(queue, error)
+            else:
+                self._away.pop(queue.name, None)
         readable = [it for it in served if not self._is_refused(it.name)]
         return [(it, await it.watch.look()) for it in readable]
 
@@ -175,6 +179,7 @@ class ServedQueues:
         loading = [it.name for it, view in views if it.name in self._names and not view.model]
         if loading and len(self._names) > 1:
             raise ModelIsLoadingError(model, loading)
+        self._raise_if_away()
         raise ModelNotServedError(not_served(model, {view.model for _, view in views}))
 
     async def holding(self, request_id: str) -> ServedQueue:
@@ -186,12 +191,11 @@ class ServedQueues:
         asking = [_has(it, it.queue.keys.request(request_id)) for it in served]
         known = await asyncio.gather(*asking, return_exceptions=True)
         for queue, is_known in zip(served, known, strict=True):
-            if isinstance(is_known, ResponseError) and queue is not self.own:
-                self._refuse(queue.name, is_known)
-            elif isinstance(is_known, BaseException):
-                raise is_known
+            if isinstance(is_known, BaseException):
+                self._leave_out(queue, is_known)
             elif is_known:
                 return queue
+        self._raise_if_away()
         raise RequestNotFoundError(
             f"no completion {request_id[:80]!r} is known; it never was, or its record has expired"
         )
@@ -211,13 +215,35 @@ class ServedQueues:
                     if self._finds_others:
                         names = (await self.own.queue.run(directory.queue_names()))[:MOST_QUEUES]
                     aliases = await self.own.queue.run(directory.aliases())
-                except ResponseError as error:  # such as a role of one queue, or another shard
+                except ResponseError as error:  # such as a role of one queue
                     self._refuse(f"{QUEUES}, {ALIASES}", error)
+                except (ConnectionError, TimeoutError):  # its node of a cluster may be away alone
+                    if not self._directory.names:
+                        raise
+                    names, aliases = self._directory.names, dict(self._directory.aliases)
                 self._directory = _Directory(names, aliases, time.monotonic())
             return self._directory
 
     def _is_refused(self, name: str) -> bool:
         return time.monotonic() < self._refused.get(name, 0.0)
+
+    def _leave_out(self, queue: ServedQueue, error: BaseException) -> None:
+        """Do without a queue that cannot be read, unless it is the gateway's own. Raises `error`.
+
+        On a Cluster each queue is on a node of its own, which may be away alone.
+        """
+        if queue is self.own or not isinstance(error, RedisError):
+            raise error
+        if isinstance(error, ResponseError):
+            self._refuse(queue.name, error)
+        else:
+            self._away[queue.name] = error
+            self._refused[queue.name] = time.monotonic() + _AWAY_SECONDS
+
+    def _raise_if_away(self) -> None:
+        """What was not found may be in a queue that is away."""
+        for error in self._away.values():
+            raise error
 
     def _refuse(self, name: str, error: ResponseError) -> None:
         if name not in self._refused:

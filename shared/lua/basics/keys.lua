@@ -3,7 +3,9 @@
 
 -- While a cluster moves the slot key by key, a script would take those that have left for missing ones. A
 -- question about two keys, one of which is nowhere, is refused then, and so is the script, before it writes.
-if type(redis.pcall('EXISTS', KEYS[1], KEYS[1] .. ':')) == 'table' then
+local moving = redis.pcall('EXISTS', KEYS[1], KEYS[1] .. ':')
+if type(moving) == 'table' then
+  if string.find(moving.err, 'user') or string.find(moving.err, 'NOPERM') then return moving end
   return redis.error_reply('TRYAGAIN the cluster moves the slot of this queue')
 end
 

