@@ -59,7 +59,8 @@ def build(folder: Path, wheel: Path) -> None:
     wheels = folder / "wheels"
     constraints = ["--constraint", ROOT / "constraints.txt"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", wheels, *constraints]
-    said(*pip, f"{wheel}[all]")
+    # Debian's Python may be one for which redis-py needs a package more than for this one.
+    said(*pip, f"{wheel}[all]", "async-timeout")
     said(
         *("buildah", "bud", "--isolation=chroot", "--network=host", "--quiet", "--tag", IMAGE),
         *("--build-arg", f"BASE={BASE}", "--volume", f"{wheels}:/wheels:ro"),

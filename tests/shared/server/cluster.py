@@ -18,18 +18,19 @@ from tests.servers import answers, free_ports
 from tests.waiting import until
 
 NUM_SLOTS = 16384
-NODE_TIMEOUT_MS = 500
 
 
 class Node:
     """One server of a cluster, which may be killed and started again."""
 
-    def __init__(self, binary: str, folder: Path, acl_file: Path, port: int, bus_port: int) -> None:
+    def __init__(
+        self, binary: str, folder: Path, acl_file: Path, timeout_ms: int, port: int, bus_port: int
+    ) -> None:
         self.port, self.bus_port = port, bus_port
         self._command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
         self._command += ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
         self._command += ["--cluster-config-file", f"nodes-{port}.conf", "--dir", str(folder)]
-        self._command += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
+        self._command += ["--cluster-node-timeout", str(timeout_ms)]
         self._command += ["--repl-diskless-sync-delay", "0", "--aclfile", str(acl_file)]
         self._command += ["--cluster-require-full-coverage", "no"]
         self.client: Any = redis.Redis(port=port)
@@ -70,14 +71,21 @@ class Node:
 class Cluster:
     """Starts with `binary` (redis-server or valkey-server) and the roles; ends with its context."""
 
-    def __init__(self, binary: str, num_nodes: int = 3, *, with_replicas: bool = False) -> None:
+    def __init__(
+        self,
+        binary: str,
+        num_nodes: int = 3,
+        *,
+        with_replicas: bool = False,
+        node_timeout_ms: int = 500,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="promptq-cluster-")
         num_all = 2 * num_nodes if with_replicas else num_nodes
         free = free_ports(2 * num_all)
         folder = Path(self._folder.name)
         acl_file = acl_file_for_tests(folder)
         self.nodes = [
-            Node(binary, folder, acl_file, *ports)
+            Node(binary, folder, acl_file, node_timeout_ms, *ports)
             for ports in zip(free[:num_all], free[num_all:], strict=True)
         ]
         for node in self.nodes:
