@@ -28,6 +28,7 @@ from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.replies import CancelStatus
 from promptq.shared.protocol.request import Request
+from promptq.shared.server.cluster import client_of
 from promptq.shared.server.connection import open_async_redis
 from tests.chaos.audit.records import Journal, Kind, Queue, Seen, SeenEvent, Sent
 from tests.chaos.mutants import break_scripts
@@ -132,7 +133,8 @@ class Clients:
     async def _send_plainly(self, request: Sent) -> None:
         """As docs/protocol.md tells any Redis client to."""
         assert self._plain is not None
-        keys, plain = Keys(self._queue), self._plain
+        keys = Keys(self._queue)
+        plain = client_of(self._plain, keys)
         payload = Request.build(request.fields).to_payload()
 
         async def send() -> None:
