@@ -62,7 +62,7 @@ def build(folder: Path, wheel: Path) -> None:
     # Debian's Python may be one for which redis-py needs a package more than for this one.
     said(*pip, f"{wheel}[all]", "async-timeout")
     said(
-        *("buildah", "bud", "--isolation=chroot", "--network=host", "--layers", "--quiet", "--tag", IMAGE),
+        *("buildah", "bud", "--isolation=chroot", "--network=host", "--quiet", "--tag", IMAGE),
         *("--build-arg", f"BASE={BASE}", "--volume", f"{wheels}:/wheels:ro"),
         *("--build-arg", "PIP_ARGS=--no-index --find-links /wheels"),
         *("--file", ROOT / "deploy" / "images" / "Containerfile", ROOT),
