@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from promptq import Client
@@ -82,7 +82,7 @@ def container(name: str, *arguments: str) -> Iterator[None]:
         said("podman", "rm", "--force", "--time", "0", name)
 
 
-def worker(url: str, name: str, port: int) -> object:
+def worker(url: str, name: str, port: int) -> AbstractContextManager[None]:
     arguments = ("worker", "--redis", as_role("worker", url), "--health-port", str(port))
     return container(name, *arguments)
 
@@ -100,8 +100,8 @@ def serve_and_stop() -> None:
     ports = [free_port(), free_port()]
     with (
         embedded_server() as url,
-        worker(url, "promptq-one", ports[0]),  # type: ignore[attr-defined]
-        worker(url, "promptq-two", ports[1]),  # type: ignore[attr-defined]
+        worker(url, "promptq-one", ports[0]),
+        worker(url, "promptq-two", ports[1]),
         Client(as_role("producer", url)) as client,
     ):
         for port in ports:
