@@ -37,6 +37,10 @@ DataDir = Annotated[
         show_default=False,
     ),
 ]
+Target = Annotated[
+    float,
+    typer.Option("--target", min=0.001, help="How many seconds a request should wait at most."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of the request.")]
 

@@ -33,6 +33,7 @@ _ROLE_OF_SCRIPT = {
     "list_waiting": "producer",
     "charge_rates": "gateway",
     "priorities": "producer",
+    "measure_work": "producer",
     "reprioritise": "producer",
     "claim": "worker",
     "publish": "worker",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from promptq.producer.admin.queue_stats import QueueStats, stats
+from promptq.producer.admin.scaling import Scaling, scaling_of
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import Sample, SlotStats, WorkerStats
 from promptq.shared.queue import lookups
 from promptq.shared.queue import statistics as queue_statistics
 from promptq.shared.queue.call import Operation
+from promptq.shared.queue.work import measure_work
 
 _READS = 3
 
@@ -24,6 +26,8 @@ class Overview(QueueStats):
     """Requests in the workers' batches."""
     tokens_per_second: float
     """The sum of all workers, as of their last heartbeats."""
+    scaling: Scaling
+    """How many workers there should be."""
     latest: Sample | None
     """The last sample of the statistics; None if there was none for an hour."""
 
@@ -40,15 +44,17 @@ class WorkerView(BaseModel):
 def overview(keys: Keys, /) -> Operation[Overview]:
     """What the queue holds, how its workers do, and the latest statistics."""
     now = yield from stats(keys)
-    priorities, latest = yield [
+    priorities, latest, work = yield [
         queue_statistics.priorities(keys),
         queue_statistics.samples(keys, 0, limit=1),
+        measure_work(keys),
     ]
     return Overview(
         **dict(now),
         priorities=priorities,
         running=sum(worker.num_running for worker in now.workers),
         tokens_per_second=sum(worker.recent_tokens_per_second for worker in now.workers),
+        scaling=scaling_of(keys.queue, work),
         latest=latest[0] if latest else None,
     )
 

@@ -102,7 +102,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
 def models(keys: Keys, /) -> Operation[list[ServedModel]]:
     """The models of all queues of the server, by name. A queue without a model is left out."""
     found: dict[str, ServedModel] = {}
-    for view in (yield from _views(keys)):
+    for view in (yield from views_of_queues(keys)):
         if view.model:
             found.setdefault(view.model, ServedModel(view.model)).queues.append(view)
     for alias, name in sorted((yield from _aliases()).items()):
@@ -118,7 +118,7 @@ def queue_of_model(keys: Keys, /, model: str) -> Operation[str]:
     ModelNotServedError.
     """
     aliases = yield from _aliases()
-    views = yield from _views(keys)
+    views = yield from views_of_queues(keys)
     serving = [view for view in views if view.model == model]
     serving = serving or [view for view in views if view.model == aliases.get(model)]
     if not serving:
@@ -148,7 +148,7 @@ def set_alias(keys: Keys, /, alias: str, model: str) -> Operation[None]:
         raise ConfigurationError(
             f"alias: {alias[:80]!r} is not 1 to {_LONGEST_NAME} printable characters"
         )
-    names = {view.model for view in (yield from _views(keys))}
+    names = {view.model for view in (yield from views_of_queues(keys))}
     if alias in names:
         raise ConfigurationError(f"alias: {alias!r} is the name of a model that is served")
     if model not in names:
@@ -161,7 +161,7 @@ def forget_model(keys: Keys, /, name: str) -> Operation[list[str]]:
 
     Raises ModelNotServedError, and ConfigurationError if a queue of the model is still in use.
     """
-    views = yield from _views(keys)
+    views = yield from views_of_queues(keys)
     serving = [view for view in views if view.model == name]
     if (yield directory.forget_alias(name)) and not serving:
         return []
@@ -194,8 +194,8 @@ def not_served(model: str, served: Iterable[str]) -> str:
     return f"model: no queue serves {model[:200]!r}; {there_are} {shown}"
 
 
-def _views(keys: Keys) -> Operation[list[QueueView]]:
-    """Of all queues that can be read."""
+def views_of_queues(keys: Keys, /) -> Operation[list[QueueView]]:
+    """All queues of the server that can be read, by name."""
     found: list[QueueView] = []
     for name in sorted([keys.queue, *(yield from _others(keys))]):
         try:

@@ -124,6 +124,8 @@ class AsyncClient:
     timeline = _method(operations.timeline)
     statistics = _method(operations.statistics)
     keep_statistics = _method(operations.keep_statistics)
+    scaling = _method(operations.scaling)
+    scalings = _method(operations.scalings)
     pause = _method(operations.pause)
     resume = _method(operations.resume)
     drain = _method(operations.drain)

@@ -31,6 +31,8 @@ from promptq.producer.admin.queue_views import models as models
 from promptq.producer.admin.queue_views import queue_of_model as queue_of_model
 from promptq.producer.admin.queue_views import queue_of_request as queue_of_request
 from promptq.producer.admin.queue_views import set_alias as set_alias
+from promptq.producer.admin.scaling import scaling as scaling
+from promptq.producer.admin.scaling import scalings as scalings
 from promptq.producer.admin.timeline import timeline as timeline
 from promptq.producer.clients.request_builder import (
     Messages,

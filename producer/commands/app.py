@@ -16,10 +16,10 @@ from promptq.producer.commands.admin.models import models
 from promptq.producer.commands.admin.server_access import acl, url
 from promptq.producer.commands.admin.webhooks import webhooks
 from promptq.producer.commands.batches import batch, jobs
-from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, stats
+from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, scaling, stats
 from promptq.producer.commands.requests import cancel, submit, watch
 from promptq.producer.commands.settings import settings
-from promptq.producer.commands.starting import demo, server, up, worker
+from promptq.producer.commands.starting import demo, server, supervise, up, worker
 from promptq.producer.commands.top import top
 from promptq.producer.gateway.server import gateway
 
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 class _ForWorker(TyperCommand):
-    """Leaves options that it does not know for a worker, and all of `--` and what follows."""
+    """Leaves options that it does not know for a worker, if it may, and `--` and what follows."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -68,10 +68,10 @@ def promptq(
 
 
 _PANELS = {
-    "Processes": (up, worker, gateway, jobs, server, demo),
+    "Processes": (up, worker, supervise, gateway, jobs, server, demo),
     "Requests": (submit, watch, cancel, reprioritise, batch),
     "Queue": (
-        *(stats, top, models, pause, resume, drain, dead, keys, webhooks),
+        *(stats, top, scaling, models, pause, resume, drain, dead, keys, webhooks),
         *(acl, settings, url),
     ),
 }
@@ -80,6 +80,7 @@ _FOR_WORKER: dict[object, dict[str, Any]] = {
     up: _PASS_ON,
     worker: {**_PASS_ON, "help_option_names": []},
     demo: _PASS_ON,
+    supervise: {},
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

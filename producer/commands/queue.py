@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from promptq.producer.admin.scaling import TARGET_SECONDS
 from promptq.producer.command_options import (
     AsJson,
     Queue,
     Redis,
     RequestId,
+    Target,
+    names_queue,
     open_client,
     open_client_of,
 )
@@ -53,6 +56,36 @@ def stats(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> 
             "No worker is alive: start one with [bold]promptq worker[/]."
             " One that was just started loads its model first."
         )
+
+
+def scaling(
+    target_seconds: Target = TARGET_SECONDS,
+    as_json: AsJson = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Show how many workers there should be, and why; without --queue for all queues.
+
+    Seconds are what one worker would need. `promptq supervise` and
+    `promptq up --workers 1-4` follow these numbers.
+
+    Examples:
+
+    promptq scaling
+    promptq scaling --queue chat --json | jq .desired
+    """
+    with open_client(redis, queue) as client:
+        if names_queue(queue):
+            found = [client.scaling(target_seconds)]
+        else:
+            found = client.scalings(target_seconds)
+    if as_json:
+        told = [one.model_dump(mode="json") for one in found]
+        write(json.dumps(told[0] if names_queue(queue) else told, indent=2))
+        return
+    from promptq.producer.commands.screens.render import scaling_table
+
+    SafeConsole().print(scaling_table(found))
 
 
 def pause(as_json: AsJson = False, redis: Redis = None, queue: Queue = None) -> None:

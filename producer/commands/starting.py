@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from promptq.producer.command_options import DataDir
+from promptq.producer.admin.scaling import TARGET_SECONDS
+from promptq.producer.clients.connecting import server_url
+from promptq.producer.command_options import DataDir, Queue, Redis, Target
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.settings import read_settings
 
@@ -35,8 +37,13 @@ def up(
     redis_port: ServerPort = None,
     data: DataDir = None,
     workers: Annotated[
-        int, typer.Option(min=0, help="Number of worker processes for each model.")
-    ] = 1,
+        str,
+        typer.Option(
+            metavar="N or N-M",
+            help="Number of worker processes for each model. With a range such as 1-4 there are as"
+            " many as the load needs.",
+        ),
+    ] = "1",
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,10 +82,12 @@ def up(
     promptq up
     promptq up --port 8000
     promptq up --model Qwen/Qwen3-0.6B --dtype bfloat16 --workers 2
+    promptq up --workers 1-4
     promptq up --model Qwen/Qwen3-0.6B --model ./my-model --port 8000
     promptq up --redis redis://localhost:6379/0
     promptq up --data ./promptq-data
     """
+    from promptq.producer.commands.local_fleet.autoscaler import WorkerRange
     from promptq.producer.commands.local_fleet.up import UpOptions, queues_of_models, run_up
     from promptq.producer.commands.screens.terminal import SafeConsole
 
@@ -88,13 +97,13 @@ def up(
         redis_port=redis_port,
         data_dir=data,
         models=queues_of_models(model or [], queue or [], settings.queue),
-        num_workers=workers,
+        workers=WorkerRange.parse(workers),
         http_port=port,
         worker_args=context.args,
     )
     needed = {
         "server": options.redis_url is None,
-        "worker": workers > 0,
+        "worker": options.workers.most > 0,
         "gateway": port is not None,
         "jobs": port is not None,
     }
@@ -115,6 +124,43 @@ def worker(context: typer.Context) -> None:
 
     command = worker_command(context.args)
     os.execv(command[0], command)  # noqa: S606 # this Python, with options that the user typed
+
+
+def supervise(
+    context: typer.Context,
+    workers: Annotated[
+        str,
+        typer.Option(metavar="N or N-M", help="From how few to how many workers there may be."),
+    ] = "0-1",
+    target_seconds: Target = TARGET_SECONDS,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Start and end workers on this machine as the load of a queue asks for them.
+
+    The command after -- is started for each worker. It gets the address and the
+    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE. A worker that is not needed any
+    more finishes what runs. `promptq scaling` shows how many are wanted, and why.
+
+    Examples:
+
+    promptq supervise --workers 0-8 --queue chat -- promptq worker --model ./my-model
+    """
+    from promptq.producer.commands.local_fleet.autoscaler import WorkerRange
+    from promptq.producer.commands.local_fleet.up import run_supervised
+    from promptq.producer.commands.screens.terminal import SafeConsole
+
+    _, *command = context.args or [""]
+    if not command:
+        raise typer.BadParameter("say which command starts a worker: -- promptq worker ...")
+    run_supervised(
+        server_url(redis),
+        queue or read_settings().queue,
+        command,
+        WorkerRange.parse(workers),
+        target_seconds,
+        SafeConsole(),
+    )
 
 
 def server(

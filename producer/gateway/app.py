@@ -33,6 +33,7 @@ from promptq.producer.gateway.routes import (
     health,
     metrics,
     models,
+    scaling,
     streams,
 )
 from promptq.producer.settings import GatewaySettings
@@ -42,6 +43,7 @@ from promptq.shared.server.connection import make_async_redis
 _ROUTERS = (
     health.router,
     metrics.router,
+    scaling.router,
     completions.router,
     streams.router,
     models.router,

@@ -84,6 +84,8 @@ class Sample(_Observation):
     tokens_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
     """Without tokens that were found in the cache."""
+    worker_tokens_per_second: float = 0.0
+    """What one worker makes while requests wait, by the samples so far; 0: not measured yet."""
     finished: int = 0
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None

@@ -140,6 +140,14 @@ QUEUE_ACTIVE = Spec("gauge", "queue_requests_active", "Requests held by workers.
 QUEUE_DEAD = Spec("gauge", "queue_dead_letters", "Dead letters.", ("queue",))
 QUEUE_PAUSED = Spec("gauge", "queue_paused", "1 while the queue hands out nothing.", ("queue",))
 WORKERS = Spec("gauge", "queue_workers", "Workers that are alive.", ("queue",))
+DESIRED_WORKERS = Spec("gauge", "queue_workers_desired", "Workers that there should be.",
+                       ("queue",))
+WORK = Spec("gauge", "queue_work_seconds", "How long one worker would need for what waits, and for"
+            " what runs; missing until that was measured.", ("queue", "state"))
+OLDEST = Spec("gauge", "queue_oldest_seconds", "How long the oldest request has waited.",
+              ("queue",))
+AT_RISK = Spec("gauge", "queue_deadlines_at_risk", "Requests that would miss their deadlines with"
+               " the workers of now.", ("queue",))
 HTTP_REQUESTS = Spec("counter", "http_requests", "HTTP requests that were answered.",
                      ("handler", "method", "status"))
 HTTP_SECONDS = Spec("histogram", "http_request_duration_seconds", "From an HTTP request to the end"

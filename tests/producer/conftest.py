@@ -109,7 +109,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def _role_of(args: tuple[str, ...]) -> str:
     """Who gives a command."""
-    roles = {"up": "worker", "worker": "worker", "jobs": "jobs", "gateway": "gateway"}
+    roles = dict.fromkeys(("up", "supervise", "worker"), "worker")
+    roles |= {"jobs": "jobs", "gateway": "gateway"}
     steering = dict.fromkeys(("keys", "pause", "resume", "drain", "webhooks", "models"), "operator")
     return (roles | steering).get(args[0], "producer")
 

@@ -78,6 +78,12 @@ class ChildProcess:
         self._reader.join(timeout=2.0)
         return "\n".join(self.last_lines)
 
+    def has(self, pid: int) -> bool:
+        """Whether a process of this machine is a part of it."""
+        with suppress(OSError):
+            return os.getsid(pid) == self._shell.pid
+        return False
+
     def drain(self) -> None:
         """Ask it to finish what runs and to end."""
         if self._shell.stdin is not None:

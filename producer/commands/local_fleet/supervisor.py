@@ -24,15 +24,16 @@ class WorkersFailedError(PromptqError):
 
 @dataclass
 class _Place:
-    """A process that is to run, and its current instance; processes of one `kind` are alike."""
+    """A process that is to run, and its current instance; those of one command are alike."""
 
     name: str
-    kind: str
-    command: Sequence[str]
+    command: tuple[str, ...]
     process: ChildProcess
     started: float
     failures: int = 0
     restart_at: float | None = None
+    is_leaving: bool = False
+    """It was told to end, and is not started again."""
 
 
 class Supervisor:
@@ -50,18 +51,44 @@ class Supervisor:
     ) -> None:
         self._env = env
         self._show = show
-        self._kinds_once_ready: set[str] = set()
-        self._places = [
-            _Place(name, name.split()[0], command, self._start(name, command), time.monotonic())
-            for name, command in commands.items()
-        ]
+        self._once_ready: set[tuple[str, ...]] = set()
+        self._places: list[_Place] = []
+        for name, command in commands.items():
+            self.add(name, command)
 
-    def run(self, is_over: Callable[[], bool]) -> None:
+    def run(
+        self, is_over: Callable[[], bool], at_each_look: Sequence[Callable[[], None]] = ()
+    ) -> None:
         """Keep them running until `is_over`. Raises WorkersFailedError if restarts do not help."""
         while not is_over():
-            for place in self._places:
+            for place in [*self._places]:
                 self._look_after(place)
+            for action in at_each_look:
+                action()
             time.sleep(_LOOK_SECONDS)
+
+    def add(self, name: str, command: Sequence[str]) -> None:
+        """Start one more process."""
+        process = self._start(name, command)
+        self._places.append(_Place(name, tuple(command), process, time.monotonic()))
+
+    def staying(self, command: Sequence[str]) -> dict[str, ChildProcess]:
+        """The processes of a command that were not told to end, by name."""
+        return {it.name: it.process for it in self._of(command) if not it.is_leaving}
+
+    def processes(self, command: Sequence[str]) -> dict[str, ChildProcess]:
+        """The same with those that are ending."""
+        return {it.name: it.process for it in self._of(command)}
+
+    def _of(self, command: Sequence[str]) -> list[_Place]:
+        return [it for it in self._places if it.command == tuple(command)]
+
+    def remove(self, name: str) -> None:
+        """Let one finish what runs and end."""
+        for place in self._places:
+            if place.name == name:
+                place.is_leaving = True
+                place.process.drain()
 
     def drain(self, is_enough: Callable[[], bool]) -> None:
         """Let them finish what runs, and kill those that still run when it `is_enough`."""
@@ -80,8 +107,12 @@ class Supervisor:
 
     def _look_after(self, place: _Place) -> None:
         if place.process.is_ready:
-            self._kinds_once_ready.add(place.kind)
-        if place.restart_at is not None:
+            self._once_ready.add(place.command)
+        if place.is_leaving:
+            if place.process.exit_code is not None:
+                place.process.wait()
+                self._places.remove(place)
+        elif place.restart_at is not None:
             if time.monotonic() >= place.restart_at:
                 place.restart_at = None
                 place.started = time.monotonic()
@@ -95,7 +126,7 @@ class Supervisor:
         was_steady = time.monotonic() - place.started > _STEADY_SECONDS
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128
-        never_ready = place.kind not in self._kinds_once_ready
+        never_ready = place.command not in self._once_ready
         if (by_itself and never_ready) or place.failures >= _MAX_FAILURES:
             times = "" if place.failures == 1 else f" {place.failures} times in a row"
             raise WorkersFailedError(

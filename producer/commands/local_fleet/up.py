@@ -7,9 +7,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.markup import escape
 
+from promptq.producer.clients.sync_client import Client
+from promptq.producer.commands.local_fleet.autoscaler import Autoscaler, WorkerRange
 from promptq.producer.commands.local_fleet.child_process import promptq_command, worker_command
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
 from promptq.shared.errors import ConfigurationError
@@ -37,7 +40,7 @@ class UpOptions:
     data_dir: Path | None = None
     models: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
     """Models by their queues; None is the workers' own default."""
-    num_workers: int = 1
+    workers: WorkerRange = field(default_factory=lambda: WorkerRange(1, 1))
     """For each model."""
     http_port: int | None = None
     worker_args: Sequence[str] = field(default_factory=list)
@@ -111,13 +114,11 @@ def run_up(options: UpOptions, console: Console) -> None:
     try:
         with _server(options) as url:
             _welcome(options, url, console)
-            supervisor = Supervisor(
-                _commands(options),
-                _environment(url),
-                lambda line: console.out(line, highlight=False),
-            )
+            show = partial(console.out, highlight=False)
+            supervisor = Supervisor(_commands(options), _environment(url), show)
+            scalers = [*_autoscalers(options, supervisor, url, show)]
             try:
-                supervisor.run(signals.asked_to_drain)
+                supervisor.run(signals.asked_to_drain, [it.adjust for it in scalers])
                 console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
             finally:
                 supervisor.drain(signals.asked_to_stop)
@@ -155,15 +156,61 @@ def _start_embedded(port: int | None, data_dir: Path | None) -> EmbeddedServer:
     return EmbeddedServer(port, data_dir, is_advertised=True)
 
 
+def run_supervised(
+    url: str,
+    queue: str,
+    command: Sequence[str],
+    workers: WorkerRange,
+    target_seconds: float,
+    console: Console,
+) -> None:
+    """Keep as many processes of a worker's command as the queue needs, until told to stop."""
+    signals = StopSignals()
+    show = partial(console.out, highlight=False)
+    env = {**_environment(url), f"{ENV_PREFIX}QUEUE": queue}
+    try:
+        named = {f"worker {number}": command for number in range(1, workers.least + 1)}
+        with Client(url, queue) as client:
+            client.stats()  # a server that is not there is told at once
+            supervisor = Supervisor(named, env, show)
+            scaler = Autoscaler(
+                supervisor, client, "worker", command, workers, show, target_seconds
+            )
+            try:
+                supervisor.run(signals.asked_to_drain, [scaler.adjust])
+                show("finishing what runs; Ctrl-C again stops at once")
+            finally:
+                supervisor.drain(signals.asked_to_stop)
+    finally:
+        signals.restore()
+
+
+def _autoscalers(
+    options: UpOptions, supervisor: Supervisor, url: str, show: Callable[[str], None]
+) -> Iterator[Autoscaler]:
+    """One for each model, if the number of workers may change."""
+    if not options.workers.is_fixed:
+        for queue, (name, command) in _workers(options).items():
+            client = Client(url, queue)
+            yield Autoscaler(supervisor, client, name, command, options.workers, show)
+
+
+def _workers(options: UpOptions) -> dict[str, tuple[str, list[str]]]:
+    """By queue, what its workers are called and their command."""
+    found = {}
+    for queue, model in options.models.items():
+        of_model = [] if model is None else ["--model", model]
+        name = "worker" if len(options.models) == 1 else queue
+        found[queue] = name, worker_command([*of_model, "--queue", queue, *options.worker_args])
+    return found
+
+
 def _commands(options: UpOptions) -> dict[str, list[str]]:
     """The commands to run, by name."""
     commands = {}
-    for queue, model in options.models.items():
-        of_model = [] if model is None else ["--model", model]
-        worker = worker_command([*of_model, "--queue", queue, *options.worker_args])
-        for number in range(1, options.num_workers + 1):
-            named = f"worker {number}" if len(options.models) == 1 else f"{queue} {number}"
-            commands[named] = worker
+    for name, worker in _workers(options).values():
+        for number in range(1, options.workers.least + 1):
+            commands[f"{name} {number}"] = worker
     if options.http_port is not None:
         served = [word for queue in options.models for word in ("--queue", queue)]
         port = str(options.http_port)
@@ -188,7 +235,10 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
     if options.redis_port is None and urlsplit(url).port != PREFERRED_PORT:
         kept += f"; port {PREFERRED_PORT} is taken"
     kind = f"embedded, {kept}; {escape(how_to_find(url))}" if own else "yours"
-    workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
+    least, most = options.workers.least, options.workers.most
+    workers = (
+        "1 worker" if most == 1 else f"{least if least == most else f'{least} to {most}'} workers"
+    )
     queue = next(iter(options.models))
     lines = [
         "[bold]promptq is up[/]",

@@ -128,7 +128,17 @@ def _priorities(overview: Overview, width: int) -> RenderableType:
 
 
 def _workers(overview: Overview, width: int) -> RenderableType:
-    """One row for each worker. If columns do not fit, the least important ones are left out."""
+    """How many there should be, if these are not as many, and one row for each worker."""
+    table = _workers_table(overview, width)
+    wanted = overview.scaling
+    if wanted.desired == wanted.workers:
+        return table
+    told = f"Workers wanted: {wanted.desired:,}, as {wanted.reason.words}."
+    return Group(Text(told, style="yellow"), table)
+
+
+def _workers_table(overview: Overview, width: int) -> RenderableType:
+    """If columns do not fit, the least important ones are left out."""
     if not overview.workers:
         return Text("No worker is alive: start one with promptq worker.")
     columns = {

@@ -18,6 +18,7 @@ from rich.text import Text
 from promptq.producer.admin.api_keys import ApiKey
 from promptq.producer.admin.dead_letters import DeadLetter
 from promptq.producer.admin.queue_stats import QueueStats
+from promptq.producer.admin.scaling import Scaling
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.runtime.printable import printable
 
@@ -95,6 +96,21 @@ def queue_table(stats: QueueStats) -> Table:
     counts = (stats.waiting, stats.delayed, stats.active, stats.dead)
     table.add_row(*(f"{count:,}" for count in counts))
     return table
+
+
+def scaling_table(found: Sequence[Scaling]) -> Table:
+    """How many workers queues should have: one row for each queue."""
+    texts = ("queue", "because")
+    table = plain_table("queue", "workers", "wanted", "because", "waiting", "running", left=texts)
+    for one in found:
+        work = (_seconds_of_work(it) for it in (one.waiting_seconds, one.running_seconds))
+        cells = (f"{one.workers:,}", f"{one.desired:,}", one.reason.words, *work)
+        table.add_row(*(Text(cell) for cell in (printable(one.queue), *cells)))
+    return table
+
+
+def _seconds_of_work(seconds: float | None) -> str:
+    return "not known" if seconds is None else f"{seconds:,.1f} s"
 
 
 def dead_letters_table(letters: Sequence[DeadLetter]) -> Table:

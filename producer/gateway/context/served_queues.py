@@ -81,7 +81,8 @@ class ServedQueues:
         self._open_client = open_client
         self._on_unreadable = on_unreadable
         self._names = [it for it in dict.fromkeys(names) if it != ALL_QUEUES]
-        self._finds_others = ALL_QUEUES in names
+        self.finds_others = ALL_QUEUES in names
+        """Whether it serves all queues of the server."""
         self._opened: dict[str, ServedQueue] = {}
         self._directory = _Directory()
         self._reading = asyncio.Lock()
@@ -102,7 +103,7 @@ class ServedQueues:
     async def all(self) -> list[ServedQueue]:
         """The gateway's own queue first."""
         names = [*self._names]
-        if self._finds_others:
+        if self.finds_others:
             names += [it for it in (await self._read()).names if it not in names]
         if len(self._opened) >= _MOST_OPENED:
             names = [it for it in names if it in self._opened]
@@ -156,7 +157,7 @@ class ServedQueues:
         queue that was named has no model yet.
         """
         own = self.own, await self.own.watch.look()
-        is_alone = len(self._names) == 1 and not self._finds_others
+        is_alone = len(self._names) == 1 and not self.finds_others
         if not model or (is_alone and model == own[1].model):
             return own
         views = await self.views()
@@ -212,7 +213,7 @@ class ServedQueues:
                 names: list[str] = []
                 aliases: dict[str, str] = {}
                 try:
-                    if self._finds_others:
+                    if self.finds_others:
                         names = (await self.own.queue.run(directory.queue_names()))[:MOST_QUEUES]
                     aliases = await self.own.queue.run(directory.aliases())
                 except ResponseError as error:  # such as a role of one queue

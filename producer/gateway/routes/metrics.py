@@ -63,3 +63,11 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     yield metrics.QUEUE_DEAD, (queue,), float(overview.dead)
     yield metrics.QUEUE_PAUSED, (queue,), float(overview.paused)
     yield metrics.WORKERS, (queue,), float(len(overview.workers))
+    scaling = overview.scaling
+    yield metrics.DESIRED_WORKERS, (queue,), float(scaling.desired)
+    work = {"waiting": scaling.waiting_seconds, "running": scaling.running_seconds}
+    for state, seconds in work.items():
+        if seconds is not None:
+            yield metrics.WORK, (queue, state), seconds
+    yield metrics.OLDEST, (queue,), scaling.oldest_seconds
+    yield metrics.AT_RISK, (queue,), float(scaling.deadlines_at_risk)

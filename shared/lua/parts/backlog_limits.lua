@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, tenants, waiting, ending
+-- uses: keys, numbers, server, waiting, work
 -- How many requests, and how many tokens, may wait: in the whole queue, and of each tenant.
 
 local function counted(field) return numbers.whole(redis.call('HGET', keys.backlog, field), 0) end
@@ -17,24 +17,6 @@ local function num_waiting_in_all()
   return num
 end
 
--- How long it takes until `excess` requests have left, at the rate of the last finishes (ms). A tenant gets
--- its share of that rate beside the other tenants that wait.
-local function retry_after(excess, tenant)
-  local finished = ending.read_outputs()
-  if #finished < 2 then return 1000 end
-  local newest, oldest = finished[1][1], finished[#finished][1]
-  local shares = 1
-  if tenant then
-    local all = tenants.weight_of(tenant)
-    for _, key in ipairs(waiting.queues()) do
-      local other = string.sub(key, #keys.pending + 2)
-      if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + tenants.weight_of(other) end
-    end
-    shares = all / tenants.weight_of(tenant)
-  end
-  return math.max(1, math.ceil(excess * shares * (newest - oldest) / (#finished - 1)))
-end
-
 local function limit(name, default) return server.number(name, default and server.number(default, 0) or 0) end
 
 -- The reply if a limit keeps the new requests out, else nil. `count` returns how many requests wait, `tokens`
@@ -46,14 +28,14 @@ local function refusal_by(name, default, new, count, tokens, tenant)
   local num = count()
   local excess = num + new[1] - max_requests
   if max_requests > 0 and excess > 0 then
-    return {'full', retry_after(excess, tenant), name, numbers.exact(max_requests)}
+    return {'full', work.ms_until_left(excess, tenant), name, numbers.exact(max_requests)}
   end
   if max_tokens <= 0 then return nil end
   local sum = num > 0 and tokens() or 0 -- if nothing waits, a count that is left over is wrong
   excess = sum + new[2] - max_tokens
   if excess > 0 then
     local mean = (sum + new[2]) / (num + new[1])
-    return {'full', retry_after(math.ceil(excess / mean), tenant), tokens_name, numbers.exact(max_tokens)}
+    return {'full', work.ms_until_left(math.ceil(excess / mean), tenant), tokens_name, numbers.exact(max_tokens)}
   end
 end
 

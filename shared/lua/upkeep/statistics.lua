@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, priority_counts
+-- uses: keys, numbers, server, priority_counts, work
 -- Add to the queue's statistics. The stream `statistics` gets one entry for each 5 s, however many call.
 -- ARGV  1 tokens that were generated   2 prompt tokens that were computed   3 requests that ended
 --       4 times to first token (ms), with spaces between   5 times in the queue (ms), likewise;
@@ -40,8 +40,11 @@ local function percentiles(fields, kind, shares)
   return unpack(found)
 end
 
-local function close(fields)
+-- `after` is what is counted at the end.
+local function close(fields, after)
   local seconds = BUCKET_MS / 1000
+  -- Workers that came meanwhile may have added tokens.
+  local num_workers = math.max(numbers.whole(fields.workers, 0), #after.alive)
   local ttft_p50, ttft_p95 = percentiles(fields, 'ttft', {0.5, 0.95})
   local queue_p50, queue_p95 = percentiles(fields, 'queue', {0.5, 0.95})
   local added = redis.pcall('XADD', stream, 'MAXLEN', MAX_ENTRIES, fields.bucket .. '-0',
@@ -50,11 +53,13 @@ local function close(fields)
     'tokens_per_second', string.format('%.1f', (tonumber(fields.generated_tokens) or 0) / seconds),
     'prompt_tokens_per_second', string.format('%.1f', (tonumber(fields.prompt_tokens) or 0) / seconds),
     'finished', fields.finished or '0', 'ttft_p50_ms', ttft_p50, 'ttft_p95_ms', ttft_p95,
-    'queue_p50_ms', queue_p50, 'queue_p95_ms', queue_p95)
+    'queue_p50_ms', queue_p50, 'queue_p95_ms', queue_p95, 'worker_tokens_per_second',
+    string.format('%.1f', work.tokens_of_worker_after(fields, num_workers, after.waiting > 0)))
   return type(added) == 'string' and 1 or 0 -- 0: it was written before the server's clock went back
 end
 
-local function begin(bucket)
+-- What the queue holds now.
+local function counted()
   local total, counts = priority_counts.count()
   local parts, running = {}, 0
   for priority, num in pairs(counts) do
@@ -65,10 +70,15 @@ local function begin(bucket)
     local told = redis.pcall('HGET', keys.prefix .. 'worker:' .. worker, 'num_running')
     running = running + (type(told) == 'string' and numbers.whole(told, 0) or 0)
   end
+  local priorities = '{' .. table.concat(parts, ',') .. '}'
+  return {waiting = total, priorities = priorities, running = running, alive = alive}
+end
+
+local function begin(bucket, now)
   redis.call('DEL', open)
-  redis.call('HSET', open, 'bucket', bucket, 'waiting', total,
-    'priorities', '{' .. table.concat(parts, ',') .. '}', 'delayed', redis.call('ZCARD', keys.delayed),
-    'active', redis.call('ZCARD', keys.leases), 'running', running, 'workers', #alive)
+  redis.call('HSET', open, 'bucket', bucket, 'waiting', now.waiting, 'priorities', now.priorities,
+    'delayed', redis.call('ZCARD', keys.delayed), 'active', redis.call('ZCARD', keys.leases),
+    'running', now.running, 'workers', #now.alive)
 end
 
 local function add_times(kind, times)
@@ -84,8 +94,9 @@ server.write_needs_no_memory()
 local bucket, written = numbers.exact(server.now - server.now % BUCKET_MS), 0
 local fields = read_open()
 if fields.bucket ~= bucket then
-  if numbers.whole(fields.bucket) and fields.workers then written = close(fields) end
-  begin(bucket)
+  local now = counted()
+  if numbers.whole(fields.bucket) and fields.workers then written = close(fields, now) end
+  begin(bucket, now)
 end
 for nth, name in ipairs(WORDS) do
   local num = numbers.whole(ARGV[nth], 0)

@@ -136,7 +136,7 @@ def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
     ids = queue.enqueue([NewRequest(f"r{n}", Request.build({"prompt": "p"})) for n in range(10)])
     with cluster.moving(KEYS.pending) as (source, target):
         slot = cluster.slot(KEYS.pending)
-        requests = [it for it in cluster.keys_in(source, slot) if ":request:" in it]
+        requests = [it for it in cluster.keys_in(source, slot) if ":request:" in str(it)]
         migrate(source, target, requests[:5])
         for name in ("claim", "sweep", "list_waiting"):
             script = source.client.register_script(script_text(name))

@@ -163,3 +163,15 @@ def test_reprioritise(run: Run, own_worker: HandWorker, redis_url: str) -> None:
     unknown = run("reprioritise", "c", "--priority", "0")
     assert unknown.returncode == 1
     assert "'c'" in unknown.stderr
+
+
+def test_scaling_says_how_many_workers_and_why(run: Run, redis_url: str) -> None:
+    with Client(redis_url, "chat") as client:
+        client.enqueue("Hi")
+    told = json.loads(run("scaling", "--queue", "chat", "--json").stdout)
+    assert (told["queue"], told["desired"], told["reason"]) == ("chat", 1, "some_work")
+    assert re.search(r"chat +0 +1 +one is enough", run("scaling", "--queue", "chat").stdout)
+    [own] = json.loads(run("scaling", "--json").stdout)
+    assert (own["queue"], own["desired"]) == ("default", 0)
+    wrong = run("scaling", "--target", "0")
+    assert (wrong.returncode, "--target" in wrong.stderr) == (2, True)

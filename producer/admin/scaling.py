@@ -1,0 +1,173 @@
+"""How many workers a queue should have, and why."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+from pydantic import BaseModel
+
+from promptq.producer.admin.queue_views import views_of_queues
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.call import Operation
+from promptq.shared.queue.work import Work, measure_work
+
+TARGET_SECONDS = 30.0
+"""How long a request should wait at most."""
+_MOST_BUSY = 0.8
+"""How much of what workers can do is asked of them. At 1, a backlog would never become shorter."""
+_MOST_FULL = 0.5
+"""How many of their places are taken, at most, as long as nobody knows what workers can do."""
+_START_SECONDS = 10.0
+"""A new worker does not help a deadline that is nearer."""
+_HALF_DONE = 0.5
+"""How much of a running request is left, on average."""
+
+
+class Reason(StrEnum):
+    """Why there should be so many workers."""
+
+    IDLE = "idle"
+    SOME_WORK = "some_work"
+    RECENT = "recent"
+    UNMEASURED = "unmeasured"
+    ARRIVALS = "arrivals"
+    BACKLOG = "backlog"
+    RUNNING = "running"
+    DEADLINES = "deadlines"
+    OLDEST = "oldest"
+
+    @property
+    def words(self) -> str:
+        """The reason for people."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Reason.IDLE: "nothing waits, runs or is due soon",
+    Reason.SOME_WORK: "one is enough",
+    Reason.RECENT: "something ran in the last minute",
+    Reason.UNMEASURED: "what a worker can do is not known yet",
+    Reason.ARRIVALS: "so much comes in",
+    Reason.BACKLOG: "so much waits",
+    Reason.RUNNING: "so much runs",
+    Reason.DEADLINES: "fewer would miss deadlines",
+    Reason.OLDEST: "a request has waited for too long",
+}
+
+
+class Scaling(BaseModel):
+    """How many workers a queue should have. Seconds are those of one worker; None: not measured."""
+
+    queue: str
+    desired: int
+    reason: Reason
+    workers: int
+    """Those that claim now."""
+    waiting: int
+    running: int
+    """Requests that workers hold."""
+    due_soon: int
+    """Delayed requests that are due within a minute."""
+    waiting_seconds: float | None
+    running_seconds: float | None
+    arriving_seconds: float | None
+    """The work that comes in a second."""
+    oldest_seconds: float
+    """How long the oldest request has waited."""
+    deadlines_at_risk: int
+    """Requests that would miss their deadlines with the workers of now."""
+    tokens_per_second: float | None
+    """What one worker makes while requests wait."""
+    tokens_per_request: float
+
+
+def scaling(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[Scaling]:
+    """How many workers the queue should have, so that no request waits longer than the target."""
+    work: Work = yield measure_work(keys)
+    return scaling_of(keys.queue, work, target_seconds)
+
+
+def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation[list[Scaling]]:
+    """The same for all queues of the server that can be read."""
+    found: list[Scaling] = []
+    for view in (yield from views_of_queues(keys)):
+        found += [(yield from scaling(Keys(view.queue), target_seconds))]
+    return found
+
+
+def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:
+    """The same for measured work."""
+    wanted = _wanted(work, target_seconds)
+    reason = max(wanted, key=wanted.__getitem__)
+    per_request = work.tokens_of_answer / work.tokens_of_worker if work.tokens_of_worker else None
+
+    def seconds(count: float) -> float | None:
+        return None if per_request is None else round(count * per_request, 3)
+
+    return Scaling(
+        queue=queue,
+        desired=wanted[reason],
+        reason=reason,
+        workers=work.num_workers,
+        waiting=work.num_waiting,
+        running=work.num_active,
+        due_soon=work.num_delayed,
+        waiting_seconds=seconds(work.num_waiting),
+        running_seconds=seconds(work.num_active * _HALF_DONE),
+        arriving_seconds=seconds(work.tokens_asked_for / work.tokens_of_answer),
+        oldest_seconds=work.oldest_ms / 1000,
+        deadlines_at_risk=_at_risk(work, per_request),
+        tokens_per_second=work.tokens_of_worker or None,
+        tokens_per_request=round(work.tokens_of_answer, 1),
+    )
+
+
+def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
+    """How many workers each reason asks for; what comes first wins if they are equal."""
+    num_waiting = 0 if work.is_paused else work.num_waiting
+    wanted = {Reason.IDLE: 0}
+    if num_waiting or work.num_active or (work.num_delayed and not work.is_paused):
+        wanted[Reason.SOME_WORK] = 1
+    elif work.tokens_asked_for > 0:
+        wanted[Reason.RECENT] = min(1, work.num_workers)
+    is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
+    # Those that find a free place do not wait. A place may be of no use to a large request, though.
+    num_free = 0 if is_late else max(0, work.num_slots - work.num_active)
+    is_measured = work.tokens_of_worker > 0
+    if work.num_slots:
+        share = 1.0 if is_measured else _MOST_FULL
+        places = work.num_slots / work.num_workers * share
+        num_running = max(work.num_running, min(work.num_active, work.num_slots))
+        wanted[Reason.RUNNING] = min(work.num_workers, math.ceil(num_running / places))
+    if not is_measured:
+        if num_waiting > num_free:
+            wanted[Reason.UNMEASURED] = work.num_workers
+        return wanted
+    each = work.tokens_of_answer / work.tokens_of_worker
+    if num_waiting > num_free:
+        left = num_waiting + work.num_active * _HALF_DONE
+        wanted[Reason.BACKLOG] = math.ceil(min(left * each / target_seconds, left))
+    if not work.is_paused:
+        busy = work.tokens_asked_for / (work.tokens_of_worker * _MOST_BUSY)
+        wanted[Reason.ARRIVALS] = math.ceil(round(busy, 6))
+        wanted[Reason.DEADLINES] = _for_deadlines(work, each)
+    if is_late:
+        wanted[Reason.OLDEST] = work.num_workers
+    return wanted
+
+
+def _for_deadlines(work: Work, each: float) -> int:
+    """So many that the requests meet their deadlines, if they ran in that order."""
+    most = 0
+    for nth, ms in enumerate(work.deadlines_ms, 1):
+        if ms >= 1000 * _START_SECONDS:
+            most = max(most, min(nth, math.ceil(nth * each * 1000 / ms)))
+    return most
+
+
+def _at_risk(work: Work, each: float | None) -> int:
+    if each is None:
+        return 0
+    each_ms = 1000 * each / max(1, work.num_workers)
+    return sum(nth * each_ms > ms for nth, ms in enumerate(work.deadlines_ms, 1))

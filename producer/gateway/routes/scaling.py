@@ -1,0 +1,49 @@
+"""How many workers each queue should have, for whoever starts and ends them, such as KEDA."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+
+from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling, scaling
+from promptq.producer.gateway.context.gateway import ThisGateway
+from promptq.producer.gateway.http.errors import described
+from promptq.shared.protocol.keys import NAME, Keys
+from promptq.shared.queue.call import carry_out_async
+
+router = APIRouter(tags=["metrics"], responses=described(404, 503))
+
+
+class ScalingOfQueues(BaseModel):
+    """One entry for each queue."""
+
+    queues: list[Scaling]
+
+
+@router.get("/scaling")
+async def scale(
+    gateway: ThisGateway,
+    queue: Annotated[
+        str | None, Query(pattern=NAME, description="Only this queue; default: all.")
+    ] = None,
+    target_seconds: Annotated[
+        float, Query(gt=0, le=86_400, description="How long a request should wait at most.")
+    ] = TARGET_SECONDS,
+) -> ScalingOfQueues:
+    """How many workers each queue should have, and why.
+
+    A queue that no worker has come to yet is found by its name, so that its first worker can be
+    started.
+    """
+    names = [served.name for served, _ in await gateway.queues.views()]
+    if queue is not None:
+        if queue not in names and not gateway.queues.finds_others:
+            await gateway.queues.named(queue)
+        names = [queue]
+    found = [
+        await carry_out_async(scaling(Keys(name), target_seconds), gateway.queue.run)
+        for name in names
+    ]
+    return ScalingOfQueues(queues=found)

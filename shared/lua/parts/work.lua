@@ -1,0 +1,117 @@
+-- uses: keys, numbers, server, tenants, waiting, requests, ending
+-- How long work takes. Whatever needs to know that asks here. Work is counted in output tokens, since prompts
+-- cost the same share of a worker's time later as they did in the samples.
+
+local STREAM = keys.prefix .. 'statistics'
+local SAMPLE_MS = 5000
+local WINDOW_MS, RECENT_MS = 30000, 60000
+local WEIGHT_OF_NEW = 0.3
+
+-- A field of a sample as a number of at least 0. A stranger may have written it.
+local function measured(value)
+  local number = tonumber(value)
+  return number and number >= 0 and number < 2 ^ 53 and number or 0
+end
+
+-- The samples since a time, the newest first; with `at`, the time of the sample's beginning.
+local function samples_since(ms)
+  local entries, found = redis.pcall('XREVRANGE', STREAM, '+', numbers.exact(math.max(0, ms)), 'COUNT', 20), {}
+  for _, entry in ipairs(entries.err and {} or entries) do
+    local fields = {at = measured(string.match(entry[1], '^%d+'))}
+    for nth = 1, #entry[2], 2 do fields[entry[2][nth]] = entry[2][nth + 1] end
+    found[#found + 1] = fields
+  end
+  return found
+end
+
+-- The mean length of the last answers.
+function work.tokens_of_answer()
+  local outputs, sum = ending.read_outputs(), 0
+  for _, output in ipairs(outputs) do sum = sum + output[2] end
+  return #outputs > 0 and math.max(1, sum / #outputs) or requests.DEFAULT_OUTPUT
+end
+
+-- Output tokens that one worker makes in a second while requests wait; 0 if that was not measured yet.
+function work.tokens_of_worker()
+  local newest = redis.pcall('XREVRANGE', STREAM, '+', '-', 'COUNT', 1)
+  local fields = not newest.err and newest[1] and newest[1][2] or {}
+  for nth = 1, #fields, 2 do
+    if fields[nth] == 'worker_tokens_per_second' then return measured(fields[nth + 1]) end
+  end
+  return 0
+end
+
+-- The same after a sample that is about to be written. While requests waited from its beginning to its end,
+-- workers made as much as they can. At other times they could have made more, and only a higher rate counts.
+function work.tokens_of_worker_after(sample, num_workers, still_waiting)
+  local before = work.tokens_of_worker()
+  local now = num_workers > 0 and measured(sample.generated_tokens) / (SAMPLE_MS / 1000) / num_workers or 0
+  local were_full = measured(sample.waiting) > 0 and still_waiting
+  if before == 0 then return were_full and now or 0 end
+  if now > before then return now end
+  return were_full and now > 0 and before + WEIGHT_OF_NEW * (now - before) or before
+end
+
+-- The most requests that ran at once, by the samples of the last minute.
+function work.most_running()
+  local most = 0
+  for _, sample in ipairs(samples_since(server.now - RECENT_MS)) do
+    most = math.max(most, measured(sample.running))
+  end
+  return most
+end
+
+-- Requests that are still to be done. Those that workers hold are half done, on average.
+local function left_of(waiting, active) return measured(waiting) + measured(active) / 2 end
+
+-- How many output tokens came to be asked for in a second: what was made, and by how much the backlog grew.
+-- The most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
+function work.tokens_asked_for(num_waiting, num_active)
+  local most, samples, each = 0, samples_since(server.now - RECENT_MS), work.tokens_of_answer()
+  for last, newest in ipairs(samples) do
+    local until_ms, left = server.now, left_of(num_waiting, num_active)
+    if last > 1 then
+      until_ms, left = samples[last - 1].at, left_of(samples[last - 1].waiting, samples[last - 1].active)
+    end
+    local made, first = 0, nil
+    for nth = last, #samples do
+      if until_ms - samples[nth].at > WINDOW_MS then break end
+      made, first = made + measured(samples[nth].tokens_per_second), samples[nth]
+    end
+    if first then
+      -- The newest sample ended up to 5 s ago. What was made since then is not known yet.
+      local num_samples = (newest.at - first.at) / SAMPLE_MS + 1
+      local grown = left - left_of(first.waiting, first.active)
+      most = math.max(most, made / num_samples + grown * each * 1000 / (until_ms - first.at))
+    end
+  end
+  return most
+end
+
+-- The mean time between two requests that leave (ms): at the rate of the last half minute's tokens, or else of
+-- the last requests that finished. nil if neither is known.
+local function ms_of_request()
+  local samples = samples_since(server.now - WINDOW_MS)
+  local made = 0
+  for _, sample in ipairs(samples) do made = made + measured(sample.tokens_per_second) end
+  if made > 0 then return 1000 * work.tokens_of_answer() * #samples / made end
+  local finished = ending.read_outputs()
+  if #finished < 2 then return nil end
+  return (finished[1][1] - finished[#finished][1]) / (#finished - 1)
+end
+
+-- How long it takes until `count` requests of a tenant have left, or of the whole queue without a tenant (ms).
+-- A tenant gets its share of the workers beside the other tenants that wait.
+function work.ms_until_left(count, tenant)
+  local each, share = ms_of_request(), 1
+  if not each then return 1000 end
+  if tenant then
+    local all = tenants.weight_of(tenant)
+    for _, key in ipairs(waiting.queues()) do
+      local other = string.sub(key, #keys.pending + 2)
+      if other ~= tenant and redis.call('EXISTS', key) == 1 then all = all + tenants.weight_of(other) end
+    end
+    share = all / tenants.weight_of(tenant)
+  end
+  return math.max(1, math.ceil(count * share * each))
+end

@@ -1,0 +1,45 @@
+-- uses: keys, numbers, server, waiting, requests, work
+-- Measure how much work there is, and what a worker does in a second. Changes nothing.
+-- ARGV  1 how far ahead delayed requests count (ms)   2 how many deadlines to tell, the nearest first
+-- Reply {waiting, held by workers, the most that ran at once in the last minute, delayed and due soon, age of
+--        the oldest that waits (ms), workers that claim, how many requests these take at once, output tokens of
+--        an answer, output tokens that one worker makes in a second while requests wait (0: not measured),
+--        output tokens asked for in a second, 1 if the queue is paused, time until the deadline of a request
+--        (ms), ...}. Numbers with a fraction are text.
+
+local MAX_LOOKED_AT = 200 -- requests
+
+local function oldest_age(queues)
+  local oldest, each = server.now, math.max(1, math.floor(MAX_LOOKED_AT / #queues))
+  for _, key in ipairs(queues) do
+    for _, id in ipairs(redis.call('ZRANGE', key, 0, each - 1)) do
+      local fields = requests.read(id, 'enqueued_at') or {}
+      oldest = math.min(oldest, numbers.whole(fields.enqueued_at, server.now))
+    end
+  end
+  return server.now - oldest
+end
+
+local queues, num_waiting = waiting.queues(), 0
+for _, key in ipairs(queues) do num_waiting = num_waiting + redis.call('ZCARD', key) end
+local num_workers, num_slots = 0, 0
+for _, worker in ipairs(redis.call('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')) do
+  local told = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs')
+  if not told.err and told[1] ~= 'draining' then
+    num_workers = num_workers + 1
+    num_slots = num_slots + math.max(0, numbers.whole(told[2], 0))
+  end
+end
+local soon = server.due(keys.delayed, numbers.exact(server.now + tonumber(ARGV[1])), MAX_LOOKED_AT)
+local num_active = redis.call('ZCARD', keys.leases)
+local reply = {
+  num_waiting, num_active, work.most_running(), #soon, oldest_age(queues), num_workers,
+  num_slots, numbers.precise(work.tokens_of_answer()), numbers.precise(work.tokens_of_worker()),
+  numbers.precise(work.tokens_asked_for(num_waiting, num_active)), server.config('paused') == '1' and 1 or 0,
+}
+local nearest = redis.pcall('ZRANGE', keys.deadlines, server.now_text, '+inf', 'BYSCORE', 'LIMIT', 0,
+  tonumber(ARGV[2]), 'WITHSCORES')
+for nth = 2, nearest.err and 0 or #nearest, 2 do
+  reply[#reply + 1] = math.min(2 ^ 53, tonumber(nearest[nth]) - server.now)
+end
+return reply
