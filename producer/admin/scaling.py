@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from promptq.producer.admin.queue_views import views_of_queues
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Operation
-from promptq.shared.queue.work import Work, measure_work
+from promptq.shared.queue.work import WINDOW_SECONDS, Work, measure_work
 
 TARGET_SECONDS = 30.0
 """How long a request should wait at most."""
@@ -132,8 +132,9 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     elif work.tokens_asked_for > 0:
         wanted[Reason.RECENT] = min(1, work.num_workers)
     is_late = num_waiting > 0 and work.oldest_ms > 1000 * target_seconds
-    # Those that find a free place do not wait. A place may be of no use to a large request, though.
-    num_free = 0 if is_late else max(0, work.num_slots - work.num_active)
+    # Those that find a free place do not wait. Workers hold some for which they have no place yet.
+    # And a place may be of no use to a large request.
+    num_free = 0 if is_late else work.num_slots - work.num_active
     is_measured = work.tokens_of_worker > 0
     if work.num_slots:
         share = 1.0 if is_measured else _MOST_FULL
@@ -150,7 +151,8 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
         wanted[Reason.BACKLOG] = math.ceil(min(left * each / target_seconds, left))
     if not work.is_paused:
         busy = work.tokens_asked_for / (work.tokens_of_worker * _MOST_BUSY)
-        wanted[Reason.ARRIVALS] = math.ceil(round(busy, 6))
+        num_requests = max(1.0, work.tokens_asked_for * WINDOW_SECONDS / work.tokens_of_answer)
+        wanted[Reason.ARRIVALS] = math.ceil(round(min(busy, num_requests), 6))
         wanted[Reason.DEADLINES] = _for_deadlines(work, each)
     if is_late:
         wanted[Reason.OLDEST] = work.num_workers

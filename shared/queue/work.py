@@ -10,6 +10,8 @@ from promptq.shared.queue.call import Call
 
 SOON_MS = 60_000
 """A delayed request that is due within this time counts, since a worker takes time to start."""
+WINDOW_SECONDS = 30.0
+"""Over this time the script counts what was asked for."""
 _MOST_DEADLINES = 1000
 
 

@@ -73,17 +73,15 @@ function work.tokens_asked_for(num_waiting, num_active)
     if last > 1 then
       until_ms, left = samples[last - 1].at, left_of(samples[last - 1].waiting, samples[last - 1].active)
     end
-    local made, first = 0, nil
+    local made, first = 0, newest
     for nth = last, #samples do
       if until_ms - samples[nth].at > WINDOW_MS then break end
-      made, first = made + measured(samples[nth].tokens_per_second), samples[nth]
+      made, first = made + measured(samples[nth].tokens_per_second) * SAMPLE_MS, samples[nth]
     end
-    if first then
-      -- The newest sample ended up to 5 s ago. What was made since then is not known yet.
-      local num_samples = (newest.at - first.at) / SAMPLE_MS + 1
-      local grown = left - left_of(first.waiting, first.active)
-      most = math.max(most, made / num_samples + grown * each * 1000 / (until_ms - first.at))
-    end
+    local grown = (left - left_of(first.waiting, first.active)) * each * 1000
+    -- What was made since the end of the newest sample is not known yet.
+    local unknown_ms = math.max(0, math.min(SAMPLE_MS, until_ms - newest.at - SAMPLE_MS))
+    most = math.max(most, made / (WINDOW_MS - unknown_ms) + grown / WINDOW_MS)
   end
   return most
 end

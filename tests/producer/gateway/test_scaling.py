@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from promptq import Client
+from promptq.producer.admin.api_keys import ApiKey
 from tests.producer.gateway.living import LiveGateway
 
 
@@ -58,7 +59,7 @@ def test_what_nobody_can_mean_is_refused(everything: LiveGateway, query: dict[st
 
 def test_it_needs_no_key_as_probes_have_none(everything: LiveGateway, redis_url: str) -> None:
     with Client(redis_url) as client:
-        client.create_api_key("somebody")
+        client.create_api_key(ApiKey(name="somebody"))
     assert httpx2.get(f"{everything.url}/scaling", timeout=None).status_code == 200
 
 
