@@ -10,6 +10,7 @@ import helm_python
 import kubernetes_validate
 import pytest
 import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from helm_python import Chart
 
 from promptq.shared.runtime.settings import Settings
@@ -18,6 +19,8 @@ from tests.paths import ROOT
 
 CHART = ROOT / "deploy" / "chart"
 VERSIONS = ("1.27", "1.33")
+OTHERS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
+"""APIs that are no part of Kubernetes."""
 RESOURCES = {"requests": {"cpu": "1"}, "limits": {"memory": "40Gi"}}
 LARGE = {
     "name": "large",
@@ -57,6 +60,14 @@ VALUES: dict[str, dict[str, Any]] = {
         ],
         "gateway": {"ingress": {"enabled": True, "host": "*.x.org"}},
     },
+    "workers that follow the load": {
+        "models": [
+            {**LARGE, "scaling": {"enabled": True, "min": 0, "max": 8, "targetSeconds": 12.5}},
+            {**LARGE, "name": "small", "queue": "small", "scaling": {"enabled": True}},
+            {**LARGE, "name": "fixed", "queue": "fixed", "scaling": {"enabled": False}},
+        ],
+        "gateway": {"service": {"port": 8080}},
+    },
     "everything": {
         "image": {"pullSecrets": ["mine"], "tag": "0.3.1"},
         "drainSeconds": 120,
@@ -80,6 +91,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"models": [{**LARGE, "name": "Large Model"}]}, "name"),
     ({"models": [{**LARGE, "queue": "a b"}]}, "queue"),
     ({"redis": {"external": {"url": "http://a"}}}, "url"),
+    ({"models": [{**LARGE, "scaling": {"enabeld": True}}]}, "enabeld"),
+    ({"models": [{**LARGE, "scaling": {"enabled": True, "min": 5}}]}, "large has scaling.max 4"),
+    (
+        {"models": [{**LARGE, "scaling": {"enabled": True}}], "gateway": {"enabled": False}},
+        "set gateway.enabled",
+    ),
     ({"files": {"accessMode": "ReadOnlyMany"}}, "accessMode"),
 ]
 
@@ -105,7 +122,7 @@ def test_helm_and_kubernetes_have_nothing_to_say_of_it(values: dict[str, Any]) -
     assert [it for it in told["messages"] if it["error"] != "icon is recommended"] == []
     for it in rendered(values):
         for version in VERSIONS:
-            if it["apiVersion"] != "monitoring.coreos.com/v1":  # it is no part of Kubernetes
+            if it["apiVersion"] not in OTHERS:
                 kubernetes_validate.validate(it, version, strict=True)
 
 
@@ -168,6 +185,23 @@ def test_the_commands_know_their_arguments() -> None:
             environment = {it["name"] for it in pod["containers"][0]["env"]}
             of_ours = {it for it in environment if it.startswith("PROMPTQ_")}
             assert of_ours <= {f"PROMPTQ_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_keda_scales_workers_by_what_the_gateway_says() -> None:
+    """Its own models know each key, and nobody else sets the number of those workers."""
+    objects = rendered(VALUES["workers that follow the load"])
+    scaled = {it["metadata"]["name"]: it["spec"] for it in objects if "keda" in it["apiVersion"]}
+    for it in objects:
+        if "keda" in it["apiVersion"]:
+            ScaledObject.model_validate(it, extra="forbid")
+        if it["kind"] == "Deployment" and "-worker-" in it["metadata"]["name"]:
+            assert ("replicas" in it["spec"]) != (it["metadata"]["name"] in scaled)
+    assert [it["minReplicaCount"] for it in scaled.values()] == [0, 1]
+    assert [it["maxReplicaCount"] for it in scaled.values()] == [8, 4]
+    asked = [it["triggers"][0]["metadata"] for it in scaled.values()]
+    host = "http://it-gateway.models.svc:8080"
+    assert asked[0]["url"] == f"{host}/scaling?queue=large&target_seconds=12.5"
+    assert {it["valueLocation"] for it in asked} == {"queues.0.desired"}
 
 
 def test_odd_values_come_through_as_they_are() -> None:

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from promptq import Client
-from promptq.shared.protocol.request import RequestState
 from tests.processes import family_of, is_running, read_until
 from tests.producer.playing import KEYS, PROMPTQ, HandWorker, Run, Start
 from tests.waiting import until
