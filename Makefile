@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos chaos-cluster fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos chaos-cluster fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -88,6 +88,10 @@ bench-cancel: $(SET_UP)
 # The same at vLLM's and llama.cpp's servers, behind a worker.
 bench-cancel-at-server: bench-peers
 	@$(BIN)/python -m benchmarks.engine.cancel_at_server $(ARGS)
+
+# vLLM's server alone and behind a worker, in turns.
+bench-pairs-at-server: bench-peers
+	@$(BIN)/python -m benchmarks.engine.pairs_at_server $(ARGS)
 
 # What drafting gains where a text repeats itself, and costs where it does not.
 bench-drafting: $(SET_UP)

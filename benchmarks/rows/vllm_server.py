@@ -6,14 +6,18 @@ import sys
 from collections.abc import AsyncIterator, Callable
 
 from benchmarks.driving.serving import free_port, serve
-from benchmarks.driving.streaming import http_events
+from benchmarks.driving.streaming import Stream, http_events
 from benchmarks.driving.vllm_command import MODEL, vllm_command
 from benchmarks.suite.jobs import Job, Outcome, Request, main
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     port = free_port()
-    command = vllm_command(sys.executable, job, port)
+    serve(job, done, vllm_command(sys.executable, job, port), port, streams_of(port))
+
+
+def streams_of(port: int) -> Stream:
+    """Sends requests to the server at a port."""
 
     async def stream(request: Request) -> AsyncIterator[int]:
         body = {
@@ -35,7 +39,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
                 if missing:
                     yield missing
 
-    serve(job, done, command, port, stream)
+    return stream
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.driving.serving import free_port, running_server
@@ -16,6 +17,13 @@ from benchmarks.suite.registry import vllm_python, vllm_variables
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
+    with server_for_workers(job) as port:
+        run_worker(job, done, *worker_flags(job, port))
+
+
+@contextmanager
+def server_for_workers(job: Job) -> Iterator[int]:
+    """vLLM's server with what a worker needs of it. Gives its port."""
     peers, port = Path(job.peers), free_port()
     python = vllm_python(peers)
     command = vllm_command(str(python), job, port, "--enable-scale-out")
@@ -23,12 +31,14 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
     environment = {**os.environ, **vllm_variables(peers), "PATH": path}
     with running_server(command, environment) as server:
         asyncio.run(wait_until_healthy(port, lambda: server.poll() is None))
-        run_worker(
-            job,
-            done,
-            *("--engine", "vllm", "--upstream", f"http://127.0.0.1:{port}"),
-            *("--model", job.model, "--max-num-seqs", str(job.max_num_seqs)),
-        )
+        yield port
+
+
+def worker_flags(job: Job, port: int) -> tuple[str, ...]:
+    return (
+        *("--engine", "vllm", "--upstream", f"http://127.0.0.1:{port}"),
+        *("--model", job.model, "--max-num-seqs", str(job.max_num_seqs)),
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import redis.asyncio
 
-from benchmarks.driving.streaming import drive
+from benchmarks.driving.streaming import Stream, drive
 from benchmarks.memory import peak_bytes, reset_peak, tree
 from benchmarks.rows.engine import COUNTERS
 from benchmarks.suite.jobs import Job, Outcome, Request, main
@@ -59,16 +59,7 @@ async def _drive_all(
     job: Job, done: Callable[[str, Outcome], None], url: str, worker_pid: int
 ) -> None:
     async with AsyncClient(url) as client, redis.asyncio.Redis.from_url(url) as plain:
-
-        async def stream(request: Request) -> AsyncIterator[int]:
-            request_id = await client.enqueue(request.prompt, **_fields(request))
-            async with aclosing(client.stream(request_id)) as events:
-                async for event in events:
-                    if event.error is not None:
-                        raise RuntimeError(f"{event.error.type}: {event.error.message}")
-                    if event.token_ids:
-                        yield len(event.token_ids)
-
+        stream = streams_of(client)
         for workload in job.workloads:
             pids = tree(worker_pid)
             reset_peak(pids)
@@ -78,6 +69,21 @@ async def _drive_all(
             outcome.counters = {name: after[name] - before[name] for name in COUNTERS}
             outcome.peak_bytes = peak_bytes(tree(worker_pid))
             done(workload.name, outcome)
+
+
+def streams_of(client: AsyncClient) -> Stream:
+    """Sends requests to the client's queue."""
+
+    async def stream(request: Request) -> AsyncIterator[int]:
+        request_id = await client.enqueue(request.prompt, **_fields(request))
+        async with aclosing(client.stream(request_id)) as events:
+            async for event in events:
+                if event.error is not None:
+                    raise RuntimeError(f"{event.error.type}: {event.error.message}")
+                if event.token_ids:
+                    yield len(event.token_ids)
+
+    return stream
 
 
 def _fields(request: Request) -> dict[str, object]:

@@ -28,9 +28,10 @@ def warm_up(shape: Shape, seed: int) -> Workload:
     return Workload("warm-up", [Request(prompt, num_output) for prompt, num_output in sizes])
 
 
-def burst(shape: Shape, seed: int) -> Workload:
-    """As many as the batch holds, all at once."""
-    return Workload("burst", _mixed(shape.batch, f"burst {seed}"))
+def burst(shape: Shape, seed: int, tokens: str = "") -> Workload:
+    """As many as the batch holds, all at once. With other `tokens` the lengths are the same."""
+    sizes = f"burst {seed}"
+    return Workload("burst", _mixed(shape.batch, sizes + tokens, sizes))
 
 
 def solo(shape: Shape, seed: int) -> Workload:

@@ -1,0 +1,97 @@
+"""One vLLM server, asked by HTTP and through Redis and a worker: `make bench-pairs-at-server`.
+
+Bursts as large as the batch go to the same server in turns, the first one changing, with the same
+lengths and other tokens, so that nothing is found in the prefix cache. So what else the machine
+does hits both, and what differs between two starts of a server hits neither. Each ratio is the
+worker's figure over that of HTTP alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.driving.streaming import Stream, drive
+from benchmarks.models import MODELS, Shape, model_dir
+from benchmarks.rows import vllm_server, whole_path
+from benchmarks.rows.vllm_worker import server_for_workers, worker_flags
+from benchmarks.rows.whole_path import start_worker
+from benchmarks.suite import workloads
+from benchmarks.suite.floor import torch_dtype
+from benchmarks.suite.jobs import Job
+from benchmarks.suite.measuring import MAX_MODEL_LEN
+from benchmarks.suite.statistics import Figures, figures
+from promptq import AsyncClient
+from promptq.shared.server.embedded import EmbeddedServer
+
+_ROOT = Path(__file__).parents[1]
+
+_FIGURES = ("tokens_per_second", "first_token_p50", "first_token_p95")
+
+
+async def measure(
+    streams: Mapping[str, Stream], shape: Shape, pairs: int, shorten: int
+) -> dict[str, list[Figures]]:
+    """The figures of each way, by its name."""
+    found: dict[str, list[Figures]] = {name: [] for name in streams}
+    for number in range(-1, pairs):  # the first one warms up
+        names = list(streams) if number % 2 else list(streams)[::-1]
+        for name in names:
+            burst = workloads.shortened(workloads.burst(shape, number, f" {name}"), shorten)
+            outcome = figures(await drive(burst, streams[name]))
+            if number >= 0:
+                found[name].append(outcome)
+                told = ", ".join(f"{it} {outcome[it]:.4g}" for it in _FIGURES)
+                print(f"pair {number + 1}/{pairs}, {name}: {told}", flush=True)
+    return found
+
+
+def tell(found: Mapping[str, list[Figures]]) -> None:
+    direct, behind = found["HTTP"], found["worker"]
+    for name in _FIGURES:
+        ratios = sorted(it[name] / other[name] for it, other in zip(behind, direct, strict=True))
+        medians = [statistics.median(it[name] for it in each) for each in (behind, direct)]
+        print(
+            f"{name}: {statistics.median(ratios):.3f} (of {len(ratios)} pairs, {ratios[0]:.3f} to"
+            f" {ratios[-1]:.3f}); medians {medians[0]:.4g} and {medians[1]:.4g}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench-pairs-at-server", description=__doc__)
+    parser.add_argument("--model", choices=[*MODELS], default="473m")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--shorten", type=int, default=4, help="times shorter outputs")
+    options = parser.parse_args()
+    shape = MODELS[options.model]
+    job = Job(
+        model=str(model_dir(shape, _ROOT / ".cache")),
+        max_num_seqs=shape.batch,
+        kv_cache_bytes=shape.kv_cache_bytes,
+        max_model_len=MAX_MODEL_LEN,
+        workloads=[],
+        peers=str(_ROOT / ".peers"),
+        torch_dtype=torch_dtype(),
+    )
+    with EmbeddedServer() as redis, server_for_workers(job) as port:
+        worker = start_worker(redis.url, *worker_flags(job, port))
+        try:
+            tell(asyncio.run(_in_turns(redis.url, port, shape, options.pairs, options.shorten)))
+        finally:
+            worker.terminate()
+            worker.wait()
+
+
+async def _in_turns(
+    url: str, port: int, shape: Shape, pairs: int, shorten: int
+) -> dict[str, list[Figures]]:
+    async with AsyncClient(url) as client:
+        streams = {"HTTP": vllm_server.streams_of(port), "worker": whole_path.streams_of(client)}
+        return await measure(streams, shape, pairs, shorten)
+
+
+if __name__ == "__main__":
+    main()
