@@ -56,8 +56,8 @@ def enqueue(client: RawClient, request_id: str, payload: dict[str, Any], priorit
     name = f"promptq:{{default}}:request:{request_id}"
     client.call("HSET", name, "payload", json.dumps(payload))
     client.call("ZADD", "promptq:{default}:pending", score, request_id)
+    assert client.call("EXEC") == [1, 1]
     client.call("PUBLISH", "promptq:{default}:control", "pending")
-    assert client.call("EXEC")[:2] == [1, 1]
 
 
 def converse(url: str, outcome: dict[str, Any]) -> None:

@@ -143,8 +143,8 @@ class Clients:
             async with plain.pipeline(transaction=True) as commands:
                 commands.hset(keys.request(request.request_id), "payload", payload)
                 commands.zadd(keys.pending, {request.request_id: score})
-                commands.publish(keys.control, "pending")
                 await commands.execute()
+            await plain.publish(keys.control, "pending")
 
         await _persist(send)
         request.answers = [request.request_id]

