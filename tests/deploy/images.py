@@ -1,7 +1,7 @@
 """`make test-images`: builds the image for CPUs, serves with it, and stops it under load.
 
-It needs podman, buildah and mmdebstrap, and root's rights. No image is fetched: the base is made of
-Debian's packages, and wheels come through pip.
+It needs root's rights, podman with netavark, aardvark-dns and catatonit, buildah, and mmdebstrap.
+No image is fetched: the base is made of Debian's packages, and wheels come through pip.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from promptq import Client
+from tests.deploy.composed import serve_composed
 from tests.paths import ROOT
 from tests.roles import as_role
 from tests.servers import embedded_server, free_port
@@ -33,6 +34,8 @@ default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
+[network]
+network_backend = "netavark"
 """
 CONFINED = ["--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges"]
 NUM_STREAMS, LENGTH = 16, 400
@@ -144,6 +147,7 @@ def main() -> None:
             size = int(said("podman", "image", "inspect", "--format", "{{.Size}}", IMAGE))
             print(f"image of {size / 1e6:,.0f} MB in {took}", flush=True)
         serve_and_stop()
+        serve_composed(folder, IMAGE, BASE)
     print("served, drained, exit code 0")
 
 
