@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs chaos chaos-cluster fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs bench-redis-memory chaos chaos-cluster fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -125,6 +125,10 @@ bench-lock: $(SET_UP)
 # This checkout against another one, in alternating pairs: ARGS="../earlier".
 bench-pairs: $(SET_UP)
 	@$(BIN)/python -m benchmarks.pairs $(ARGS)
+
+# Bytes of the server for a waiting request and a token.
+bench-redis-memory: $(SET_UP)
+	@$(BIN)/python -m benchmarks.redis_memory $(ARGS)
 
 # Real processes under seeded faults, and an audit: make chaos ARGS="--seconds 3600 --seed 7".
 chaos: $(SET_UP)
