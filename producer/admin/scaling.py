@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from enum import StrEnum
 
 from pydantic import BaseModel
+from redis.exceptions import ResponseError
 
 from promptq.producer.admin.queue_views import views_of_queues
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.queue.call import Operation
 from promptq.shared.queue.work import WINDOW_SECONDS, Work, measure_work
@@ -37,11 +40,6 @@ class Reason(StrEnum):
     DEADLINES = "deadlines"
     OLDEST = "oldest"
 
-    @property
-    def words(self) -> str:
-        """The reason for people."""
-        return _WORDS[self]
-
 
 _WORDS = {
     Reason.IDLE: "nothing waits, runs or is due soon",
@@ -62,6 +60,8 @@ class Scaling(BaseModel):
     queue: str
     desired: int
     reason: Reason
+    because: str
+    """The reason in words."""
     workers: int
     """Those that claim now."""
     waiting: int
@@ -92,12 +92,15 @@ def scalings(keys: Keys, /, target_seconds: float = TARGET_SECONDS) -> Operation
     """The same for all queues of the server that can be read."""
     found: list[Scaling] = []
     for view in (yield from views_of_queues(keys)):
-        found += [(yield from scaling(Keys(view.queue), target_seconds))]
+        with suppress(ResponseError):  # spoilt since it was looked at
+            found += [(yield from scaling(Keys(view.queue), target_seconds))]
     return found
 
 
 def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -> Scaling:
-    """The same for measured work."""
+    """The same for measured work. Raises ConfigurationError for a target that is no time."""
+    if not 0 < target_seconds < math.inf:
+        raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)
     reason = max(wanted, key=wanted.__getitem__)
     per_request = work.tokens_of_answer / work.tokens_of_worker if work.tokens_of_worker else None
@@ -109,6 +112,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         queue=queue,
         desired=wanted[reason],
         reason=reason,
+        because=_WORDS[reason],
         workers=work.num_workers,
         waiting=work.num_waiting,
         running=work.num_active,
@@ -152,7 +156,9 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     if not work.is_paused:
         busy = work.tokens_asked_for / (work.tokens_of_worker * _MOST_BUSY)
         num_requests = max(1.0, work.tokens_asked_for * WINDOW_SECONDS / work.tokens_of_answer)
-        wanted[Reason.ARRIVALS] = math.ceil(round(min(busy, num_requests), 6))
+        arrivals = math.ceil(round(min(busy, num_requests), 6))
+        has_work = Reason.SOME_WORK in wanted
+        wanted[Reason.ARRIVALS] = arrivals if has_work else min(arrivals, work.num_workers)
         wanted[Reason.DEADLINES] = _for_deadlines(work, each)
     if is_late:
         wanted[Reason.OLDEST] = work.num_workers
@@ -164,12 +170,14 @@ def _for_deadlines(work: Work, each: float) -> int:
     most = 0
     for nth, ms in enumerate(work.deadlines_ms, 1):
         if ms >= 1000 * _START_SECONDS:
-            most = max(most, min(nth, math.ceil(nth * each * 1000 / ms)))
+            most = max(most, math.ceil(min(nth, nth * each * 1000 / ms)))
     return most
 
 
 def _at_risk(work: Work, each: float | None) -> int:
     if each is None:
         return 0
-    each_ms = 1000 * each / max(1, work.num_workers)
+    if work.num_workers == 0:
+        return len(work.deadlines_ms)
+    each_ms = 1000 * each / work.num_workers
     return sum(nth * each_ms > ms for nth, ms in enumerate(work.deadlines_ms, 1))

@@ -80,7 +80,7 @@ _FOR_WORKER: dict[object, dict[str, Any]] = {
     up: _PASS_ON,
     worker: {**_PASS_ON, "help_option_names": []},
     demo: _PASS_ON,
-    supervise: {},
+    supervise: {},  # all of it is behind `--`
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

@@ -133,14 +133,21 @@ def supervise(
         typer.Option(metavar="N or N-M", help="From how few to how many workers there may be."),
     ] = "0-1",
     target_seconds: Target = TARGET_SECONDS,
+    hold_seconds: Annotated[
+        float,
+        typer.Option(
+            "--hold", min=0, help="For how many seconds fewer must be enough before one ends."
+        ),
+    ] = 60.0,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
     """Start and end workers on this machine as the load of a queue asks for them.
 
     The command after -- is started for each worker. It gets the address and the
-    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE. A worker that is not needed any
-    more finishes what runs. `promptq scaling` shows how many are wanted, and why.
+    queue as PROMPTQ_REDIS_URL and PROMPTQ_QUEUE, and has to run the worker itself,
+    not have another program run it. A worker that is not needed any more finishes
+    what runs. `promptq scaling` shows how many are wanted, and why.
 
     Examples:
 
@@ -158,8 +165,9 @@ def supervise(
         queue or read_settings().queue,
         command,
         WorkerRange.parse(workers),
-        target_seconds,
         SafeConsole(),
+        target_seconds=target_seconds,
+        hold_seconds=hold_seconds,
     )
 
 

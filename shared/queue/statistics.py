@@ -55,7 +55,7 @@ def samples(keys: Keys, since_ms: int, limit: int | None = None) -> Call[list[Sa
 
 
 def _sample_of(entry_id: bytes, reply: Any) -> Sample:
-    return Sample.model_validate({"at": int(entry_id.split(b"-")[0]), **text_map(reply)})
+    return Sample.model_validate({**text_map(reply), "at": int(entry_id.split(b"-")[0])})
 
 
 def priorities(keys: Keys) -> Call[dict[int, int]]:

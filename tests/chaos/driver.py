@@ -299,6 +299,9 @@ class Run:
                 return bool(places) and await rng.choice(places).freeze(seconds)
             case "RELAY":
                 return await self._freeze_in_turn(rng)
+            case "SCALE":
+                self._fleet.scale(Queue.VOLUME, rng)
+                return True
             case "PRIMARY" | "SLOT":
                 return await self._change_cluster(fault, rng)
             case "SERVER":
@@ -362,6 +365,7 @@ class Run:
 
     async def _let_finish(self) -> None:
         """No more faults, no more requests: all that was accepted must now come to its end."""
+        self._fleet.want_all()
         for process in self._clients:
             process.terminate()
         patience = self._patience

@@ -19,6 +19,7 @@ class Fault(StrEnum):
     RELAY = "SIGSTOP beyond the lease of a model-free worker, of all others as it wakes"
     DRAIN = "SIGTERM of a model-free worker"
     DRAIN_REAL = "SIGTERM of a shipped-model worker"
+    SCALE = "model-free workers drained or started, to another number"
     SERVER_KILL = "SIGKILL of the server"
     SERVER_RESTART = "SIGTERM of the server"
     CUT_WORKERS = "connections of workers cut"
@@ -45,6 +46,7 @@ MEAN_SECONDS = {
     Fault.RELAY: 15.0,
     Fault.DRAIN: 10.0,
     Fault.DRAIN_REAL: 45.0,
+    Fault.SCALE: 5.0,
     Fault.SERVER_KILL: 50.0,
     Fault.SERVER_RESTART: 70.0,
     Fault.CUT_WORKERS: 10.0,
@@ -66,6 +68,7 @@ MEAN_SECONDS_ON_A_CLUSTER = {
     Fault.KILL_REAL: 30.0,
     Fault.FREEZE: 15.0,
     Fault.DRAIN: 12.0,
+    Fault.SCALE: 5.0,
     Fault.PRIMARY_KILL: 20.0,
     Fault.SLOT_MOVE: 12.0,
     Fault.SLOT_MOVE_AT_ONCE: 20.0,

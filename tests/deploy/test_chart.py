@@ -97,6 +97,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"models": [{**LARGE, "scaling": {"enabled": True}}], "gateway": {"enabled": False}},
         "set gateway.enabled",
     ),
+    (
+        {
+            "models": [{**LARGE, "scaling": {"enabled": True}}],
+            "gateway": {"queues": ["default"]},
+        },
+        "add large to gateway.queues",
+    ),
     ({"files": {"accessMode": "ReadOnlyMany"}}, "accessMode"),
 ]
 

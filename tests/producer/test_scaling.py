@@ -12,7 +12,8 @@ import pytest
 
 from promptq import Client
 from promptq.producer.admin.scaling import Reason, Scaling
-from promptq.shared.errors import QueueFullError
+from promptq.shared.errors import ConfigurationError, QueueFullError
+from promptq.shared.protocol.claims import Room
 from promptq.shared.protocol.keys import Keys
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts, statistics
@@ -227,14 +228,19 @@ class Samples:
 
     connection: Any
     queue: RequestQueue
-    num_written: int = 0
 
     def take(self, tokens: int) -> float:
         """A sample in which so many tokens were made; gives the rate of a worker after it."""
         self.queue.run(statistics.sample(statistics.Contribution(generated_tokens=tokens)))
-        self.num_written += 1
-        bucket = 1_000_000_000 + 5000 * self.num_written
-        self.connection.hset(KEYS.prefix + "statistics:open", "bucket", bucket)
+        opened = KEYS.prefix + "statistics:open"
+        bucket = int(self.connection.hget(opened, "bucket")) - 5000
+        self.connection.hset(opened, "bucket", bucket)
+        before = self.queue.run(statistics.samples(KEYS, 0))
+        self.connection.delete(KEYS.statistics)
+        if before:
+            rate = before[-1].worker_tokens_per_second
+            told = {"worker_tokens_per_second": rate}
+            self.connection.xadd(KEYS.statistics, told, f"{bucket - 1}-0")
         assert self.queue.run(statistics.sample(statistics.Contribution())) == 1
         return self.queue.run(statistics.samples(KEYS, 0))[-1].worker_tokens_per_second
 
@@ -244,11 +250,16 @@ def test_the_rate_of_a_worker_is_what_it_makes_while_requests_wait(connection: A
     samples = Samples(connection, queue)
     queue.run(scripts.heartbeat(WorkerStats(worker_id="w1"), 60_000))
     assert [samples.take(0), samples.take(500)] == [0, 0], "nothing waited"
-    queue.enqueue([new("a")])
+    queue.enqueue([new("a"), new("b")])
+    assert [samples.take(0), samples.take(500)] == [0, 0], "nothing ran"
+    queue.take_batch(Room(max_count=1, token_budget=10**9))
     samples.take(0)
     assert samples.take(500) == 100
     assert samples.take(250) == pytest.approx(100 + 0.3 * (50 - 100))
-    queue.cancel("a")
+    connection.hset(KEYS.config, "paused", 1)
+    assert samples.take(5) == pytest.approx(85), "a pause says nothing of workers"
+    connection.hdel(KEYS.config, "paused")
+    queue.cancel("b")
     samples.take(0)
     assert samples.take(10) == pytest.approx(85), "nothing waits: it could have made more"
     assert samples.take(600) == 120
@@ -268,3 +279,59 @@ def test_a_full_queue_tells_when_there_is_room_by_the_same_rate(connection: Any)
     with pytest.raises(QueueFullError) as caught:
         queue.enqueue([new(), new()])
     assert caught.value.retry_after_ms == 600
+
+
+SPOILT = (
+    {"outputs": ("rpush", "1 " + "9" * 400)},
+    {"statistics": ("xadd", {"worker_tokens_per_second": "1e-310", "at": "now"})},
+    {"statistics": ("xadd", {"worker_tokens_per_second": "nan", "tokens_per_second": "inf"})},
+    {"workers": ("set", "text")},
+    {"outputs": ("set", "text")},
+    {"statistics": ("set", "text")},
+    {"delayed": ("set", "text")},
+    {"deadlines": ("set", "text")},
+)
+
+
+@pytest.mark.parametrize("spoilt", SPOILT, ids=lambda it: str(it)[:60])
+def test_what_a_stranger_wrote_neither_fails_it_nor_asks_for_many(
+    connection: Any, client: Client, spoilt: dict[str, tuple[str, Any]]
+) -> None:
+    put_deadlines(connection, 3, 60_000)
+    client.enqueue("Once")
+    for name, (command, value) in spoilt.items():
+        if command == "set":
+            connection.delete(KEYS.prefix + name)
+        getattr(connection, command)(KEYS.prefix + name, value)
+    assert 1 <= client.scaling().desired <= 3
+
+
+def test_workers_that_claim_nothing_do_not_count(connection: Any, client: Client) -> None:
+    queue = RequestQueue(connection)
+    for state in ("running", "draining", "no_server"):
+        stats = WorkerStats(worker_id=state, state=state, max_num_seqs=4)
+        queue.run(scripts.heartbeat(stats, 60_000))
+    assert client.scaling().workers == 1
+
+
+def test_what_came_and_went_starts_no_worker(connection: Any, client: Client) -> None:
+    play = VirtualWorkers(connection)
+    play.samples.append((-20, {"tokens_per_second": 0, "worker_tokens_per_second": RATE}))
+    play.samples.append((-10, {"tokens_per_second": 90, "worker_tokens_per_second": RATE}))
+    play.workers = 0
+    assert play.read(client).desired == 0
+
+
+def test_a_backlog_is_begun_within_the_target(connection: Any, client: Client) -> None:
+    """400 requests of half a second are 200 s of work for one worker."""
+    play = VirtualWorkers(connection, workers=1, backlog=400 + 0.5 * SLOTS)
+    play.samples.append((-600, {"tokens_per_second": 1, "worker_tokens_per_second": RATE}))
+    found = play.read(client)
+    assert (found.desired, found.reason) == (7, Reason.BACKLOG)
+    assert client.scaling(target_seconds=100).desired == 2
+
+
+@pytest.mark.parametrize("target", [0, -1, float("nan"), float("inf")])
+def test_a_target_that_is_no_time_is_refused(client: Client, target: float) -> None:
+    with pytest.raises(ConfigurationError, match="target"):
+        client.scaling(target)

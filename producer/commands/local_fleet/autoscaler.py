@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -14,10 +15,13 @@ from promptq.producer.admin.queue_stats import QueueStats
 from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling
 from promptq.producer.clients.sync_client import Client
 from promptq.producer.commands.local_fleet.supervisor import Supervisor
-from promptq.shared.errors import ConfigurationError, PromptqError, RedisSideError
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.runtime.printable import printable
 
+HOLD_SECONDS = 60.0
 _READ_SECONDS = 5.0
+_PAUSE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class Autoscaler:
     """Keeps as many workers of one queue as it needs. They are called `NAME 1`, `NAME 2`.
 
     Workers of other machines count too: these are only added to them. Its calls wait for the server
-    in a thread of their own, so that nobody waits while it is away.
+    in a thread of their own, so that nobody waits while it is away. Fewer workers are kept only
+    once fewer were enough for `hold_seconds`.
     """
 
     def __init__(
@@ -58,7 +63,9 @@ class Autoscaler:
         command: Sequence[str],
         workers: WorkerRange,
         show: Callable[[str], None],
+        *,
         target_seconds: float = TARGET_SECONDS,
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self._supervisor = supervisor
         self._client = client
@@ -67,8 +74,17 @@ class Autoscaler:
         self._range = workers
         self._show = show
         self._target = target_seconds
+        self._hold = hold_seconds
         self._latest: tuple[Scaling, QueueStats] | None = None
+        self._wanted: list[tuple[float, int]] = []  # when, how many: of the hold
+        self._paused_until = 0.0
+        self._last_error = ""
+        self._is_over = threading.Event()
         threading.Thread(target=self._read_on, daemon=True).start()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._is_over.set()
 
     def adjust(self) -> None:
         """Start or end workers if there is news. It does not wait."""
@@ -76,21 +92,41 @@ class Autoscaler:
         if latest is None:
             return
         scaling, stats = latest
-        own = self._supervisor.staying(self._command)
         names = {it.worker_id: self._name_of(it) for it in stats.workers}
         num_others = sum(
-            it.state != "draining" and names[it.worker_id] is None for it in stats.workers
+            it.state == "running" and names[it.worker_id] is None and not _is_gone(it)
+            for it in stats.workers
         )
-        wanted = min(max(scaling.desired - num_others, self._range.least), self._range.most)
-        if wanted == len(own):
+        now, own = time.monotonic(), self._supervisor.staying(self._command)
+        needed = min(max(scaling.desired - num_others, self._range.least), self._range.most)
+        self._wanted = [it for it in self._wanted if it[0] > now - self._hold] + [(now, needed)]
+        wanted = max(number for _, number in self._wanted)
+        if needed > len(own) and now >= self._paused_until:
+            self._add(needed - len(own), scaling, num_others)
+        elif wanted < len(own):
+            self._tell(wanted, len(own), scaling, num_others)
+            held = {names[it.worker_id]: it.num_running + it.num_prefetched for it in stats.workers}
+            # Whoever holds the least loses the least. One that does not serve yet has nothing.
+            for name in sorted(own, key=lambda it: held.get(it, -1))[: len(own) - wanted]:
+                self._supervisor.remove(name)
+
+    def _add(self, num_missing: int, scaling: Scaling, num_others: int) -> None:
+        """Those that still drain take places too, such as GPUs."""
+        num_staying = len(self._supervisor.staying(self._command))
+        processes = self._supervisor.processes(self._command)
+        num_added = min(num_missing, self._range.most - len(processes))
+        if num_added <= 0:
             return
-        self._show(f"{self._name}: {wanted} instead of {len(own)}, as {scaling.reason.words}")
-        for _ in range(wanted - len(own)):
-            self._supervisor.add(self._free_name(), self._command)
-        held = {names[it.worker_id]: it.num_running + it.num_prefetched for it in stats.workers}
-        # Whoever holds the least loses the least. One that does not serve yet has nothing.
-        for name in sorted(own, key=lambda it: held.get(it, -1))[: len(own) - wanted]:
-            self._supervisor.remove(name)
+        self._tell(num_staying + num_added, num_staying, scaling, num_others)
+        for _ in range(num_added):
+            self._supervisor.add(self._free_name(), self._command, is_extra=True)
+        # One that does not start, such as for want of memory, is not tried all the time.
+        self._paused_until = time.monotonic() + _PAUSE_SECONDS
+
+    def _tell(self, wanted: int, own: int, scaling: Scaling, num_others: int) -> None:
+        elsewhere = f", and {num_others} are elsewhere" if num_others else ""
+        told = f"{scaling.desired} wanted, as {scaling.because}{elsewhere}"
+        self._show(f"{self._name}: {wanted} instead of {own} ({told})")
 
     def _name_of(self, worker: WorkerStats) -> str | None:
         """The name of the process that is this worker; None if it is not one of these."""
@@ -104,13 +140,26 @@ class Autoscaler:
         return next(name for n in count(1) if (name := f"{self._name} {n}") not in taken)
 
     def _read_on(self) -> None:
-        is_away = False
-        while True:
+        while not self._is_over.is_set():
+            error = ""
             try:
                 self._latest = self._client.scaling(self._target), self._client.stats()
-                is_away = False
-            except PromptqError as error:
-                if not is_away:
-                    self._show(f"{self._name}: as many workers as before: {error}")
-                is_away = isinstance(error, RedisSideError)
-            time.sleep(_READ_SECONDS)
+            except Exception as told:  # what a stranger wrote must not end the scaling
+                error = str(told) or type(told).__name__
+            if error and error != self._last_error and not self._is_over.is_set():
+                self._show(f"{self._name}: as many workers as before: {printable(error)}")
+            self._last_error = error
+            self._is_over.wait(_READ_SECONDS)
+
+
+def _is_gone(worker: WorkerStats) -> bool:
+    """Whether its process has died, although its last heartbeat still stands."""
+    if worker.host != socket.gethostname() or worker.pid <= 0:
+        return False
+    try:
+        os.kill(worker.pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # another user's, or no process id
+        pass
+    return False

@@ -80,7 +80,7 @@ class ChildProcess:
 
     def has(self, pid: int) -> bool:
         """Whether a process of this machine is a part of it."""
-        with suppress(OSError):
+        with suppress(OSError, OverflowError):  # it is gone, or a stranger wrote the number
             return os.getsid(pid) == self._shell.pid
         return False
 

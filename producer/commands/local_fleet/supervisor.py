@@ -34,6 +34,8 @@ class _Place:
     restart_at: float | None = None
     is_leaving: bool = False
     """It was told to end, and is not started again."""
+    is_extra: bool = False
+    """The others go on without it if it does not start."""
 
 
 class Supervisor:
@@ -67,10 +69,11 @@ class Supervisor:
                 action()
             time.sleep(_LOOK_SECONDS)
 
-    def add(self, name: str, command: Sequence[str]) -> None:
-        """Start one more process."""
+    def add(self, name: str, command: Sequence[str], *, is_extra: bool = False) -> None:
+        """Start one more process. The others go on without an extra one that keeps ending."""
         process = self._start(name, command)
-        self._places.append(_Place(name, tuple(command), process, time.monotonic()))
+        place = _Place(name, tuple(command), process, time.monotonic(), is_extra=is_extra)
+        self._places.append(place)
 
     def staying(self, command: Sequence[str]) -> dict[str, ChildProcess]:
         """The processes of a command that were not told to end, by name."""
@@ -127,7 +130,12 @@ class Supervisor:
         place.failures = 1 if was_steady else place.failures + 1
         by_itself = 0 < exit_code < 128
         never_ready = place.command not in self._once_ready
-        if (by_itself and never_ready) or place.failures >= _MAX_FAILURES:
+        is_hopeless = (by_itself and never_ready) or place.failures >= _MAX_FAILURES
+        if is_hopeless and place.is_extra and not never_ready:
+            self._places.remove(place)
+            self._show(f"{place.name} ended with exit code {exit_code}; the others go on without")
+            return
+        if is_hopeless:
             times = "" if place.failures == 1 else f" {place.failures} times in a row"
             raise WorkersFailedError(
                 f"{place.name} ended{times} with exit code {exit_code}; it said:\n"

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -116,12 +116,14 @@ def run_up(options: UpOptions, console: Console) -> None:
             _welcome(options, url, console)
             show = partial(console.out, highlight=False)
             supervisor = Supervisor(_commands(options), _environment(url), show)
-            scalers = [*_autoscalers(options, supervisor, url, show)]
-            try:
+            with ExitStack() as stack:
+                stack.callback(supervisor.drain, signals.asked_to_stop)
+                scalers = [
+                    stack.enter_context(closing(it))
+                    for it in _autoscalers(options, supervisor, url, show)
+                ]
                 supervisor.run(signals.asked_to_drain, [it.adjust for it in scalers])
                 console.print("\n[dim]finishing what runs; Ctrl-C again stops at once[/]")
-            finally:
-                supervisor.drain(signals.asked_to_stop)
     finally:
         signals.restore()
 
@@ -161,26 +163,26 @@ def run_supervised(
     queue: str,
     command: Sequence[str],
     workers: WorkerRange,
-    target_seconds: float,
     console: Console,
+    *,
+    target_seconds: float,
+    hold_seconds: float,
 ) -> None:
     """Keep as many processes of a worker's command as the queue needs, until told to stop."""
     signals = StopSignals()
     show = partial(console.out, highlight=False)
+    times = {"target_seconds": target_seconds, "hold_seconds": hold_seconds}
     env = {**_environment(url), f"{ENV_PREFIX}QUEUE": queue}
     try:
         named = {f"worker {number}": command for number in range(1, workers.least + 1)}
-        with Client(url, queue) as client:
-            client.stats()  # a server that is not there is told at once
+        with Client(url, queue) as client, ExitStack() as stack:
+            client.scaling(target_seconds)  # what is wrong is told at once
             supervisor = Supervisor(named, env, show)
-            scaler = Autoscaler(
-                supervisor, client, "worker", command, workers, show, target_seconds
-            )
-            try:
-                supervisor.run(signals.asked_to_drain, [scaler.adjust])
-                show("finishing what runs; Ctrl-C again stops at once")
-            finally:
-                supervisor.drain(signals.asked_to_stop)
+            stack.callback(supervisor.drain, signals.asked_to_stop)
+            scaler = Autoscaler(supervisor, client, "worker", command, workers, show, **times)
+            stack.enter_context(closing(scaler))
+            supervisor.run(signals.asked_to_drain, [scaler.adjust])
+            show("finishing what runs; Ctrl-C again stops at once")
     finally:
         signals.restore()
 

@@ -133,7 +133,7 @@ def _workers(overview: Overview, width: int) -> RenderableType:
     wanted = overview.scaling
     if wanted.desired == wanted.workers:
         return table
-    told = f"Workers wanted: {wanted.desired:,}, as {wanted.reason.words}."
+    told = f"Workers wanted: {wanted.desired:,}, as {wanted.because}."
     return Group(Text(told, style="yellow"), table)
 
 

@@ -101,10 +101,11 @@ def queue_table(stats: QueueStats) -> Table:
 def scaling_table(found: Sequence[Scaling]) -> Table:
     """How many workers queues should have: one row for each queue."""
     texts = ("queue", "because")
-    table = plain_table("queue", "workers", "wanted", "because", "waiting", "running", left=texts)
+    columns = ("queue", "workers", "wanted", "because", "work waiting", "work running")
+    table = plain_table(*columns, left=texts)
     for one in found:
         work = (_seconds_of_work(it) for it in (one.waiting_seconds, one.running_seconds))
-        cells = (f"{one.workers:,}", f"{one.desired:,}", one.reason.words, *work)
+        cells = (f"{one.workers:,}", f"{one.desired:,}", one.because, *work)
         table.add_row(*(Text(cell) for cell in (printable(one.queue), *cells)))
     return table
 

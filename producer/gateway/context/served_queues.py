@@ -81,8 +81,7 @@ class ServedQueues:
         self._open_client = open_client
         self._on_unreadable = on_unreadable
         self._names = [it for it in dict.fromkeys(names) if it != ALL_QUEUES]
-        self.finds_others = ALL_QUEUES in names
-        """Whether it serves all queues of the server."""
+        self._finds_others = ALL_QUEUES in names
         self._opened: dict[str, ServedQueue] = {}
         self._directory = _Directory()
         self._reading = asyncio.Lock()
@@ -100,10 +99,14 @@ class ServedQueues:
         """Those that were seen so far, also while the server is away."""
         return [*self._opened.values()]
 
+    def may_serve(self, name: str) -> bool:
+        """Whether it serves this queue, or would once a worker has come to it."""
+        return self._finds_others or name in self._names
+
     async def all(self) -> list[ServedQueue]:
         """The gateway's own queue first."""
         names = [*self._names]
-        if self.finds_others:
+        if self._finds_others:
             names += [it for it in (await self._read()).names if it not in names]
         if len(self._opened) >= _MOST_OPENED:
             names = [it for it in names if it in self._opened]
@@ -157,7 +160,7 @@ class ServedQueues:
         queue that was named has no model yet.
         """
         own = self.own, await self.own.watch.look()
-        is_alone = len(self._names) == 1 and not self.finds_others
+        is_alone = len(self._names) == 1 and not self._finds_others
         if not model or (is_alone and model == own[1].model):
             return own
         views = await self.views()
@@ -213,7 +216,7 @@ class ServedQueues:
                 names: list[str] = []
                 aliases: dict[str, str] = {}
                 try:
-                    if self.finds_others:
+                    if self._finds_others:
                         names = (await self.own.queue.run(directory.queue_names()))[:MOST_QUEUES]
                     aliases = await self.own.queue.run(directory.aliases())
                 except ResponseError as error:  # such as a role of one queue

@@ -6,10 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
+from redis.exceptions import RedisError
 
 from promptq.producer.admin.scaling import TARGET_SECONDS, Scaling, scaling
 from promptq.producer.gateway.context.gateway import ThisGateway
 from promptq.producer.gateway.http.errors import described
+from promptq.shared.errors import RedisSideError
 from promptq.shared.protocol.keys import NAME, Keys
 from promptq.shared.queue.call import carry_out_async
 
@@ -37,13 +39,18 @@ async def scale(
     A queue that no worker has come to yet is found by its name, so that its first worker can be
     started.
     """
-    names = [served.name for served, _ in await gateway.queues.views()]
-    if queue is not None:
-        if queue not in names and not gateway.queues.finds_others:
-            await gateway.queues.named(queue)
+    if queue is None:
+        names = [served.name for served, _ in await gateway.queues.views()]
+    elif gateway.queues.may_serve(queue):
         names = [queue]
-    found = [
-        await carry_out_async(scaling(Keys(name), target_seconds), gateway.queue.run)
-        for name in names
-    ]
+    else:
+        names = [(await gateway.queues.named(queue)).name]
+    found: list[Scaling] = []
+    for name in names:
+        try:
+            asking = scaling(Keys(name), target_seconds)
+            found.append(await carry_out_async(asking, gateway.queue.run))
+        except (RedisError, RedisSideError):  # this queue alone is away, or spoilt
+            if len(names) == 1:
+                raise
     return ScalingOfQueues(queues=found)

@@ -6,19 +6,21 @@ local STREAM = keys.prefix .. 'statistics'
 local SAMPLE_MS = 5000
 local WINDOW_MS, RECENT_MS = 30000, 60000
 local WEIGHT_OF_NEW = 0.3
+local MAX_OUTPUT, MAX_PLACES, MAX_WAIT_MS = 2 ^ 31, 2 ^ 20, 86400000
 
--- A field of a sample as a number of at least 0. A stranger may have written it.
+-- A field of a sample as a number that is 0, or neither tiny nor huge. A stranger may have written it.
 local function measured(value)
   local number = tonumber(value)
-  return number and number >= 0 and number < 2 ^ 53 and number or 0
+  return number and number >= 0.01 and number < 2 ^ 53 and number or 0
 end
 
 -- The samples since a time, the newest first; with `at`, the time of the sample's beginning.
 local function samples_since(ms)
   local entries, found = redis.pcall('XREVRANGE', STREAM, '+', numbers.exact(math.max(0, ms)), 'COUNT', 20), {}
   for _, entry in ipairs(entries.err and {} or entries) do
-    local fields = {at = measured(string.match(entry[1], '^%d+'))}
+    local fields = {}
     for nth = 1, #entry[2], 2 do fields[entry[2][nth]] = entry[2][nth + 1] end
+    fields.at = measured(string.match(entry[1], '^%d+'))
     found[#found + 1] = fields
   end
   return found
@@ -27,29 +29,49 @@ end
 -- The mean length of the last answers.
 function work.tokens_of_answer()
   local outputs, sum = ending.read_outputs(), 0
-  for _, output in ipairs(outputs) do sum = sum + output[2] end
+  for _, output in ipairs(outputs) do sum = sum + math.min(output[2], MAX_OUTPUT) end
   return #outputs > 0 and math.max(1, sum / #outputs) or requests.DEFAULT_OUTPUT
 end
 
--- Output tokens that one worker makes in a second while requests wait; 0 if that was not measured yet.
+-- Output tokens that one worker makes in a second while requests wait; 0 if that was not measured yet. Workers
+-- of an earlier release may have written the newest entries, without it.
 function work.tokens_of_worker()
-  local newest = redis.pcall('XREVRANGE', STREAM, '+', '-', 'COUNT', 1)
-  local fields = not newest.err and newest[1] and newest[1][2] or {}
-  for nth = 1, #fields, 2 do
-    if fields[nth] == 'worker_tokens_per_second' then return measured(fields[nth + 1]) end
+  local entries = redis.pcall('XREVRANGE', STREAM, '+', '-', 'COUNT', 20)
+  for _, entry in ipairs(entries.err and {} or entries) do
+    for nth = 1, #entry[2], 2 do
+      if entry[2][nth] == 'worker_tokens_per_second' then return measured(entry[2][nth + 1]) end
+    end
   end
   return 0
 end
 
--- The same after a sample that is about to be written. While requests waited from its beginning to its end,
--- workers made as much as they can. At other times they could have made more, and only a higher rate counts.
-function work.tokens_of_worker_after(sample, num_workers, still_waiting)
-  local before = work.tokens_of_worker()
+-- The same after a sample that is about to be written. `claiming` is how many workers claim at its end. If
+-- requests waited and ran from its beginning to its end, workers made as much as they can. At other times they
+-- could have made more, and only a higher rate counts.
+function work.tokens_of_worker_after(sample, claiming, still_waiting)
+  local before, claimed = work.tokens_of_worker(), measured(sample.claiming or sample.workers)
+  local num_workers = math.max(claimed, claiming) -- those that came meanwhile may have added tokens
   local now = num_workers > 0 and measured(sample.generated_tokens) / (SAMPLE_MS / 1000) / num_workers or 0
-  local were_full = measured(sample.waiting) > 0 and still_waiting
+  local had_work = measured(sample.waiting) > 0 and measured(sample.active) > 0 and still_waiting
+  local were_full = had_work and claimed == claiming and now > 0 and server.config('paused') ~= '1'
+    and server.now - measured(sample.bucket) < 2 * SAMPLE_MS
   if before == 0 then return were_full and now or 0 end
   if now > before then return now end
-  return were_full and now > 0 and before + WEIGHT_OF_NEW * (now - before) or before
+  return were_full and before + WEIGHT_OF_NEW * (now - before) or before
+end
+
+-- The workers that claim: those that live, and neither drain nor miss their inference server. Gives how many
+-- they are, and how many requests they take at once.
+function work.claiming()
+  local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
+  local num, places = 0, 0
+  for _, worker in ipairs(alive.err and {} or alive) do
+    local told = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs')
+    if not told.err and (told[1] or 'running') == 'running' then
+      num, places = num + 1, places + math.min(MAX_PLACES, math.max(0, numbers.whole(told[2], 0)))
+    end
+  end
+  return num, places
 end
 
 -- The most requests that ran at once, by the samples of the last minute.
@@ -79,9 +101,10 @@ function work.tokens_asked_for(num_waiting, num_active)
       made, first = made + measured(samples[nth].tokens_per_second) * SAMPLE_MS, samples[nth]
     end
     local grown = (left - left_of(first.waiting, first.active)) * each * 1000
+    local span_ms = math.max(WINDOW_MS, until_ms - first.at)
     -- What was made since the end of the newest sample is not known yet.
     local unknown_ms = math.max(0, math.min(SAMPLE_MS, until_ms - newest.at - SAMPLE_MS))
-    most = math.max(most, made / (WINDOW_MS - unknown_ms) + grown / WINDOW_MS)
+    most = math.max(most, made / (WINDOW_MS - unknown_ms) + grown / span_ms)
   end
   return most
 end
@@ -111,5 +134,5 @@ function work.ms_until_left(count, tenant)
     end
     share = all / tenants.weight_of(tenant)
   end
-  return math.max(1, math.ceil(count * share * each))
+  return math.max(1, math.min(MAX_WAIT_MS, math.ceil(count * share * each)))
 end

@@ -8,28 +8,25 @@
 --        (ms), ...}. Numbers with a fraction are text.
 
 local MAX_LOOKED_AT = 200 -- requests
+local MAX_AGE_MS = 30 * 86400000 -- a score that is older is no time
 
+-- Requests from plain commands have no time but in their score.
 local function oldest_age(queues)
   local oldest, each = server.now, math.max(1, math.floor(MAX_LOOKED_AT / #queues))
   for _, key in ipairs(queues) do
-    for _, id in ipairs(redis.call('ZRANGE', key, 0, each - 1)) do
-      local fields = requests.read(id, 'enqueued_at') or {}
-      oldest = math.min(oldest, numbers.whole(fields.enqueued_at, server.now))
+    local found = redis.call('ZRANGE', key, 0, each - 1, 'WITHSCORES')
+    for nth = 1, #found, 2 do
+      local fields = requests.read(found[nth], 'enqueued_at') or {}
+      local at = numbers.whole(fields.enqueued_at) or tonumber(found[nth + 1]) or server.now
+      if at > server.now - MAX_AGE_MS then oldest = math.min(oldest, at) end
     end
   end
-  return server.now - oldest
+  return math.floor(server.now - oldest)
 end
 
 local queues, num_waiting = waiting.queues(), 0
 for _, key in ipairs(queues) do num_waiting = num_waiting + redis.call('ZCARD', key) end
-local num_workers, num_slots = 0, 0
-for _, worker in ipairs(redis.call('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')) do
-  local told = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs')
-  if not told.err and told[1] ~= 'draining' then
-    num_workers = num_workers + 1
-    num_slots = num_slots + math.max(0, numbers.whole(told[2], 0))
-  end
-end
+local num_workers, num_slots = work.claiming()
 local soon = server.due(keys.delayed, numbers.exact(server.now + tonumber(ARGV[1])), MAX_LOOKED_AT)
 local num_active = redis.call('ZCARD', keys.leases)
 local reply = {

@@ -43,8 +43,6 @@ end
 -- `after` is what is counted at the end.
 local function close(fields, after)
   local seconds = BUCKET_MS / 1000
-  -- Workers that came meanwhile may have added tokens.
-  local num_workers = math.max(numbers.whole(fields.workers, 0), #after.alive)
   local ttft_p50, ttft_p95 = percentiles(fields, 'ttft', {0.5, 0.95})
   local queue_p50, queue_p95 = percentiles(fields, 'queue', {0.5, 0.95})
   local added = redis.pcall('XADD', stream, 'MAXLEN', MAX_ENTRIES, fields.bucket .. '-0',
@@ -54,7 +52,7 @@ local function close(fields, after)
     'prompt_tokens_per_second', string.format('%.1f', (tonumber(fields.prompt_tokens) or 0) / seconds),
     'finished', fields.finished or '0', 'ttft_p50_ms', ttft_p50, 'ttft_p95_ms', ttft_p95,
     'queue_p50_ms', queue_p50, 'queue_p95_ms', queue_p95, 'worker_tokens_per_second',
-    string.format('%.1f', work.tokens_of_worker_after(fields, num_workers, after.waiting > 0)))
+    string.format('%.1f', work.tokens_of_worker_after(fields, after.claiming, after.waiting > 0)))
   return type(added) == 'string' and 1 or 0 -- 0: it was written before the server's clock went back
 end
 
@@ -71,14 +69,16 @@ local function counted()
     running = running + (type(told) == 'string' and numbers.whole(told, 0) or 0)
   end
   local priorities = '{' .. table.concat(parts, ',') .. '}'
-  return {waiting = total, priorities = priorities, running = running, alive = alive}
+  local now = {waiting = total, priorities = priorities, running = running, alive = alive}
+  now.claiming = work.claiming()
+  return now
 end
 
 local function begin(bucket, now)
   redis.call('DEL', open)
   redis.call('HSET', open, 'bucket', bucket, 'waiting', now.waiting, 'priorities', now.priorities,
     'delayed', redis.call('ZCARD', keys.delayed), 'active', redis.call('ZCARD', keys.leases),
-    'running', now.running, 'workers', #now.alive)
+    'running', now.running, 'workers', #now.alive, 'claiming', now.claiming)
 end
 
 local function add_times(kind, times)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -65,6 +66,16 @@ class Place:
         self._last_words = ""
         self._was_ready = False
         self._keeper: asyncio.Task[None] | None = None
+        self._is_wanted = asyncio.Event()
+        self._is_wanted.set()
+
+    def want(self, is_wanted: bool) -> None:
+        """Whether a process is to run here. One that is not wanted any more drains."""
+        if is_wanted:
+            self._is_wanted.set()
+        else:
+            self._is_wanted.clear()
+            self.send(signal.SIGTERM)
 
     def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep())
@@ -131,6 +142,7 @@ class Place:
 
     async def _keep(self) -> None:
         while True:
+            await self._is_wanted.wait()
             self._sent.clear()
             self._last_words = ""
             self._was_ready = False
@@ -160,7 +172,8 @@ class Place:
             async for line in process.lines():
                 if line.startswith(b"ready"):
                     self.is_ready = self._was_ready = True
-                    if self.is_earlier is not self.is_to_be_earlier:
+                    is_wanted = self._is_wanted.is_set()
+                    if self.is_earlier is not self.is_to_be_earlier or not is_wanted:
                         self.send(signal.SIGTERM)  # it was started before it was known
                 if not line.startswith(b"{"):  # those are of its log
                     self._last_words = line.decode(errors="replace").strip()
@@ -203,6 +216,17 @@ class Fleet:
             place.is_to_be_earlier = wanted
             if place.is_earlier is not wanted and not place.is_draining:
                 place.send(signal.SIGTERM)
+
+    def scale(self, queue: Queue, rng: random.Random) -> None:
+        """Have another number of workers, at least one, by draining some or starting some."""
+        places = [place for place in self.places if place.queue is queue]
+        wanted = rng.sample(places, rng.randint(1, len(places)))
+        for place in places:
+            place.want(place in wanted)
+
+    def want_all(self) -> None:
+        for place in self.places:
+            place.want(True)
 
     def of(self, queue: Queue) -> list[Place]:
         """Those that can be hurt: ready, and not frozen."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,16 +29,18 @@ def test_supervise_starts_workers_for_work_and_ends_them_without(
     start: Start, own_worker: HandWorker, redis_url: str
 ) -> None:
     """From none to one that is needed and back; what runs is finished first."""
-    process = start("supervise", "--workers", "0-2", "--", *WORKER)
+    process = start("supervise", "--workers", "0-2", "--hold", "0", "--", *WORKER)
     with Client(redis_url) as client:
         ids = client.enqueue_many([{"prompt": "Once", "max_tokens": TOKENS, "seed": 1}] * 8)
-        assert "worker: 1 instead of 0, as one is enough" in read_until(process, "enough")
+        assert "worker: 1 instead of 0 (1 wanted, as one is enough)" in read_until(
+            process, "enough)"
+        )
         results = [client.result(it, timeout=60) for it in ids]
         assert {len(it.token_ids) for it in results} == {TOKENS}
         family = family_of(process.pid)
         assert len(client.stats().workers) == 1
         until(lambda: forget_the_load(own_worker) or not client.stats().workers)
-        assert "worker: 0 instead of 1, as nothing waits" in read_until(process, "waits")
+        assert "worker: 0 instead of 1 (0 wanted, as nothing waits" in read_until(process, "waits")
     process.send_signal(signal.SIGTERM)
     process.wait()
     assert process.returncode == 0
@@ -67,14 +71,14 @@ def test_a_backlog_adds_a_worker_and_the_one_with_less_to_do_leaves(
 ) -> None:
     """A minute's work of one worker waits: that takes two. What runs is not touched at the end."""
     slow = (sys.executable, "-c", SLOW_WORKER, "--model", "model-free", "--max-num-seqs", "2")
-    process = start("supervise", "--workers", "1-2", "--", *slow)
+    process = start("supervise", "--workers", "1-2", "--hold", "0", "--", *slow)
     read_until(process, "ready after ")
     own_worker.redis.rpush(KEYS.prefix + "outputs", "1 400")
     own_worker.redis.xadd(KEYS.statistics, {"worker_tokens_per_second": 100})
     with Client(redis_url) as client:
         endless = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "seed": 1}
         first, *others = client.enqueue_many([endless] * 20)
-        assert "worker: 2 instead of 1, as so much" in read_until(process, "so much")
+        assert "worker: 2 instead of 1 (" in read_until(process, "so much")
         until(lambda: len(client.stats().workers) == 2)
         for request_id in others:
             client.cancel(request_id)
@@ -82,6 +86,50 @@ def test_a_backlog_adds_a_worker_and_the_one_with_less_to_do_leaves(
         events = list(client.stream(first))
         assert {it.attempt for it in events} == {1}
         assert sum(len(it.token_ids) for it in events) == 600
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 0
+
+
+def test_a_worker_that_does_not_start_leaves_the_others_alone(
+    start: Start, own_worker: HandWorker, redis_url: str, tmp_path: Path
+) -> None:
+    """Such as for want of memory: there is none for a second one."""
+    lock = tmp_path / "one"
+    script = f'if mkdir {lock}; then exec "$@"; else echo out of memory; exit 1; fi'
+    command = ("sh", "-c", script, "sh", sys.executable, "-c", SLOW_WORKER)
+    process = start(
+        *("supervise", "--workers", "1-2", "--hold", "0", "--", *command),
+        *("--model", "model-free", "--max-num-seqs", "2"),
+    )
+    read_until(process, "ready after ")
+    own_worker.redis.rpush(KEYS.prefix + "outputs", "1 400")
+    own_worker.redis.xadd(KEYS.statistics, {"worker_tokens_per_second": 100})
+    with Client(redis_url) as client:
+        client.enqueue_many([{"prompt": "Once", "max_tokens": 600, "ignore_eos": True}] * 20)
+        said = read_until(process, "the others go on without")
+        assert "worker 2 | out of memory" in said
+        assert len(client.stats().workers) == 1
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 0
+
+
+def test_a_worker_that_was_killed_is_replaced_and_not_taken_for_somebody_elses(
+    start: Start, redis_url: str
+) -> None:
+    process = start("supervise", "--workers", "0-1", "--hold", "0", "--", *WORKER)
+    with Client(redis_url) as client:
+        endless = {"prompt": "Once", "max_tokens": 8000, "ignore_eos": True}
+        ids = client.enqueue_many([endless] * 40)
+        read_until(process, "ready after ")
+        [worker] = until(lambda: client.stats().workers)
+        os.kill(worker.pid, signal.SIGKILL)
+        read_until(process, "starts again in ")
+        said = read_until(process, "ready after ")
+        assert "instead of" not in said
+        for request_id in ids:
+            client.cancel(request_id)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 0

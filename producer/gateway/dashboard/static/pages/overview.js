@@ -9,17 +9,6 @@ import { badge, bar, heartbeat, section, table, tile, workerLink } from "../shar
 
 const HOUR_MS = 3_600_000;
 const RECENT_MS = 60_000;
-const WHY = {
-  idle: "nothing to do",
-  some_work: "one is enough",
-  recent: "some ran just now",
-  unmeasured: "not measured yet",
-  arrivals: "so much comes in",
-  backlog: "so much waits",
-  running: "so much runs",
-  deadlines: "for deadlines",
-  oldest: "one waits for too long",
-};
 
 export function open(main, { frame }) {
   const title = h("div", { class: "title" });
@@ -81,7 +70,7 @@ function tilesOf(it, samples, now) {
     tile("Tokens per second", rate(it.tokens_per_second), "generated"),
     timeTile("First token", "ttft", samples, now),
     timeTile("Queue time", "queue", samples, now),
-    tile("Workers", count(it.workers.length), `${count(it.scaling.desired)} wanted: ${WHY[it.scaling.reason]}`),
+    tile("Workers", count(it.workers.length), `${count(it.scaling.desired)} wanted, as ${it.scaling.because}`),
     tile("Dead letters", count(it.dead), it.dead ? "look at them" : "none", "#/dead"),
   ];
 }
