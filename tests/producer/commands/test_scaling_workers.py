@@ -83,12 +83,14 @@ def test_a_backlog_adds_a_worker_and_the_one_with_less_to_do_leaves(
         for request_id in others:
             client.cancel(request_id)
         until(lambda: forget_the_load(own_worker) or len(client.stats().workers) == 1)
+        assert [it.num_running for it in client.stats().workers] == [1], "the idle one left"
         events = list(client.stream(first))
         assert {it.attempt for it in events} == {1}
         assert sum(len(it.token_ids) for it in events) == 600
     process.send_signal(signal.SIGTERM)
-    process.communicate()
+    said, _ = process.communicate()
     assert process.returncode == 0
+    assert "starts again" not in said, "one that was told to leave stays away"
 
 
 def test_a_worker_that_does_not_start_leaves_the_others_alone(
