@@ -26,6 +26,7 @@ from promptq.shared.queue.call import SCRIPT_NAMES, script_text
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.statistics import Contribution
+from promptq.shared.queue.work import measure_work
 from tests.model_free_worker import running_worker, text_of
 from tests.roles import as_role
 from tests.shared.server.cluster import Cluster
@@ -155,6 +156,7 @@ def live_through_everything(client: Any, name: str) -> None:
     moved = scripts.reprioritise("once", 1, payload, sooner)
     assert queue.run(moved) is PriorityStatus.CHANGED
     assert queue.run(statistics.priorities(queue.keys))[1] == 1
+    assert queue.run(measure_work(queue.keys)).num_waiting > 0
     assert queue.contains("once")
 
     held = {claim.request_id: claim for claim in late.take_batch(ROOM)}
