@@ -103,10 +103,10 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)
     reason = max(wanted, key=wanted.__getitem__)
-    per_request = work.tokens_of_answer / work.tokens_of_worker if work.tokens_of_worker else None
+    each = work.seconds_of_answer
 
     def seconds(count: float) -> float | None:
-        return None if per_request is None else round(count * per_request, 3)
+        return None if each is None else round(count * each, 3)
 
     return Scaling(
         queue=queue,
@@ -121,7 +121,7 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         running_seconds=seconds(work.num_active * _HALF_DONE),
         arriving_seconds=seconds(work.tokens_asked_for / work.tokens_of_answer),
         oldest_seconds=work.oldest_ms / 1000,
-        deadlines_at_risk=_at_risk(work, per_request),
+        deadlines_at_risk=_at_risk(work, each),
         tokens_per_second=work.tokens_of_worker or None,
         tokens_per_request=round(work.tokens_of_answer, 1),
     )
@@ -139,17 +139,16 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     # Those that find a free place do not wait. Workers hold some for which they have no place yet.
     # And a place may be of no use to a large request.
     num_free = 0 if is_late else work.num_slots - work.num_active
-    is_measured = work.tokens_of_worker > 0
+    each = work.seconds_of_answer
     if work.num_slots:
-        share = 1.0 if is_measured else _MOST_FULL
+        share = _MOST_FULL if each is None else 1.0
         places = work.num_slots / work.num_workers * share
         num_running = max(work.num_running, min(work.num_active, work.num_slots))
         wanted[Reason.RUNNING] = min(work.num_workers, math.ceil(num_running / places))
-    if not is_measured:
+    if each is None:
         if num_waiting > num_free:
             wanted[Reason.UNMEASURED] = work.num_workers
         return wanted
-    each = work.tokens_of_answer / work.tokens_of_worker
     if num_waiting > num_free:
         left = num_waiting + work.num_active * _HALF_DONE
         wanted[Reason.BACKLOG] = math.ceil(min(left * each / target_seconds, left))

@@ -10,6 +10,7 @@ import typer
 from promptq.producer.admin.scaling import TARGET_SECONDS
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.command_options import DataDir, Queue, Redis, Target
+from promptq.producer.commands.local_fleet.autoscaler import HOLD_SECONDS, WorkerRange
 from promptq.shared.runtime.extras import require, require_one_of
 from promptq.shared.runtime.settings import read_settings
 
@@ -87,7 +88,6 @@ def up(
     promptq up --redis redis://localhost:6379/0
     promptq up --data ./promptq-data
     """
-    from promptq.producer.commands.local_fleet.autoscaler import WorkerRange
     from promptq.producer.commands.local_fleet.up import UpOptions, queues_of_models, run_up
     from promptq.producer.commands.screens.terminal import SafeConsole
 
@@ -138,7 +138,7 @@ def supervise(
         typer.Option(
             "--hold", min=0, help="For how many seconds fewer must be enough before one ends."
         ),
-    ] = 60.0,
+    ] = HOLD_SECONDS,
     redis: Redis = None,
     queue: Queue = None,
 ) -> None:
@@ -153,7 +153,6 @@ def supervise(
 
     promptq supervise --workers 0-8 --queue chat -- promptq worker --model ./my-model
     """
-    from promptq.producer.commands.local_fleet.autoscaler import WorkerRange
     from promptq.producer.commands.local_fleet.up import run_supervised
     from promptq.producer.commands.screens.terminal import SafeConsole
 

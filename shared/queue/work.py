@@ -42,6 +42,11 @@ class Work:
     deadlines_ms: list[int] = field(default_factory=list)
     """Time until the deadlines of requests that have one, the nearest first; at most 1,000."""
 
+    @property
+    def seconds_of_answer(self) -> float | None:
+        """How long one worker takes for an answer; None if that was not measured yet."""
+        return self.tokens_of_answer / self.tokens_of_worker if self.tokens_of_worker else None
+
 
 _COUNTS = (
     *("num_waiting", "num_active", "num_running", "num_delayed"),

@@ -238,9 +238,8 @@ def _welcome(options: UpOptions, url: str, console: Console) -> None:
         kept += f"; port {PREFERRED_PORT} is taken"
     kind = f"embedded, {kept}; {escape(how_to_find(url))}" if own else "yours"
     least, most = options.workers.least, options.workers.most
-    workers = (
-        "1 worker" if most == 1 else f"{least if least == most else f'{least} to {most}'} workers"
-    )
+    count = str(most) if options.workers.is_fixed else f"{least} to {most}"
+    workers = "1 worker" if most == 1 else f"{count} workers"
     queue = next(iter(options.models))
     lines = [
         "[bold]promptq is up[/]",

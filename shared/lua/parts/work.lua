@@ -3,7 +3,8 @@
 -- cost the same share of a worker's time later as they did in the samples.
 
 local STREAM = keys.prefix .. 'statistics'
-local SAMPLE_MS = 5000
+work.SAMPLE_MS = 5000 -- how long an entry of the statistics stands for
+local SAMPLE_MS = work.SAMPLE_MS
 local WINDOW_MS, RECENT_MS = 30000, 60000
 local WEIGHT_OF_NEW = 0.3
 local MAX_OUTPUT, MAX_PLACES, MAX_WAIT_MS = 2 ^ 31, 2 ^ 20, 86400000
@@ -24,6 +25,12 @@ local function samples_since(ms)
     found[#found + 1] = fields
   end
   return found
+end
+
+local recent -- read at most once a call
+local function recent_samples()
+  recent = recent or samples_since(server.now - RECENT_MS)
+  return recent
 end
 
 -- The mean length of the last answers.
@@ -77,7 +84,7 @@ end
 -- The most requests that ran at once, by the samples of the last minute.
 function work.most_running()
   local most = 0
-  for _, sample in ipairs(samples_since(server.now - RECENT_MS)) do
+  for _, sample in ipairs(recent_samples()) do
     most = math.max(most, measured(sample.running))
   end
   return most
@@ -89,7 +96,7 @@ local function left_of(waiting, active) return measured(waiting) + measured(acti
 -- How many output tokens came to be asked for in a second: what was made, and by how much the backlog grew.
 -- The most of any half minute of the last minute, so that a lull of a few seconds changes nothing.
 function work.tokens_asked_for(num_waiting, num_active)
-  local most, samples, each = 0, samples_since(server.now - RECENT_MS), work.tokens_of_answer()
+  local most, samples, each = 0, recent_samples(), work.tokens_of_answer()
   for last, newest in ipairs(samples) do
     local until_ms, left = server.now, left_of(num_waiting, num_active)
     if last > 1 then

@@ -7,7 +7,7 @@
 -- The first call of each 5 s counts what waits and runs. The rest is summed up in the hash `statistics:open`
 -- until the first call after those 5 s, which writes the entry.
 
-local BUCKET_MS, MAX_ENTRIES, KEPT_MS = 5000, 720, 3600000
+local BUCKET_MS, MAX_ENTRIES, KEPT_MS = work.SAMPLE_MS, 720, 3600000
 local BIN_WIDTH = math.log(1.05) -- times are counted in bins, to some 2%, so that workers add up
 local stream, open = keys.prefix .. 'statistics', keys.prefix .. 'statistics:open'
 local WORDS = {'generated_tokens', 'prompt_tokens', 'finished'}

@@ -190,7 +190,7 @@ class Cluster:
         for node in (target, source, *self.primaries()):
             node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
 
-    def keys_in(self, node: Node, slot: int) -> list[str | bytes]:
+    def keys_in(self, node: Node, slot: int) -> list[str]:
         """Some of the keys that a node has in a slot."""
         return list(node.client.execute_command("CLUSTER GETKEYSINSLOT", slot, 20))
 
@@ -236,7 +236,7 @@ class Cluster:
         return is_whole and info["cluster_state"] == "ok"
 
 
-def migrate(source: Node, target: Node, keys: Sequence[str | bytes]) -> None:
+def migrate(source: Node, target: Node, keys: Sequence[str]) -> None:
     to = ("MIGRATE", "127.0.0.1", target.port, "", 0, _MIGRATE_MS, "KEYS", *keys)
     source.client.execute_command(*to)
 
