@@ -1,7 +1,8 @@
-"""Counts how often programs of this process turn to a real server."""
+"""Counts how often a test turns to a real server."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,17 +14,25 @@ import redis.connection
 
 @contextmanager
 def counted_round_trips() -> Iterator[list[Any]]:
-    """What was sent within, one item for each time that somebody then waits for an answer."""
+    """What this thread sends within, one item for each time that somebody waits for an answer.
+
+    A gateway that lasts over many tests sends in a thread of its own.
+    """
     sent: list[Any] = []
+    own = threading.get_ident()
     send = redis.connection.AbstractConnection.send_packed_command
     send_async = redis.asyncio.connection.AbstractConnection.send_packed_command
 
+    def note(command: Any) -> None:
+        if threading.get_ident() == own:
+            sent.append(command)
+
     def counting(connection: Any, command: Any, *args: Any, **options: Any) -> Any:
-        sent.append(command)
+        note(command)
         return send(connection, command, *args, **options)
 
     async def counting_async(connection: Any, command: Any, *args: Any, **options: Any) -> Any:
-        sent.append(command)
+        note(command)
         return await send_async(connection, command, *args, **options)
 
     with (

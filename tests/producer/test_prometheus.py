@@ -14,8 +14,10 @@ import httpx2
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from promptq import Client
 from tests.processes import running
 from tests.producer.playing import Start
+from tests.roles import as_role
 from tests.servers import free_port
 from tests.shared.runtime.board import expressions
 
@@ -25,6 +27,7 @@ scrape_configs:
   - job_name: promptq
     static_configs: [{{targets: [{targets}]}}]
 """
+BACKLOG = {"prompt": "Once", "max_tokens": 1000, "priority": 9}
 VARIABLES = {"$model_name": ".*", "$__rate_interval": "1m"}
 
 pytestmark = pytest.mark.skipif(
@@ -60,8 +63,11 @@ def has_data(found: list[float]) -> bool:
     return any(value == value for value in found)  # one that is no NaN
 
 
-def test_prometheus_scrapes_what_the_board_shows(start: Start, tmp_path: Path) -> None:
-    worker = start("worker", "--model", "model-free", "--metrics-port", "0")
+def test_prometheus_scrapes_what_the_board_shows(
+    start: Start, redis_url: str, tmp_path: Path
+) -> None:
+    """Some of it is known only once requests have waited for some seconds."""
+    worker = start("worker", "--model", "model-free", "--max-num-seqs", "2", "--metrics-port", "0")
     gateway = start("gateway", "--port", "0")
     assert worker.stdout is not None
     assert gateway.stdout is not None
@@ -76,12 +82,15 @@ def test_prometheus_scrapes_what_the_board_shows(start: Start, tmp_path: Path) -
     with (
         prometheus(tmp_path, *urls) as address,
         httpx2.Client(base_url=address, timeout=None) as watcher,
-        httpx2.Client(base_url=api, timeout=None) as client,
+        httpx2.Client(base_url=api, timeout=None) as http,
+        Client(as_role("producer", redis_url)) as backlog,
     ):
         prompt = {"prompt": "Once upon a time", "max_tokens": 20, "priority": 3}
         without = asked
         while without:
-            client.post("/v1/completions", json=prompt).raise_for_status()
+            if backlog.stats().waiting < 100:
+                backlog.enqueue_many([BACKLOG] * 500)
+            http.post("/v1/completions", json=prompt).raise_for_status()
             without = [it for it in without if not has_data(values(watcher, it))]
         names = watcher.get("/api/v1/label/__name__/values").json()["data"]
         types: dict[str, Any] = watcher.get("/api/v1/metadata").json()["data"]
