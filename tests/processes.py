@@ -75,8 +75,8 @@ class StartedWorker:
             )
         assert self.process.stdout is not None
         with self.process.stdout as output:
-            first = output.readline()
-        assert first.startswith("ready after "), self.said
+            self.first_line = output.readline()
+        assert self.first_line.startswith("ready after "), self.said
 
     @property
     def said(self) -> str:

@@ -82,6 +82,46 @@ def build(settings: Settings, progress: Progress = unheard) -> Served:
     return _build_model(settings, memory, progress)
 
 
+def identify(settings: Settings) -> ModelIdentity:
+    """The model that the settings name, without its weights. Raises ModelError."""
+    if settings.model == MODEL_FREE and settings.engine == NATIVE:
+        return ModelIdentity(MODEL_FREE, MODEL_FREE)
+    name = settings.model or str(MODEL_DIR)
+    if settings.engine == NATIVE:
+        from promptq.worker.engine.model.loading import check_source, check_weights
+
+        check_weights(check_source(name))
+    tokenizer = HuggingFaceTokenizer.load(name, trust_remote_code=settings.trust_remote_code)
+    return _identity(settings, tokenizer)
+
+
+def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
+    """`settings.model` is the model that an inference server serves."""
+    is_native = settings.engine == NATIVE
+    name = settings.model or str(MODEL_DIR)
+    fingerprint = _fingerprint(name, with_weights=is_native)
+    return ModelIdentity(
+        shown_name(settings.model),
+        fingerprint if is_native else f"{settings.engine}-{fingerprint}",
+        tool_call_style(tokenizer.chat_template),
+    )
+
+
+def fits_beside_others(settings: Settings) -> bool:
+    """Whether the model can surely be loaded while others stay in memory."""
+    if settings.engine != NATIVE:
+        return settings.upstream is not None  # otherwise its server takes what it takes
+    if settings.model == MODEL_FREE:
+        return True
+    from promptq.worker.engine.model import loading
+    from promptq.worker.engine.model.backend_choice import resolve_device
+
+    memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
+    folder = str(_folder(settings.model or str(MODEL_DIR)))
+    device = resolve_device(settings.device)
+    return loading.fits_beside_others(folder, device, settings.dtype, memory)
+
+
 def _build_model_free(settings: Settings, memory: int | None) -> Served:
     from promptq.worker.engine.core.model_free import END_TOKEN_ID, ModelFreeRunner
 
@@ -142,11 +182,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
     return Served(
         engine=engine,
         tokenizer=tokenizer,
-        identity=ModelIdentity(
-            _shown_name(settings.model),
-            _fingerprint(name, with_weights=True),
-            tool_call_style(tokenizer.chat_template),
-        ),
+        identity=_identity(settings, tokenizer),
         end_token_ids=runner.end_token_ids,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
@@ -207,15 +243,10 @@ def _build_upstream(settings: Settings, progress: Progress) -> Served:
         settings.stuck_seconds,
         process,
     )
-    identity = ModelIdentity(
-        _shown_name(name),
-        f"{settings.engine}-{_fingerprint(name, with_weights=False)}",
-        tool_call_style(tokenizer.chat_template),
-    )
     return Served(
         engine=engine,
         tokenizer=tokenizer,
-        identity=identity,
+        identity=_identity(settings.model_copy(update={"model": name}), tokenizer),
         end_token_ids=facts.end_token_ids,
         device=found.url,
         dtype="" if settings.dtype == "auto" else settings.dtype,
@@ -251,7 +282,8 @@ def _engine(
     )
 
 
-def _shown_name(model: str | None) -> str:
+def shown_name(model: str | None) -> str:
+    """The name by which clients know the model."""
     if model is None:
         return MODEL_NAME
     path = Path(model)
@@ -264,11 +296,7 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
     A safetensors file begins with the names and shapes of all its tensors. A machine whose worker
     forwards may have it or not.
     """
-    folder = Path(name_or_dir)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(name_or_dir, local_files_only=True))
+    folder = _folder(name_or_dir)
     digest = hashlib.sha256()
     names = ("config.json", "tokenizer.json", "tokenizer.model")
     files = [folder / name for name in names if (folder / name).exists()]
@@ -279,3 +307,13 @@ def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:
         with file.open("rb") as content:
             digest.update(content.read(_HASHED_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _folder(name_or_dir: str) -> Path:
+    """Where a model's files are, that was loaded from a directory or by its hub name."""
+    folder = Path(name_or_dir)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name_or_dir, local_files_only=True))

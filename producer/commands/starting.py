@@ -88,8 +88,9 @@ def up(
     promptq up --redis redis://localhost:6379/0
     promptq up --data ./promptq-data
     """
-    from promptq.producer.commands.local_fleet.up import UpOptions, queues_of_models, run_up
+    from promptq.producer.commands.local_fleet.up import UpOptions, run_up
     from promptq.producer.commands.screens.terminal import SafeConsole
+    from promptq.shared.runtime.model_queues import queues_of_models
 
     settings = read_settings()
     options = UpOptions(

@@ -39,6 +39,8 @@ class Work:
     tokens_asked_for: float = 0.0
     """What was asked for in a second, the most of any half minute of the last minute."""
     is_paused: bool = False
+    front: float | None = None
+    """The lowest score of those that wait: its priority and when it came. None if none waits."""
     deadlines_ms: list[int] = field(default_factory=list)
     """Time until the deadlines of requests that have one, the nearest first; at most 1,000."""
 
@@ -64,7 +66,8 @@ def measure_work(keys: Keys) -> Call[Work]:
             tokens_of_worker=float(reply[8]),
             tokens_asked_for=float(reply[9]),
             is_paused=bool(reply[10]),
-            deadlines_ms=[int(it) for it in reply[11:]],
+            front=float(reply[11]) if reply[11] else None,
+            deadlines_ms=[int(it) for it in reply[12:]],
         )
 
     return Call("measure_work", [SOON_MS, _MOST_DEADLINES], parse, keys=keys)

@@ -163,6 +163,28 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         20.0, ge=0, description="how long a stopping worker continues the requests that run"
     )
+    swap_least_seconds: float = Field(
+        15.0,
+        ge=0,
+        description="of several models: one that has work stays loaded for so many seconds",
+    )
+    swap_longest_wait: float = Field(
+        60.0,
+        gt=0,
+        description="of several models: after so many seconds of waiting, requests get their model"
+        " even if another one has work",
+    )
+    swap_idle_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="of several models: one without work is unloaded after so many seconds;"
+        " inf: it stays until another one is needed",
+    )
+    swap_overlap: bool = Field(
+        True,
+        description="of several models: load the next one while the last one still runs, if there"
+        " is memory for both; on a GPU this takes --kv-cache-memory",
+    )
     otlp_endpoint: str | None = Field(
         None,
         description="base URL of an OpenTelemetry collector for traces, such as"

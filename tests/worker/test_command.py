@@ -37,11 +37,11 @@ TOLD_AGAIN_AT_THE_END = """
 import os, signal, sys
 from promptq.worker import command
 from promptq.worker.__main__ import main
-serve = command._serve
+serve = command.serve_until_told
 def told_again(*args):
     serve(*args)
     os.kill(os.getpid(), signal.SIGTERM)
-command._serve = told_again
+command.serve_until_told = told_again
 main()
 """
 
@@ -58,9 +58,9 @@ def test_told_to_stop_again_as_it_ends_it_has_ended_well(worker_url: str) -> Non
 
 LOADING_FOR_EVER = """
 import sys, time
-from promptq.worker import command
+from promptq.worker import process
 from promptq.worker.__main__ import main
-command.build = lambda *_: print("loading", flush=True) or time.sleep(3600)
+process.build = lambda *_: print("loading", flush=True) or time.sleep(3600)
 main()
 """
 

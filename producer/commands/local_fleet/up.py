@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
@@ -44,40 +43,6 @@ class UpOptions:
     """For each model."""
     http_port: int | None = None
     worker_args: Sequence[str] = field(default_factory=list)
-
-
-def queues_of_models(
-    models: Sequence[str], queues: Sequence[str], first_queue: str
-) -> dict[str, str | None]:
-    """Models by their queues. Without `queues`, the first one has `first_queue`.
-
-    Raises ConfigurationError if there are too few or too many queues, or two of one name.
-    """
-    if len(models) < 2 and len(queues) < 2:
-        return {queues[0] if queues else first_queue: models[0] if models else None}
-    names = [*queues] or [first_queue, *map(_queue_like, models[1:])]
-    if len(names) != len(models):
-        raise ConfigurationError(
-            f"--queue: give one for each --model (queues: {len(names)}, models: {len(models)})"
-        )
-    if len({*names}) < len(names):
-        raise ConfigurationError(
-            f"--queue: two models would have one queue ({', '.join(names)}); give a --queue for"
-            " each --model"
-        )
-    paths = {Path(model).name: model for model in models}
-    for model in models:
-        if paths[Path(model).name] != model and Path(model).is_dir():
-            raise ConfigurationError(
-                f"--model: {model} and {paths[Path(model).name]} would have one name, by which"
-                " clients find them; rename a folder"
-            )
-    return dict(zip(names, models, strict=True))
-
-
-def _queue_like(model: str) -> str:
-    """A queue's name from that of a model: `Qwen/Qwen3-0.6B` -> `Qwen3-0.6B`."""
-    return re.sub(r"[^A-Za-z0-9_.\-]", "-", Path(model).name)[:64] or "model"
 
 
 class StopSignals:

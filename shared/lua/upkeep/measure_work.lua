@@ -4,8 +4,8 @@
 -- Reply {waiting, held by workers, the most that ran at once in the last minute, delayed and due soon, age of
 --        the oldest that waits (ms), workers that claim, how many requests these take at once, output tokens of
 --        an answer, output tokens that one worker makes in a second while requests wait (0: not measured),
---        output tokens asked for in a second, 1 if the queue is paused, time until the deadline of a request
---        (ms), ...}. Numbers with a fraction are text.
+--        output tokens asked for in a second, 1 if the queue is paused, the lowest score of those that wait
+--        (empty: none), time until the deadline of a request (ms), ...}. Numbers with a fraction are text.
 
 local MAX_LOOKED_AT = 200 -- requests
 local MAX_AGE_MS = 30 * 86400000 -- a score that is older is no time
@@ -24,8 +24,13 @@ local function oldest_age(queues)
   return math.floor(server.now - oldest)
 end
 
-local queues, num_waiting = waiting.queues(), 0
-for _, key in ipairs(queues) do num_waiting = num_waiting + redis.call('ZCARD', key) end
+local queues, num_waiting, front = waiting.queues(), 0, nil
+for _, key in ipairs(queues) do
+  num_waiting = num_waiting + redis.call('ZCARD', key)
+  local score = tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
+  front = math.min(score or math.huge, front or math.huge)
+end
+if front == math.huge then front = nil end
 local num_workers, num_slots = work.claiming()
 local soon = server.due(keys.delayed, numbers.exact(server.now + tonumber(ARGV[1])), MAX_LOOKED_AT)
 local num_active = redis.call('ZCARD', keys.leases)
@@ -33,6 +38,7 @@ local reply = {
   num_waiting, num_active, work.most_running(), #soon, oldest_age(queues), num_workers,
   num_slots, numbers.precise(work.tokens_of_answer()), numbers.precise(work.tokens_of_worker()),
   numbers.precise(work.tokens_asked_for(num_waiting, num_active)), server.config('paused') == '1' and 1 or 0,
+  front and numbers.precise(front) or '',
 }
 local nearest = redis.pcall('ZRANGE', keys.deadlines, server.now_text, '+inf', 'BYSCORE', 'LIMIT', 0,
   tonumber(ARGV[2]), 'WITHSCORES')

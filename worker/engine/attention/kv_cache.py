@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from promptq.worker.engine.attention.backend import LayerCache, LayerSpec
+
+_LEAST_MAPPED_BYTES = 2**20
 
 
 class KVCache:
@@ -32,9 +37,25 @@ class KVCache:
                 self.layers.append(self.layers[spec.shares_kv_of])
                 continue
             shape = (num_blocks, spec.num_kv_heads, block_size)
-            key = torch.zeros(*shape, spec.key_size, dtype=spec.key_dtype, device=device)
-            value = torch.zeros(*shape, spec.value_size, dtype=spec.value_dtype, device=device)
+            key = _zeros((*shape, spec.key_size), spec.key_dtype, device)
+            value = _zeros((*shape, spec.value_size), spec.value_dtype, device)
             self.layers.append(LayerCache(key, value))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU in pages that the system provides when they are first written.
+
+    To write all of them would take a second for each 2 GiB at every start. Large pages save most of
+    the look-ups of addresses.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LEAST_MAPPED_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def bytes_per_token(specs: Sequence[LayerSpec]) -> int:

@@ -16,11 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from promptq.shared.errors import ConfigurationError, ModelNotFoundError, UnsupportedModelError
 from promptq.worker.engine.api.end_tokens import end_token_ids
-from promptq.worker.engine.device.memory import free_bytes
+from promptq.worker.engine.device.memory import counts_memory, free_bytes
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST_COPIES = 2
+"""While weights are arranged for code of our own, they are there twice."""
 _LOADING_ERRORS = (
     OSError,
     ValueError,
@@ -96,9 +98,9 @@ def load_model(
         raise ConfigurationError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
     # The library needs the package accelerate to load straight to a device.
     to_device_at_once = device.type == "cuda" and find_spec("accelerate") is not None
-    source = _source(name_or_dir)
+    source = check_source(name_or_dir)
     config = _load_config(source, trust_remote_code)
-    _check_weights(source)
+    check_weights(source)
     _check_memory(source, config, dtype, device)
     try:
         with warnings.catch_warnings():
@@ -133,8 +135,11 @@ def load_model(
     return LoadedModel(name_or_dir, model, end_token_ids(configurations))
 
 
-def _source(name_or_dir: str) -> str:
-    """The directory, checked to hold a model, or the hub name as it is."""
+def check_source(name_or_dir: str) -> str:
+    """The directory, checked to hold a model, or the hub name as it is.
+
+    Raises ModelNotFoundError.
+    """
     directory = Path(name_or_dir).expanduser()
     if not directory.is_dir():
         if directory.exists():
@@ -156,12 +161,26 @@ def _source(name_or_dir: str) -> str:
     return str(directory)
 
 
-def _check_weights(source: str) -> None:
-    """Refuse a directory without weights. For a hub name, the library reports that itself."""
+def check_weights(source: str) -> None:
+    """Refuse a directory without weights. For a hub name, the library reports that itself.
+
+    Raises ModelNotFoundError.
+    """
     if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
         raise ModelNotFoundError(
             f"{source}: has no *.safetensors weights, and no other format is supported"
         )
+
+
+def fits_beside_others(
+    folder: str, device: torch.device, dtype: DType, kv_cache_memory: int | None
+) -> bool:
+    """Whether a model can surely be loaded while others stay in memory."""
+    if kv_cache_memory is None and counts_memory(device):
+        return False  # each takes most of what is free
+    config = PreTrainedConfig.from_json_file(f"{folder}/config.json")
+    needed = _MOST_COPIES * _bytes_of_weights(folder, config, dtype)
+    return needed + (kv_cache_memory or 0) <= free_bytes(device)
 
 
 def _check_memory(
@@ -170,17 +189,22 @@ def _check_memory(
     """Refuse a directory's weights if they do not fit, or the system would end the process."""
     if not Path(source).is_dir():
         return
-    needed = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
-    saved, wanted = getattr(config, "dtype", None), _DTYPES.get(dtype)
-    if isinstance(saved, torch.dtype) and wanted is not None:
-        needed = needed * wanted.itemsize // saved.itemsize
-    free = free_bytes(device)
+    needed, free = _bytes_of_weights(source, config, dtype), free_bytes(device)
     if needed > free:
         raise ConfigurationError(
             f"--model: the weights of {source} take {needed / 2**30:,.1f} GiB, and"
             f" {free / 2**30:,.1f} GiB are free on {device}; use a smaller model or dtype, or"
             " another device"
         )
+
+
+def _bytes_of_weights(folder: str, config: PreTrainedConfig, dtype: DType) -> int:
+    """How much memory they take in `dtype`."""
+    saved_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    saved, wanted = getattr(config, "dtype", None), _DTYPES.get(dtype)
+    if isinstance(saved, torch.dtype) and wanted is not None:
+        return saved_bytes * wanted.itemsize // saved.itemsize
+    return saved_bytes
 
 
 def _load_config(source: str, trust_remote_code: bool) -> PreTrainedConfig:

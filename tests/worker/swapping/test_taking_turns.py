@@ -1,0 +1,213 @@
+"""`promptq worker` with several models: real processes, of which one has its model loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from promptq.shared.protocol.request import RequestState
+from promptq.shared.queue import lookups
+from promptq.shared.queue.request_queue import RequestQueue
+from promptq.worker.shipped import MODEL_DIR
+from tests.model_free_worker import text_of
+from tests.processes import family_of, running, started
+from tests.requests import check_log, num_tokens, put
+from tests.waiting import until
+
+COMMAND = [sys.executable, "-m", "promptq.worker"]
+BOTH = ["--model", "model-free", "--model", "model-free", "--queue", "a", "--queue", "b"]
+OFTEN = ["--swap-least-seconds", "0", "--swap-longest-wait", "0.2"]
+LONG = 2000
+"""Tokens of a request that runs for seconds."""
+
+Queues = tuple[RequestQueue, RequestQueue]
+
+
+@pytest.fixture
+def queues(redis_url: str) -> Iterator[Queues]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield RequestQueue(client, "a"), RequestQueue(client, "b")
+
+
+def models_of(queues: Queues) -> list[list[Any]]:
+    """The workers that each queue has now."""
+    found = []
+    for queue in queues:
+        now_ms = queue.run(lookups.server_time_ms())
+        ids = queue.run(lookups.live_worker_ids(queue.keys, now_ms))
+        told = [queue.run(lookups.worker_stats(queue.keys, each)) for each in ids]
+        found.append([it for it in told if it is not None])
+    return found
+
+
+def is_complete(queue: RequestQueue, request_id: str) -> bool:
+    return queue.run(lookups.state(queue.keys, request_id)) is RequestState.COMPLETED
+
+
+def check(queue: RequestQueue, request_id: str, seed: int, length: int) -> None:
+    """It has all its tokens, once each."""
+    until(lambda: is_complete(queue, request_id))
+    check_log(queue, request_id, text_of(seed, length))
+
+
+def test_each_queue_gets_its_model_when_it_has_work(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    with started(tmp_path, redis_url, *BOTH) as worker:
+        assert [len(it) for it in models_of(queues)] == [1, 0], "the first one is loaded at once"
+        for n, queue in enumerate((queues[1], queues[0], queues[1])):
+            check(queue, put(queue, seed=n, max_tokens=20), n, 20)
+        until(lambda: [len(it) for it in models_of(queues)] == [0, 1])
+        swaps = worker.logged("another model")
+        assert [it["loads"] for it in swaps] == [
+            f"model-free (queue {name})" for name in ("b", "a", "b")
+        ]
+        assert {it["because"] for it in swaps} == {"it has work, and nothing waits for the other"}
+
+
+@pytest.mark.parametrize("overlap", ["--swap-overlap", "--no-swap-overlap"])
+def test_under_load_nothing_is_lost_and_nothing_comes_twice(
+    redis_url: str, queues: Queues, tmp_path: Path, overlap: str
+) -> None:
+    """Streams that a drain cannot finish go on when their model is back."""
+    options = [*BOTH, *OFTEN, overlap, "--drain-seconds", "0.1", "--max-num-seqs", "2"]
+    with started(tmp_path, redis_url, *options) as worker:
+        wanted = [
+            (queue, put(queue, seed=n, max_tokens=LONG), n) for n in range(5) for queue in queues
+        ]
+        for queue, request_id, seed in wanted:
+            check(queue, request_id, seed, LONG)
+        assert len(worker.logged("another model")) >= 3
+        worker.terminate()
+        assert worker.wait() == 0
+
+
+def test_without_work_none_is_loaded_until_work_comes(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    with started(tmp_path, redis_url, *BOTH, "--swap-idle-seconds", "0.1") as worker:
+        until(lambda: models_of(queues) == [[], []])
+        check(queues[1], put(queues[1], seed=1, max_tokens=9), 1, 9)
+        assert worker.logged("another model")[0]["loads"] == "none"
+
+
+def test_a_model_whose_process_is_killed_goes_on(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    options = [*BOTH, "--lease-ms", "1000"]
+    with started(tmp_path, redis_url, *options) as worker:
+        request_id = put(queues[0], seed=7, max_tokens=LONG)
+        until(lambda: num_tokens(queues[0], request_id))
+        [[serving], _] = models_of(queues)
+        os.kill(serving.pid, signal.SIGKILL)
+        check(queues[0], request_id, 7, LONG)
+        [told] = worker.logged("a model's process ended")
+        assert told["error"] == "exit code -9"
+
+
+def test_the_processes_end_with_their_owner(redis_url: str, queues: Queues, tmp_path: Path) -> None:
+    """They drain, as they have lost whom to ask."""
+    with started(tmp_path, redis_url, *BOTH) as worker:
+        family = family_of(worker.process.pid)
+        assert len(family) >= 4, "the owner, the two models, and what forks them"
+        request_id = put(queues[0], seed=7, max_tokens=LONG)
+        until(lambda: num_tokens(queues[0], request_id))
+        worker.process.kill()
+        worker.wait()
+        check(queues[0], request_id, 7, LONG)
+        until(lambda: not any(map(lives, family)))
+
+
+def lives(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_a_second_signal_gives_back_what_runs(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    with started(tmp_path, redis_url, *BOTH, "--drain-seconds", "3600") as worker:
+        request_ids = [put(queues[0], seed=n, max_tokens=8000) for n in range(60)]
+        until(lambda: num_tokens(queues[0], request_ids[0]))
+        worker.terminate()
+        until(lambda: any(it.state == "draining" for it in models_of(queues)[0]))
+        worker.terminate()
+        assert worker.wait() == 0
+        states = {queues[0].run(lookups.state(queues[0].keys, each)) for each in request_ids}
+        assert states == {RequestState.WAITING}
+
+
+def test_a_real_model_beside_another_and_probes_of_both(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    """Clients find both models before both were loaded."""
+    with started(
+        tmp_path, redis_url, "--model", str(MODEL_DIR), "--model", "model-free", *BOTH[4:],
+        "--health-port", "0",
+    ) as worker:  # fmt: skip
+        text = {queue.keys.queue: put(queue, max_tokens=5, seed=3) for queue in queues}
+        url = worker.first_line.rpartition("probes at ")[2].strip()
+        for queue in queues:
+            until(lambda queue=queue: is_complete(queue, text[queue.keys.queue]))
+            assert queue.redis.hget(queue.keys.model, "model")
+        for path in ("startupz", "livez", "readyz"):
+            with urllib.request.urlopen(f"{url}/{path}") as answer:
+                assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--model", "model-free", "--model", "/no/such", "--queue", "a", "--queue", "b"],
+            "such (queue b): /no/such: there is no such directory, and a hub name is like"
+            " owner/name",
+        ),
+        (
+            ["--model", "model-free", "--model", "model-free", "--queue", "a", "--queue", "a"],
+            "--queue: two models would have one queue",
+        ),
+        (
+            ["--model", "model-free", "--model", "model-free", "--queue", "a"],
+            "--queue: give one for each --model (queues: 1, models: 2)",
+        ),
+        (["--queue", "a", "--queue", "b"], "--queue: give one for each --model"),
+        ([*BOTH, "--swap-longest-wait", "0"], "--swap-longest-wait (PROMPTQ_SWAP_LONGEST_WAIT):"),
+        (
+            ["--model", str(MODEL_DIR), "--model", "model-free", *BOTH[4:], "--device", "cuda:9"],
+            "--device: 'cuda:9' is not a usable CUDA device here",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_a_sentence(
+    worker_url: str, options: list[str], sentence: str
+) -> None:
+    command = [*COMMAND, "--redis", worker_url, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
+
+
+def test_a_queue_of_another_model_is_refused(
+    worker_url: str, redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    with started(tmp_path, redis_url, "--queue", "b"):
+        pass
+    with running(*COMMAND, "--redis", worker_url, *BOTH, stderr=subprocess.PIPE, text=True) as it:
+        _, told = it.communicate()
+        assert it.returncode == 1
+        assert "(queue b): the queue is served by workers of the model 'promptq-stories'" in told

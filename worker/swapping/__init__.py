@@ -1,0 +1,1 @@
+"""Several models that take turns on one device."""

@@ -1,0 +1,123 @@
+"""A process that serves one of several models, seen from its owner."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum, auto
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.swapping.standby import Tells, Told
+
+Target = Callable[[Settings, str, Connection], None]
+
+
+class ProcessState(Enum):
+    """What a process does. It has a model in memory from LOADING to DRAINING."""
+
+    STARTING = auto()
+    STANDBY = auto()
+    LOADING = auto()
+    SERVING = auto()
+    DRAINING = auto()
+    ENDED = auto()
+
+
+def forking(*libraries: str) -> ForkServerContext:
+    """Makes processes that have imported these modules already, since that takes seconds.
+
+    They are forked from a process that does nothing else: this one has threads.
+    """
+    # Without this, the server of forks would import from the current folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*libraries])
+    return context
+
+
+class ModelProcess:
+    """Runs `target` with the settings, the server's address and a line to this owner.
+
+    The process ends when the owner does: it drains once the line is closed.
+    """
+
+    def __init__(
+        self, context: ForkServerContext, target: Target, settings: Settings, redis_url: str
+    ) -> None:
+        self.settings = settings
+        self.has_room = True
+        """Whether its model fits beside those that are in memory."""
+        self.failure = ""
+        """Why it ended, in a sentence, if it knew that."""
+        self.served = ""
+        """What it serves, once it does: its ready line."""
+        self._state = ProcessState.STARTING
+        self._line, its_end = context.Pipe()
+        self._process = context.Process(target=target, args=(settings, redis_url, its_end))
+        self._process.start()
+        its_end.close()
+
+    @property
+    def state(self) -> ProcessState:
+        return self._state
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; the negative number of the signal that ended it."""
+        return self._process.exitcode
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether a model is in its memory, or on the way there."""
+        busy = (ProcessState.LOADING, ProcessState.SERVING, ProcessState.DRAINING)
+        return self._state in busy
+
+    def look(self) -> ProcessState:
+        """Take note of what it told, and of its end. Gives the new state."""
+        has_ended = self._process.exitcode is not None  # before its last words are read
+        with suppress(EOFError, OSError):
+            while self._line.poll():
+                what, text = self._line.recv()
+                self._take_note(what, text)
+        if has_ended:
+            self._state = ProcessState.ENDED
+        return self._state
+
+    def load(self, *, is_alone: bool) -> None:
+        """Have it load its model; `is_alone` says that no other model is in memory."""
+        self._state, self.has_room = ProcessState.LOADING, True
+        self._tell(Told.LOAD_ALONE if is_alone else Told.LOAD)
+
+    def drain(self) -> None:
+        """Have it claim no more, finish what runs, and end."""
+        self._state = ProcessState.DRAINING
+        self._tell(Told.DRAIN)
+
+    def stop(self) -> None:
+        """Have it give back what runs and end."""
+        self._state = ProcessState.DRAINING
+        self._tell(Told.STOP)
+
+    def kill(self) -> None:
+        """End it for certain, and wait for that."""
+        self._process.kill()
+        self._process.join()
+        self._line.close()
+
+    def _take_note(self, what: Tells, text: str) -> None:
+        if what is Tells.FAILED:
+            self.failure = text
+        elif what is Tells.NO_ROOM:
+            self.has_room = False
+        elif what is Tells.REGISTERED and self._state is ProcessState.STARTING:
+            self._state = ProcessState.STANDBY
+        elif what is Tells.SERVING and self._state is ProcessState.LOADING:
+            self._state, self.served = ProcessState.SERVING, text
+
+    def _tell(self, what: Told) -> None:
+        with suppress(OSError):  # it has ended, which is seen at the next look
+            self._line.send(what)

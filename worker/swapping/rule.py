@@ -1,0 +1,117 @@
+"""Which of several models should be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from promptq.shared.queue.work import Work
+
+_SPARE_SECONDS = 2.0
+"""So much earlier than necessary a model is loaded for a deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapTimes:
+    """The limits of the rule, in seconds."""
+
+    least_loaded: float
+    """A model that has work stays loaded for so long."""
+    longest_wait: float
+    """Requests wait so long for their model while another one has work."""
+    idle: float
+    """A model without work is unloaded after this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model that is loaded. Times are those of the clock that `now` is from."""
+
+    queue: str
+    since: float
+    worked_at: float
+    """When its queue had work, the last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A queue whose model is not loaded."""
+
+    work: Work
+    left_at: float
+    """When its model was unloaded; minus infinity if it never was loaded."""
+    load_seconds: float
+    """How long it takes until the model serves."""
+
+    def has_waited(self, now: float) -> float:
+        """How long its requests have waited for the model. While it was loaded does not count."""
+        return min(self.work.oldest_ms / 1000, now - self.left_at)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.work.num_waiting > 0 and not self.work.is_paused
+
+    @property
+    def front(self) -> float:
+        return 0.0 if self.work.front is None else self.work.front
+
+    @property
+    def must_start_now(self) -> bool:
+        """Whether a deadline would be missed if the model were loaded later."""
+        if not self.work.deadlines_ms:
+            return False
+        needed = self.load_seconds + (self.work.seconds_of_answer or 0.0) + _SPARE_SECONDS
+        return self.work.deadlines_ms[0] <= 1000 * needed
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The queue whose model should be loaded, or None for no model, and why."""
+
+    queue: str | None
+    because: str
+
+
+def choose(
+    times: SwapTimes,
+    loaded: Loaded | None,
+    own: Work,
+    candidates: Mapping[str, Candidate],
+    now: float,
+) -> Choice | None:
+    """What should be loaded in place of what is; None: nothing else. `own` is the loaded model's.
+
+    Queues are compared as their requests would be if they waited in one queue: by the score, which
+    is the time of arrival with the priority added. So a request of another queue that is a level of
+    priority more urgent counts as one that came a minute earlier.
+    """
+    waiting = {queue: it for queue, it in candidates.items() if it.is_waiting}
+
+    def first_by(key: Callable[[Candidate], float]) -> str | None:
+        return min(waiting, key=lambda queue: key(waiting[queue]), default=None)
+
+    first = first_by(lambda it: it.front)
+    if loaded is None:
+        return Choice(first, "it has work") if first is not None else None
+    has_work = own.num_active > 0 or (own.num_waiting > 0 and not own.is_paused)
+    if first is None:
+        is_idle = not has_work and not own.num_delayed
+        if is_idle and now - loaded.worked_at >= times.idle:
+            return Choice(None, f"no work for {times.idle:g} s")
+        return None
+    if has_work and now - loaded.since < times.least_loaded:
+        return None
+    at_risk = {queue: it for queue, it in waiting.items() if it.must_start_now}
+    if at_risk:
+        queue = min(at_risk, key=lambda it: at_risk[it].work.deadlines_ms[0])
+        if not own.deadlines_ms or at_risk[queue].work.deadlines_ms[0] < own.deadlines_ms[0]:
+            return Choice(queue, "a request would miss its deadline")
+    longest = first_by(lambda it: -it.has_waited(now))
+    assert longest is not None
+    if waiting[longest].has_waited(now) >= times.longest_wait:
+        return Choice(longest, f"a request has waited for {waiting[longest].has_waited(now):.0f} s")
+    if not (own.num_waiting > 0 and not own.is_paused):
+        return Choice(first, "it has work, and nothing waits for the other")
+    if own.front is not None and own.front - waiting[first].front >= 1000 * times.longest_wait:
+        return Choice(first, "its requests are more urgent")
+    return None

@@ -1,0 +1,231 @@
+"""Has several models take turns on one device, as the work of their queues asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from promptq.shared.errors import PromptqError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.queue.work import Work, measure_work
+from promptq.shared.runtime.logs import get_logger
+from promptq.worker.liveness.health_server import Health
+from promptq.worker.swapping.model_process import ModelProcess, ProcessState
+from promptq.worker.swapping.rule import Candidate, Choice, Loaded, SwapTimes, choose
+
+_LOOK_SECONDS = 0.02
+_READ_SECONDS = 0.2
+_GUESSED_LOAD_SECONDS = 10.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+
+
+class ModelFailedError(PromptqError):
+    """A model cannot be served at all. The message says why."""
+
+
+@dataclass
+class _Place:
+    """The process of one model, and what is known of earlier ones."""
+
+    process: ModelProcess
+    left_at: float = float("-inf")
+    worked_at: float = float("-inf")
+    load_seconds: float = _GUESSED_LOAD_SECONDS
+    num_failures: int = 0
+    not_before: float = 0.0
+    """After a failure, a process is started again, and its model loaded, only from then on."""
+
+
+class Swapper:
+    """Keeps the process of one model loaded, and those of the others ready to load theirs.
+
+    `start` makes the process of a queue. `overlaps` says whether a model may be loaded while the
+    one before it still runs, if there is memory for both. What should be loaded is decided by the
+    rule; all else follows from that and from the states of the processes.
+    """
+
+    def __init__(
+        self,
+        queues: Mapping[str, str],
+        start: Callable[[str], ModelProcess],
+        queue: AsyncRequestQueue,
+        times: SwapTimes,
+        *,
+        overlaps: bool = True,
+    ) -> None:
+        """`queues` gives the name of each queue's model."""
+        self._names = queues
+        self._start = start
+        self._queue = queue
+        self._times = times
+        self._overlaps = overlaps
+        self._places = {name: _Place(start(name)) for name in queues}
+        self._works: dict[str, Work] = {}
+        self._wanted: str | None = next(iter(queues))
+        self._changed_at = self._loaded_at = time.monotonic()
+        self._has_started = self._is_leaving = False
+        self._log = get_logger()
+
+    @property
+    def health(self) -> Health:
+        """Ready as long as models can be loaded: a queue without work has none."""
+        return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
+
+    async def start(self, stop: asyncio.Event) -> None:
+        """Wait until each model is found and the first one serves, or until `stop`.
+
+        Raises ModelFailedError if one of them cannot be served.
+        """
+        while not stop.is_set() and not self._has_started:
+            self._look()
+            for name, place in self._places.items():
+                if place.process.state is ProcessState.ENDED:
+                    why = place.process.failure or f"it ended with {place.process.exit_code}"
+                    raise ModelFailedError(f"{self._described(name)}: {why}")
+            states = {it.process.state for it in self._places.values()}
+            if ProcessState.STARTING not in states:
+                self._arrange()
+                self._has_started = ProcessState.SERVING in states
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Swap models until `stop`."""
+        reading = asyncio.create_task(self._read_on())
+        try:
+            while not stop.is_set():
+                self._look()
+                self._replace_ended()
+                self._decide()
+                self._arrange()
+                await asyncio.sleep(_LOOK_SECONDS)
+                if reading.done():
+                    reading.result()
+        finally:
+            reading.cancel()
+
+    async def drain(self, stop_now: asyncio.Event, seconds: float) -> None:
+        """Let what runs finish, and end all processes."""
+        self._is_leaving = True
+        for place in self._places.values():
+            place.process.drain()
+        deadline, is_told = time.monotonic() + seconds, False
+        while self._running() and time.monotonic() < deadline:
+            if stop_now.is_set() and not is_told:
+                is_told = True
+                for place in self._places.values():
+                    place.process.stop()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def kill(self) -> None:
+        """End what still runs."""
+        for place in self._places.values():
+            place.process.kill()
+
+    def _running(self) -> bool:
+        self._look()
+        return any(it.process.state is not ProcessState.ENDED for it in self._places.values())
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for place in self._places.values():
+            before, after = place.process.state, place.process.look()
+            if before is not ProcessState.SERVING and after is ProcessState.SERVING:
+                place.load_seconds, place.num_failures = now - self._changed_at, 0
+                place.worked_at = self._loaded_at = now
+                self._log.info("a model is loaded", told=place.process.served)
+            if before is ProcessState.SERVING and after is ProcessState.ENDED:
+                place.left_at = now
+
+    def _replace_ended(self) -> None:
+        """Start the processes anew that have ended, whether they were told to or not."""
+        now = time.monotonic()
+        for name, place in self._places.items():
+            if place.process.state is not ProcessState.ENDED or now < place.not_before:
+                continue
+            exit_code, why = place.process.exit_code, place.process.failure
+            if exit_code and place.not_before == 0.0:
+                place.num_failures += 1
+                pause = _FIRST_PAUSE_SECONDS * 2 ** (place.num_failures - 1)
+                pause = min(pause, _LONGEST_PAUSE_SECONDS)
+                self._log.error(
+                    "a model's process ended",
+                    model=self._described(name),
+                    error=why or f"exit code {exit_code}",
+                    tried_again_after_seconds=pause,
+                )
+                place.not_before = now + pause
+                continue
+            place.not_before = 0.0
+            place.process.kill()
+            place.process = self._start(name)
+
+    def _decide(self) -> None:
+        """Choose what should be loaded, if the works are known and nothing is on its way."""
+        now, own, loaded = time.monotonic(), Work(), None
+        if not self._works:
+            return
+        if self._wanted is not None:
+            place = self._places[self._wanted]
+            own = self._works[self._wanted]
+            if place.process.state is ProcessState.SERVING:
+                if own.num_waiting or own.num_active:
+                    place.worked_at = now
+                loaded = Loaded(self._wanted, self._loaded_at, place.worked_at)
+            elif place.process.state is not ProcessState.ENDED:
+                return
+        candidates = {
+            name: Candidate(self._works[name], place.left_at, place.load_seconds)
+            for name, place in self._places.items()
+            if place.not_before <= now and (loaded is None or name != loaded.queue)
+        }
+        choice = choose(self._times, loaded, own, candidates, now)
+        if choice is not None and choice.queue != self._wanted:
+            self._change(choice, now)
+
+    def _change(self, choice: Choice, now: float) -> None:
+        self._log.info(
+            "another model",
+            loads=self._described(choice.queue),
+            in_place_of=self._described(self._wanted),
+            because=choice.because,
+        )
+        self._wanted, self._changed_at = choice.queue, now
+
+    def _described(self, name: str | None) -> str:
+        return f"{self._names[name]} (queue {name})" if name else "none"
+
+    def _arrange(self) -> None:
+        """Have the processes do what leads to the wanted one being the only one that serves."""
+        wanted = self._places[self._wanted].process if self._wanted else None
+        others = [it for it in self._places.values() if it.process is not wanted]
+        is_alone = not any(it.process.holds_memory for it in others)
+        state = wanted.state if wanted else None
+        if wanted and state is ProcessState.STANDBY and (is_alone or self._overlaps):
+            wanted.load(is_alone=is_alone)
+        has_no_room = wanted is not None and not wanted.has_room
+        if wanted and has_no_room and is_alone:
+            wanted.load(is_alone=True)
+        stays_alone = state in (None, ProcessState.SERVING) or has_no_room
+        if stays_alone or (state is ProcessState.STANDBY and not self._overlaps):
+            for place in others:
+                if place.process.state is ProcessState.SERVING:
+                    place.left_at = time.monotonic()
+                    place.process.drain()
+
+    async def _read_on(self) -> None:
+        """Read the works of all queues, again and again."""
+        names = [*self._places]
+        is_away = False
+        while True:
+            try:
+                read = await self._queue.run([measure_work(Keys(name)) for name in names])
+                self._works = dict(zip(names, read, strict=True))
+                is_away = False
+            except Exception as error:  # what a stranger wrote must not end the swapping
+                if not is_away:
+                    self._log.warning("models stay as they are", error=str(error))
+                is_away, self._works = True, {}
+            await asyncio.sleep(_READ_SECONDS)

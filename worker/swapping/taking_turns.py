@@ -1,0 +1,98 @@
+"""A process for each of several models, of which one is loaded: how they are started and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+
+from promptq.shared.errors import PromptqError
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.logs import configure_logs
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.liveness.health_server import HealthServer
+from promptq.worker.liveness.service_manager import notify
+from promptq.worker.process import handle_signals, open_when_there, serve_until_told, unless
+from promptq.worker.served_model import MODEL_FREE, NATIVE, shown_name
+from promptq.worker.swapping.model_process import ModelProcess, forking
+from promptq.worker.swapping.rule import SwapTimes
+from promptq.worker.swapping.standby import Standby, Tells
+from promptq.worker.swapping.swapper import Swapper
+
+_LEAVING_SECONDS = 10.0
+"""How long a process may take to end after it drained."""
+
+
+async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
+    """Run a worker for each of several models, of which one is loaded, until SIGTERM or SIGINT."""
+    first, started = settings[0], time.monotonic()
+    by_queue = {it.queue: _of_one(it, nth) for nth, it in enumerate(settings)}
+    names = {queue: shown_name(it.model) for queue, it in by_queue.items()}
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    handle_signals(asyncio.get_running_loop(), lambda: (stop_now if stop.is_set() else stop).set())
+    client = await unless(stop, open_when_there(redis_url, first.redis_wait))
+    context = forking("promptq.worker.command", *_libraries(first))
+    target = partial(_serve_in_turn, _cores())
+    swapper = Swapper(
+        names,
+        lambda queue: ModelProcess(context, target, by_queue[queue], redis_url),
+        AsyncRequestQueue(client, first.queue),
+        SwapTimes(first.swap_least_seconds, first.swap_longest_wait, first.swap_idle_seconds),
+        overlaps=first.swap_overlap,
+    )
+    probed = None
+    try:
+        if first.health_port is not None:
+            probed = HealthServer(lambda: swapper.health, first.health_host, first.health_port)
+        await swapper.start(stop)
+        each = ", ".join(f"{name} (queue {queue})" for queue, name in names.items())
+        line = f"ready after {time.monotonic() - started:.1f} s: models take turns: {each}"
+        print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
+        notify("READY=1")
+        await swapper.run(stop)
+        notify("STOPPING=1")
+        await swapper.drain(stop_now, first.drain_seconds + _LEAVING_SECONDS)
+    finally:
+        swapper.kill()
+        await client.aclose()
+        if probed is not None:
+            await asyncio.to_thread(probed.close)
+
+
+def _of_one(settings: Settings, nth: int) -> Settings:
+    """The settings of the `nth` process: it has a port of its own, and its owner answers probes."""
+    port = settings.metrics_port and settings.metrics_port + nth
+    return settings.model_copy(update={"metrics_port": port, "health_port": None})
+
+
+def _libraries(settings: Settings) -> list[str]:
+    """What takes long to import before a model can be loaded."""
+    if settings.engine != NATIVE or settings.model == MODEL_FREE:
+        return []
+    return ["promptq.worker.engine.model.model_runner"]
+
+
+def _cores() -> set[int] | None:
+    """The cores that this process may use, where the system tells."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def _serve_in_turn(
+    cores: set[int] | None, settings: Settings, redis_url: str, owner: Connection
+) -> None:
+    """Run a worker that loads its model when the owner says so."""
+    os.setpgid(0, 0)  # Ctrl-C is for the owner, which then tells this one
+    if cores is not None:
+        os.sched_setaffinity(0, cores)  # a library bound the process that was forked to one core
+    os.environ.pop("NOTIFY_SOCKET", None)  # the owner talks to the service manager
+    configure_logs(settings.log_level, settings.log_format)
+    standby = Standby(owner)
+    try:
+        serve_until_told(settings, redis_url, standby)
+    except PromptqError as error:
+        standby.tell(Tells.FAILED, str(error))
+        sys.exit(1)
