@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-pairs bench-redis-memory chaos chaos-cluster fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-model-swap bench-pairs bench-redis-memory chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -125,6 +125,10 @@ bench-lock: $(SET_UP)
 # This checkout against another one, in alternating pairs: ARGS="../earlier".
 bench-pairs: $(SET_UP)
 	@$(BIN)/python -m benchmarks.pairs $(ARGS)
+
+# How long no token comes while two models change places.
+bench-model-swap: $(SET_UP)
+	@$(BIN)/python -m benchmarks.model_swap $(ARGS)
 
 # Bytes of the server for a waiting request and a token.
 bench-redis-memory: $(SET_UP)

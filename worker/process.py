@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -32,6 +32,9 @@ from promptq.worker.served_model import Served, build
 from promptq.worker.service import Worker
 from promptq.worker.telemetry.start_up import StartUp
 
+if TYPE_CHECKING:
+    from promptq.worker.engine.model.load_check import Verdict
+
 T = TypeVar("T")
 
 _RETRY_SECONDS = 0.2
@@ -47,11 +50,11 @@ class Turn(Protocol):
         """Set the events when the process is told to end, as a signal would."""
         ...
 
-    async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> None:
-        """Return when the model may be loaded."""
+    async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> Verdict | None:
+        """Return when the model may be loaded, with the verdict of an earlier load of it."""
         ...
 
-    def serving(self, line: str) -> None:
+    def serving(self, line: str, verdict: Verdict | None) -> None:
         """Requests are claimed from now on; `line` says by what."""
         ...
 
@@ -100,12 +103,13 @@ async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
         )
     client = await unless(stop, open_when_there(redis_url, settings.redis_wait))
     try:
+        known = None
         if turn is not None:
-            await unless(stop, turn.wait(settings, client))
+            known = await unless(stop, turn.wait(settings, client))
             started = time.monotonic()
         start_up = StartUp()
         try:
-            loading = asyncio.to_thread(build, settings, start_up)
+            loading = asyncio.to_thread(build, settings, start_up, known)
             served = await unless(stop, loading, start_up.close)
         finally:
             start_up.close()
@@ -121,7 +125,7 @@ async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
                 line = _ready_line(settings, served, redis_url, seconds, str(start_up))
                 line += f"; metrics at {exposed.url}" if exposed else ""
                 if turn is not None:
-                    turn.serving(line)
+                    turn.serving(line, served.verdict)
                 else:
                     print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
                 notify("READY=1")

@@ -25,6 +25,7 @@ from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 if TYPE_CHECKING:
+    from promptq.worker.engine.model.load_check import Verdict
     from promptq.worker.engine.model.model_runner import ModelRunner
 
 MODEL_FREE = "model-free"
@@ -53,6 +54,8 @@ class Served:
     """How it computes, in words: with code of our own, or why not."""
     grammars: Grammars | None = None
     """Makes outputs match a schema; None for an engine that cannot use grammars."""
+    verdict: Verdict | None = None
+    """What another load of the same model need not check again."""
 
 
 def parse_size(text: str) -> int:
@@ -65,8 +68,11 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def build(settings: Settings, progress: Progress = unheard) -> Served:
-    """Load the model that the settings name. Raises ConfigurationError, ModelError."""
+def build(settings: Settings, progress: Progress = unheard, known: Verdict | None = None) -> Served:
+    """Load the model that the settings name. `known` is the verdict of an earlier load of it.
+
+    Raises ConfigurationError, ModelError.
+    """
     memory = parse_size(settings.kv_cache_memory) if settings.kv_cache_memory else None
     if settings.engine != NATIVE:
         return _build_upstream(settings, progress)
@@ -79,7 +85,7 @@ def build(settings: Settings, progress: Progress = unheard) -> Served:
     require("the native engine", "worker")
     if settings.model == MODEL_FREE:
         return _build_model_free(settings, memory)
-    return _build_model(settings, memory, progress)
+    return _build_model(settings, memory, progress, known)
 
 
 def identify(settings: Settings) -> ModelIdentity:
@@ -135,7 +141,9 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
     return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
 
 
-def _build_model(settings: Settings, memory: int | None, progress: Progress) -> Served:
+def _build_model(
+    settings: Settings, memory: int | None, progress: Progress, known: Verdict | None
+) -> Served:
     progress("libraries")
     from transformers.utils import logging as transformers_logging
 
@@ -158,7 +166,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         compile=settings.compile,
         cuda_graphs=settings.cuda_graphs,
     )
-    runner = ModelRunner.load(name, options, progress)
+    runner = ModelRunner.load(name, options, progress, known)
     if runner.is_slow_in_bf16:
         get_logger().warning(
             "this processor has no fast products in bfloat16, and there is no native code for this"
@@ -188,6 +196,7 @@ def _build_model(settings: Settings, memory: int | None, progress: Progress) -> 
         dtype=str(runner.dtype).removeprefix("torch."),
         way=_way(runner),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids, vets=True),
+        verdict=runner.verdict,
     )
 
 

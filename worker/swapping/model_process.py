@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 from promptq.shared.runtime.settings import Settings
-from promptq.worker.swapping.standby import Tells, Told
+from promptq.worker.swapping.standby import Known, Tells, Told
 
 Target = Callable[[Settings, str, Connection], None]
 
@@ -46,8 +46,14 @@ class ModelProcess:
     """
 
     def __init__(
-        self, context: ForkServerContext, target: Target, settings: Settings, redis_url: str
+        self,
+        context: ForkServerContext,
+        target: Target,
+        settings: Settings,
+        redis_url: str,
+        known: Known | None = None,
     ) -> None:
+        """`known` is what an earlier process of this model found out."""
         self.settings = settings
         self.has_room = True
         """Whether its model fits beside those that are in memory."""
@@ -55,6 +61,7 @@ class ModelProcess:
         """Why it ended, in a sentence, if it knew that."""
         self.served = ""
         """What it serves, once it does: its ready line."""
+        self.known = known
         self._state = ProcessState.STARTING
         self._line, its_end = context.Pipe()
         self._process = context.Process(target=target, args=(settings, redis_url, its_end))
@@ -81,8 +88,7 @@ class ModelProcess:
         has_ended = self._process.exitcode is not None  # before its last words are read
         with suppress(EOFError, OSError):
             while self._line.poll():
-                what, text = self._line.recv()
-                self._take_note(what, text)
+                self._take_note(*self._line.recv())
         if has_ended:
             self._state = ProcessState.ENDED
         return self._state
@@ -108,7 +114,8 @@ class ModelProcess:
         self._process.join()
         self._line.close()
 
-    def _take_note(self, what: Tells, text: str) -> None:
+    def _take_note(self, what: Tells, text: str, known: Known | None) -> None:
+        self.known = known or self.known
         if what is Tells.FAILED:
             self.failure = text
         elif what is Tells.NO_ROOM:
@@ -120,4 +127,4 @@ class ModelProcess:
 
     def _tell(self, what: Told) -> None:
         with suppress(OSError):  # it has ended, which is seen at the next look
-            self._line.send(what)
+            self._line.send((what, self.known))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import redis.asyncio
 
@@ -14,6 +17,9 @@ from promptq.shared.queue import directory
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.served_model import fits_beside_others, identify
+
+if TYPE_CHECKING:
+    from promptq.worker.engine.model.load_check import Verdict
 
 
 class Told(StrEnum):
@@ -40,6 +46,15 @@ class Tells(StrEnum):
     """What follows is a sentence that says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an earlier process found out about the model of this fingerprint."""
+
+    fingerprint: str
+    verdict: bytes
+    """Pickled, as the owner has not imported what it is made of."""
+
+
 class Standby:
     """Waits until it is this model's turn. The end of the owner counts as a request to drain."""
 
@@ -47,6 +62,8 @@ class Standby:
         self._owner = owner
         self._loads = asyncio.Event()
         self._is_alone = asyncio.Event()
+        self._known: Known | None = None
+        self._fingerprint = ""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         """Heed the owner from now on, in the running event loop."""
@@ -54,7 +71,8 @@ class Standby:
 
         def read() -> None:
             try:
-                told = Told(self._owner.recv())
+                told, known = self._owner.recv()
+                self._known = known or self._known
             except (EOFError, OSError):
                 loop.remove_reader(self._owner.fileno())
                 told = Told.DRAIN
@@ -68,10 +86,11 @@ class Standby:
 
         loop.add_reader(self._owner.fileno(), read)
 
-    async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> None:
+    async def wait(self, settings: Settings, client: redis.asyncio.Redis) -> Verdict | None:
         """Register the model with its queue, so that clients find it, and wait for its turn.
 
-        Raises ModelNotFoundError, and ModelMismatchError if the queue has another model.
+        Gives the verdict of an earlier load, if the files are still those. Raises
+        ModelNotFoundError, and ModelMismatchError if the queue has another model.
         """
         identity = await asyncio.to_thread(identify, settings)
         queue = AsyncRequestQueue(client, settings.queue, model=identity)
@@ -83,12 +102,18 @@ class Standby:
         if not is_alone and not await asyncio.to_thread(fits_beside_others, settings):
             self.tell(Tells.NO_ROOM)
             await self._is_alone.wait()
+        self._fingerprint = identity.fingerprint
+        if self._known is None or self._known.fingerprint != identity.fingerprint:
+            return None
+        verdict: Verdict = pickle.loads(self._known.verdict)  # noqa: S301 # of the same program
+        return verdict
 
-    def serving(self, line: str) -> None:
+    def serving(self, line: str, verdict: Verdict | None) -> None:
         """Tell the owner that requests are claimed from now on; `line` says by what."""
-        self.tell(Tells.SERVING, line)
+        known = None if verdict is None else Known(self._fingerprint, pickle.dumps(verdict))
+        self.tell(Tells.SERVING, line, known)
 
-    def tell(self, what: Tells, text: str = "") -> None:
+    def tell(self, what: Tells, text: str = "", known: Known | None = None) -> None:
         """Tell the owner, if it still lives."""
         with suppress(OSError):
-            self._owner.send((what, text))
+            self._owner.send((what, text, known))

@@ -15,6 +15,7 @@ from promptq.shared.runtime.logs import get_logger
 from promptq.worker.liveness.health_server import Health
 from promptq.worker.swapping.model_process import ModelProcess, ProcessState
 from promptq.worker.swapping.rule import Candidate, Choice, Loaded, SwapTimes, choose
+from promptq.worker.swapping.standby import Known
 
 _LOOK_SECONDS = 0.02
 _READ_SECONDS = 0.2
@@ -50,7 +51,7 @@ class Swapper:
     def __init__(
         self,
         queues: Mapping[str, str],
-        start: Callable[[str], ModelProcess],
+        start: Callable[[str, Known | None], ModelProcess],
         queue: AsyncRequestQueue,
         times: SwapTimes,
         *,
@@ -62,7 +63,7 @@ class Swapper:
         self._queue = queue
         self._times = times
         self._overlaps = overlaps
-        self._places = {name: _Place(start(name)) for name in queues}
+        self._places = {name: _Place(start(name, None)) for name in queues}
         self._works: dict[str, Work] = {}
         self._wanted: str | None = next(iter(queues))
         self._changed_at = self._loaded_at = time.monotonic()
@@ -160,7 +161,7 @@ class Swapper:
                 continue
             place.not_before = 0.0
             place.process.kill()
-            place.process = self._start(name)
+            place.process = self._start(name, place.process.known)
 
     def _decide(self) -> None:
         """Choose what should be loaded, if the works are known and nothing is on its way."""

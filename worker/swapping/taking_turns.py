@@ -39,7 +39,7 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
     target = partial(_serve_in_turn, _cores())
     swapper = Swapper(
         names,
-        lambda queue: ModelProcess(context, target, by_queue[queue], redis_url),
+        lambda queue, known: ModelProcess(context, target, by_queue[queue], redis_url, known),
         AsyncRequestQueue(client, first.queue),
         SwapTimes(first.swap_least_seconds, first.swap_longest_wait, first.swap_idle_seconds),
         overlaps=first.swap_overlap,

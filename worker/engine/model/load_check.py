@@ -62,6 +62,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the check of a model found that a decoder of our own serves. Another load of the same
+    files on the same device need not find it anew."""
+
+    specs: list[LayerSpec]
+    backend: str
+    decoder: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedModel:
     """What the check found: the attention modules in order of call, and what each asks for."""
 
@@ -74,6 +84,13 @@ class CheckedModel:
     """Our own decoder that serves the model; None: the library's modules do."""
     why_no_own_code: str = NOT_ASKED_FOR
     """Why no decoder of our own serves the model; empty if one does."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None if the library's modules compute: they have to be recorded each time."""
+        if self.decoder is None:
+            return None
+        return Verdict(self.specs, self.backend.name, self.decoder.__name__)
 
     def on(
         self,
@@ -136,17 +153,23 @@ def check_model(
     *,
     decoders: Items[type[LlamaDecoder]] = (),
     why_no_own_code: str = NOT_ASKED_FOR,
+    known: Verdict | None = None,
 ) -> CheckedModel:
     """Find out what each layer asks for, and compare packed steps with the library's attention.
 
     The first of the backends that knows all that the layers ask for is used. If its kernels do not
     compile, the next one is. Positions up to `max_length` are tried. The first of `decoders` that
     passes the same comparison serves the model instead of the library's modules. `why_no_own_code`
-    tells why there are none to try. Raises UnsupportedModelError, naming the family and the reason,
-    if the model would not be served correctly. Raises ConfigurationError if the kernels of no
-    backend compile.
+    tells why there are none to try. What is `known` from an earlier load is not checked again.
+    Raises UnsupportedModelError, naming the family and the reason, if the model would not be served
+    correctly. Raises ConfigurationError if the kernels of no backend compile.
     """
     left = [*backends]
+    if known is not None:
+        backend = next((it for it in backends if it.name == known.backend), None)
+        decoder = next((it for it in decoders if it.__name__ == known.decoder), None)
+        if backend is not None and decoder is not None:
+            return CheckedModel([], known.specs, backend, decoder=decoder, why_no_own_code="")
     while True:
         try:
             return _check(loaded, left, max_length, decoders, why_no_own_code)

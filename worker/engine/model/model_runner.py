@@ -52,7 +52,7 @@ from promptq.worker.engine.model.cuda_graphs import (
     graph_kinds,
     new_stream,
 )
-from promptq.worker.engine.model.load_check import CheckedModel, check_model, model_length
+from promptq.worker.engine.model.load_check import CheckedModel, Verdict, check_model, model_length
 from promptq.worker.engine.model.loading import LoadedModel, LoadOptions, load_model
 from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
 from promptq.worker.engine.model.trial_steps import (
@@ -126,6 +126,7 @@ class ModelRunner:
         if options.cuda_graphs and self.device.type == "cuda" and checked.backend.takes_padding:
             self._model = self._capturing(options)(_graph_kinds(options))
         self.why_no_own_code = checked.why_no_own_code
+        self.verdict = checked.verdict
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
@@ -135,11 +136,16 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, name_or_dir: str, options: LoadOptions, progress: Progress = unheard
+        cls,
+        name_or_dir: str,
+        options: LoadOptions,
+        progress: Progress = unheard,
+        known: Verdict | None = None,
     ) -> ModelRunner:
         """Load a model, check that it is served correctly, and allocate its cache.
 
-        `progress` is called with each stage. Raises ModelNotFoundError, UnsupportedModelError or
+        `progress` is called with each stage. `known` is the verdict of an earlier load of the same
+        files with the same options. Raises ModelNotFoundError, UnsupportedModelError or
         ConfigurationError, with one sentence that says what is wrong.
         """
         device = resolve_device(options.device)
@@ -152,18 +158,24 @@ class ModelRunner:
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
             )
-        return cls.of(loaded, options, progress)
+        return cls.of(loaded, options, progress, known)
 
     @classmethod
     def of(
-        cls, loaded: LoadedModel, options: LoadOptions, progress: Progress = unheard
+        cls,
+        loaded: LoadedModel,
+        options: LoadOptions,
+        progress: Progress = unheard,
+        known: Verdict | None = None,
     ) -> ModelRunner:
         """As `load`, for a model that is loaded already, with its own device and dtype."""
         with on_device(loaded.model.device):
-            return cls._of(loaded, options, progress)
+            return cls._of(loaded, options, progress, known)
 
     @classmethod
-    def _of(cls, loaded: LoadedModel, options: LoadOptions, progress: Progress) -> ModelRunner:
+    def _of(
+        cls, loaded: LoadedModel, options: LoadOptions, progress: Progress, known: Verdict | None
+    ) -> ModelRunner:
         device = loaded.model.device
         backends = backends_on(device, options.attention)
         limit = model_length(loaded, None)
@@ -172,7 +184,9 @@ class ModelRunner:
         no_native_code = why_no_native_code(loaded) if options.native else NOT_ASKED_FOR
         progress("checking")
         decoders, why_none = own_decoders(device, options, no_native_code)
-        checked = check_model(loaded, backends, limit, decoders=decoders, why_no_own_code=why_none)
+        checked = check_model(
+            loaded, backends, limit, decoders=decoders, why_no_own_code=why_none, known=known
+        )
         if checked.decoder is not None:
             checked.decoder.arrange(loaded.model)
         give_back(device)

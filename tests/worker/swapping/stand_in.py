@@ -1,0 +1,40 @@
+"""A process that says that it loads models, but only notes down what it is told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.swapping.standby import Tells, Told
+
+
+def pretend(notes: Path, settings: Settings, _redis_url: str, owner: Connection) -> None:
+    """The model `large` has room alone only, and `broken` does not load."""
+
+    def note(what: str) -> None:
+        with notes.open("a") as file:
+            file.write(f"{settings.queue} {what}\n")
+
+    def tell(what: Tells, text: str = "") -> None:
+        note(what)
+        owner.send((what, text, None))
+
+    tell(Tells.REGISTERED)
+    while True:
+        try:
+            told, _ = owner.recv()
+        except EOFError:
+            return
+        note(told)
+        if told in (Told.DRAIN, Told.STOP):
+            time.sleep(0.05)
+            note("ends")
+            return
+        if settings.model == "broken":
+            tell(Tells.FAILED, "it is broken")
+            sys.exit(1)
+        is_large = settings.model == "large" and told is Told.LOAD
+        tell(Tells.NO_ROOM if is_large else Tells.SERVING)

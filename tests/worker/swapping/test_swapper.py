@@ -1,0 +1,109 @@
+"""What the processes of models are told, in which order. They are real, but load nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from promptq.shared.queue.request_queue import AsyncRequestQueue
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.swapping.model_process import ModelProcess, forking
+from promptq.worker.swapping.rule import SwapTimes
+from promptq.worker.swapping.swapper import ModelFailedError, Swapper
+from tests.requests import async_put
+from tests.waiting import async_until
+from tests.worker.swapping.stand_in import pretend
+
+TIMES = SwapTimes(least_loaded=0, longest_wait=60, idle=3600)
+
+
+@asynccontextmanager
+async def swapping(
+    queue: AsyncRequestQueue, notes: Path, model_of_b: str, *, overlaps: bool = True
+) -> AsyncIterator[Callable[[], list[str]]]:
+    """Swaps a model of the queue `a` with one of `b`. Gives what was noted since `a` served."""
+    context = forking("tests.worker.swapping.stand_in")
+    settings = {"a": Settings(queue="a", model="small"), "b": Settings(queue="b", model=model_of_b)}
+    swapper = Swapper(
+        {"a": "small", "b": model_of_b},
+        lambda name, known: ModelProcess(
+            context, partial(pretend, notes), settings[name], "", known
+        ),
+        queue,
+        TIMES,
+        overlaps=overlaps,
+    )
+    stop = asyncio.Event()
+
+    def noted() -> list[str]:
+        return notes.read_text().splitlines()
+
+    try:
+        await swapper.start(stop)
+        began = len(noted())
+        running = asyncio.create_task(swapper.run(stop))
+        yield lambda: noted()[began:]
+        stop.set()
+        await running
+    finally:
+        swapper.kill()
+
+
+@pytest.mark.parametrize(
+    ("model", "overlaps", "told"),
+    [
+        ("small", True, ["b load", "b serving", "a drain", "a ends", "a registered"]),
+        (
+            "large",
+            True,
+            [*("b load", "b no room", "a drain", "a ends"), "b load alone", "b serving"],
+        ),
+        ("small", False, ["a drain", "a ends", "b load alone", "b serving"]),
+    ],
+)
+async def test_a_change_has_two_models_in_memory_only_if_there_is_room(
+    queue: AsyncRequestQueue, tmp_path: Path, model: str, overlaps: bool, told: list[str]
+) -> None:
+    async with swapping(queue, tmp_path / "notes", model, overlaps=overlaps) as notes:
+        await async_put(AsyncRequestQueue(queue.redis, "b"))
+
+        def noted() -> list[str]:  # the process that took the place of the ended one is no matter
+            return [it for it in notes() if told[-1] == "a registered" or it != "a registered"]
+
+        await async_until(lambda: len(noted()) >= len(told))
+        assert noted() == told
+
+
+async def test_a_model_that_does_not_load_leaves_the_other_one_alone(
+    queue: AsyncRequestQueue, tmp_path: Path
+) -> None:
+    """It is tried again, since memory may have become free."""
+    async with swapping(queue, tmp_path / "notes", "broken") as notes:
+        await async_put(AsyncRequestQueue(queue.redis, "b"))
+        await async_until(lambda: notes().count("b load") == 2)
+        assert not [it for it in notes() if it.startswith("a ")]
+
+
+async def test_if_the_first_one_does_not_load_that_is_told(
+    queue: AsyncRequestQueue, tmp_path: Path
+) -> None:
+    context = forking("tests.worker.swapping.stand_in")
+    settings = Settings(queue="b", model="broken")
+    swapper = Swapper(
+        {"b": "broken"},
+        lambda _, known: ModelProcess(
+            context, partial(pretend, tmp_path / "notes"), settings, "", known
+        ),
+        queue,
+        TIMES,
+    )
+    try:
+        with pytest.raises(ModelFailedError, match=r"^broken \(queue b\): it is broken$"):
+            await swapper.start(asyncio.Event())
+    finally:
+        swapper.kill()
