@@ -142,6 +142,10 @@ chaos: $(SET_UP)
 chaos-cluster: $(SET_UP)
 	@$(BIN)/python -m tests.chaos --cluster valkey --seconds 1200 $(ARGS)
 
+# Streams of two models that change places on one worker, whose processes die.
+chaos-swapping: $(SET_UP)
+	@$(BIN)/python -m tests.worker.swapping.chaos $(ARGS)
+
 # Malformed requests against a running worker and a gateway: make fuzz ARGS="--count 100000 --seed 7".
 fuzz: $(SET_UP)
 	@$(BIN)/python -m tests.fuzz $(ARGS)

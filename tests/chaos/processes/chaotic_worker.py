@@ -13,7 +13,7 @@ from promptq.shared.protocol.claims import Claims, Room
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.settings import Settings
-from promptq.worker import command, service
+from promptq.worker import process, service
 from promptq.worker.__main__ import main as run_command
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch
@@ -77,7 +77,7 @@ def build_chaotic(settings: Settings, *rest: Any) -> Served:
 
 def main() -> None:
     """Run the command, with `sys.argv` as its arguments."""
-    command.build = build_chaotic
+    process.build = build_chaotic
     service.AsyncRequestQueue = NotingQueue
     break_scripts()
     run_command()

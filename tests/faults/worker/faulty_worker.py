@@ -15,7 +15,7 @@ from typing import Any
 
 from promptq.shared.protocol.request import Request
 from promptq.shared.runtime.settings import Settings
-from promptq.worker import command
+from promptq.worker import process
 from promptq.worker.__main__ import main
 from promptq.worker.engine.api.progress import Progress
 from promptq.worker.engine.core.llm_engine import LLMEngine
@@ -117,5 +117,5 @@ def build(settings: Settings, progress: Progress) -> Served:
 
 
 if __name__ == "__main__":
-    command.build = build
+    process.build = build
     main()

@@ -28,15 +28,16 @@ from promptq.shared.server.embedded import EmbeddedServer
 from tests.model_free_worker import text_of
 from tests.processes import StartedWorker, family_of
 from tests.requests import check_log
+from tests.roles import bring_in_roles
 
 QUEUES = ("a", "b")
 OPTIONS = [
     *("--model", "model-free", "--model", "model-free", "--queue", "a", "--queue", "b"),
-    *("--swap-least-seconds", "1", "--swap-longest-wait", "3", "--drain-seconds", "1"),
+    *("--swap-least-seconds", "1", "--swap-longest-wait", "3", "--drain-seconds", "0.3"),
     *("--lease-ms", "2000", "--max-num-seqs", "8", "--max-crashes", "1000"),
 ]
 _STREAMS = 6
-_MOST_TOKENS = 3000
+_MOST_TOKENS = 6000
 _MEAN_SECONDS = 5.0
 """Between two faults."""
 
@@ -88,7 +89,9 @@ class Run:
                 attempts.add(event.attempt)
             if text != text_of(seed, length):
                 self._violate(request_id, f"{count} tokens, not the {length} that it should have")
-            await asyncio.to_thread(self._check_log, client.queue, request_id, seed, length)
+            await asyncio.to_thread(
+                self._check_log, client.queue.keys.queue, request_id, seed, length
+            )
             self.outcome.completed += 1
             self.outcome.resumed += len(attempts) > 1
 
@@ -143,6 +146,7 @@ def main() -> int:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"chaos of swapping: seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
+        bring_in_roles(server.url)
         run = Run(Path(folder), server.url, seed, options.seconds)
         outcome = asyncio.run(run.run())
     for violation in outcome.violations:

@@ -33,10 +33,16 @@ def fitting_blocks(
 
     If that is None, as many as `wanted_tokens` need, up to a share of the memory that is free now
     without `reserved_bytes`, which is kept for other things. Raises ConfigurationError if fewer
-    than two fit.
+    than two fit, or if `memory_bytes` are not free.
     """
     block_bytes = bytes_per_token(specs) * block_size
     if memory_bytes is not None:
+        # A CPU's cache takes memory only where it is written, and the system would end the process.
+        if not counts_memory(device) and memory_bytes > (free := free_bytes(device)):
+            raise ConfigurationError(
+                f"--kv-cache-memory: {memory_bytes / 2**30:,.1f} GiB are asked for, and"
+                f" {free / 2**30:,.1f} GiB are free on {device}"
+            )
         num_blocks = memory_bytes // block_bytes
     else:
         memory_bytes = default_memory_bytes(device, reserved_bytes)

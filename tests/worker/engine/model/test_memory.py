@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,22 @@ def note_work(
 
     monkeypatch.setattr(ModelRunner, "launch", launching)
     monkeypatch.setattr(KVCache, "__init__", allocating)
+
+
+def test_a_cache_takes_memory_only_where_it_is_written() -> None:
+    """Or each start would write gigabytes of zeros."""
+    spec = check_model(loaded(), [TorchPaged()], 32).specs[0]
+    before = resident_bytes()
+    cache = KVCache([spec], num_blocks=2**24, block_size=4, device=CPU)
+    assert cache.num_blocks * 4 * cache.bytes_per_token > 2**32
+    cache.layers[0].key[2**23] = 1.0
+    assert cache.layers[0].key[2**23 : 2**23 + 2].sum() == cache.layers[0].key[0].numel()
+    assert resident_bytes() - before < 2**26
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_the_largest_step_is_measured_before_the_cache_is_allocated(
