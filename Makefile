@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-model-swap bench-pairs bench-redis-memory chaos chaos-cluster chaos-swapping fuzz soak clean
+.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -126,13 +126,21 @@ bench-lock: $(SET_UP)
 bench-pairs: $(SET_UP)
 	@$(BIN)/python -m benchmarks.pairs $(ARGS)
 
+# Two workers over one, each with the same share of the machine.
+bench-scaling-out: $(SET_UP)
+	@$(BIN)/python -m benchmarks.queue.scaling_out $(ARGS)
+
+# An urgent request behind a million that wait, against one behind 2,000.
+bench-long-queue: $(SET_UP)
+	@$(BIN)/python -m benchmarks.queue.long_queue $(ARGS)
+
 # How long no token comes while two models change places.
 bench-model-swap: $(SET_UP)
 	@$(BIN)/python -m benchmarks.model_swap $(ARGS)
 
 # Bytes of the server for a waiting request and a token.
 bench-redis-memory: $(SET_UP)
-	@$(BIN)/python -m benchmarks.redis_memory $(ARGS)
+	@$(BIN)/python -m benchmarks.queue.redis_memory $(ARGS)
 
 # Real processes under seeded faults, and an audit: make chaos ARGS="--seconds 3600 --seed 7".
 chaos: $(SET_UP)

@@ -105,7 +105,7 @@ def _text(request: Request) -> str:
     return request.prompt if isinstance(request.prompt, str) else ""
 
 
-def build(settings: Settings, progress: Progress) -> Served:
+def build(settings: Settings, progress: Progress, known: object) -> Served:
     runner = FaultyRunner(num_blocks=1024, step_seconds=STEP_SECONDS)
     engine = LLMEngine(
         runner,

@@ -1,0 +1,121 @@
+"""Two workers over one, each with the same share of the machine: how much more do they serve?
+
+`make bench-scaling-out`, and the same with `ARGS="--model model-free"`. Bursts go in turns to one
+worker and to both, on one server; the second worker is stopped while it is not its turn. A real
+model computes nearly all the time, so each worker has a core of its own. The model-free one has
+nothing to compute, so server and client need as much as the workers do: each worker gets a part of
+a core only (`--share`), by a control group, and must be run by root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.children import child
+from benchmarks.models import MODELS, model_dir
+from promptq import AsyncClient
+from promptq.shared.server.embedded import EmbeddedServer
+
+_CACHE = Path(__file__).parents[1] / ".cache"
+_GROUPS = Path("/sys/fs/cgroup")
+_PERIOD_US = 20_000
+_BURSTS = {"54m": (48, 48), "model-free": (6000, 1)}
+"""How many requests, and of how many tokens."""
+_BULK = 500
+
+
+async def burst_seconds(url: str, count: int, num_tokens: int) -> float:
+    """From the first request's enqueueing until the last one has its result."""
+    request = {
+        "prompt": "Once upon a time",
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+    }
+    async with AsyncClient(url) as client:
+        began = time.perf_counter()
+        for first in range(0, count, _BULK):
+            await client.enqueue_many([request] * min(_BULK, count - first))
+        while (stats := await client.stats()).waiting or stats.active:
+            await asyncio.sleep(0.01)
+        return time.perf_counter() - began
+
+
+@contextmanager
+def group_of(pid: int, share: float) -> Iterator[None]:
+    """Keep a process to this share of a core."""
+    old = _GROUPS / "cpu"
+    folder = (old if old.is_dir() else _GROUPS) / f"promptq-bench-{pid}"
+    folder.mkdir()
+    try:
+        quota = int(share * _PERIOD_US)
+        if old.is_dir():
+            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (folder / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+        (folder / "cgroup.procs").write_text(str(pid))
+        yield
+        (folder.parent / "cgroup.procs").write_text(str(pid))
+    finally:
+        folder.rmdir()
+
+
+def keep_to_core(pid: int, core: int) -> None:
+    """Keep all threads of a process to a core."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+
+def main() -> None:
+    """Measure in alternating pairs, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=_BURSTS, default="54m")
+    parser.add_argument("--share", type=float, default=0.25, help="of a core, without a model")
+    parser.add_argument("--pairs", type=int, default=7)
+    options = parser.parse_args()
+    is_real = options.model in MODELS
+    model = str(model_dir(MODELS[options.model], _CACHE)) if is_real else options.model
+    count, num_tokens = _BURSTS[options.model]
+    with ExitStack() as stack:
+        url = stack.enter_context(EmbeddedServer()).url
+        command = ("promptq.worker", "--redis", url, "--model", model, "--speculative-tokens", "0")
+        workers = []
+        for core in range(2):
+            pid, _ = stack.enter_context(child(*command, OMP_NUM_THREADS="1"))
+            workers.append(pid)
+            stack.callback(os.kill, pid, signal.SIGCONT)  # or it could not end
+            if is_real:
+                keep_to_core(pid, core)
+            else:
+                stack.enter_context(group_of(pid, options.share))
+
+        def seconds(num_workers: int) -> float:
+            os.kill(workers[1], signal.SIGCONT if num_workers == 2 else signal.SIGSTOP)
+            return asyncio.run(burst_seconds(url, count, num_tokens))
+
+        for num_workers in (2, 1):  # to warm up
+            seconds(num_workers)
+        ratios = []
+        for nth in range(options.pairs):
+            order = (1, 2) if nth % 2 == 0 else (2, 1)
+            found = {num_workers: seconds(num_workers) for num_workers in order}
+            ratios.append(found[1] / found[2])
+            print(f"one: {count / found[1]:,.1f} a second, two: {count / found[2]:,.1f}", flush=True)
+        low, _, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"{options.model}: two workers over one {statistics.median(ratios):.2f}, median of"
+            f" {options.pairs} pairs (half of them {low:.2f} to {high:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
