@@ -10,7 +10,6 @@ a core only (`--share`), by a control group, and must be run by root.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.children import child
 from benchmarks.models import MODELS, model_dir
-from promptq import AsyncClient
+from promptq import Client
 from promptq.shared.server.embedded import EmbeddedServer
 
 _CACHE = Path(__file__).parents[1] / ".cache"
@@ -32,7 +31,7 @@ _BURSTS = {"54m": (48, 48), "model-free": (6000, 1)}
 _BULK = 500
 
 
-async def burst_seconds(url: str, count: int, num_tokens: int) -> float:
+def burst_seconds(url: str, count: int, num_tokens: int) -> float:
     """From the first request's enqueueing until the last one has its result."""
     request = {
         "prompt": "Once upon a time",
@@ -40,12 +39,12 @@ async def burst_seconds(url: str, count: int, num_tokens: int) -> float:
         "ignore_eos": True,
         "temperature": 0.0,
     }
-    async with AsyncClient(url) as client:
+    with Client(url) as client:
         began = time.perf_counter()
         for first in range(0, count, _BULK):
-            await client.enqueue_many([request] * min(_BULK, count - first))
-        while (stats := await client.stats()).waiting or stats.active:
-            await asyncio.sleep(0.01)
+            client.enqueue_many([request] * min(_BULK, count - first))
+        while (stats := client.stats()).waiting or stats.active:
+            time.sleep(0.01)
         return time.perf_counter() - began
 
 
@@ -100,7 +99,7 @@ def main() -> None:
 
         def seconds(num_workers: int) -> float:
             os.kill(workers[1], signal.SIGCONT if num_workers == 2 else signal.SIGSTOP)
-            return asyncio.run(burst_seconds(url, count, num_tokens))
+            return burst_seconds(url, count, num_tokens)
 
         for num_workers in (2, 1):  # to warm up
             seconds(num_workers)
@@ -109,7 +108,8 @@ def main() -> None:
             order = (1, 2) if nth % 2 == 0 else (2, 1)
             found = {num_workers: seconds(num_workers) for num_workers in order}
             ratios.append(found[1] / found[2])
-            print(f"one: {count / found[1]:,.1f} a second, two: {count / found[2]:,.1f}", flush=True)
+            rates = [f"{count / found[num_workers]:,.1f}" for num_workers in (1, 2)]
+            print(f"requests a second: {rates[0]} by one, {rates[1]} by two", flush=True)
         low, _, high = statistics.quantiles(ratios, n=4)
         print(
             f"{options.model}: two workers over one {statistics.median(ratios):.2f}, median of"

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import redis.asyncio
+from redis.exceptions import NoPermissionError
 
 from promptq.shared.protocol.claims import Room
 from promptq.shared.queue import directory
@@ -95,7 +96,8 @@ class Standby:
         identity = await asyncio.to_thread(identify, settings)
         queue = AsyncRequestQueue(client, settings.queue, model=identity)
         await queue.take_batch(Room(max_count=0, token_budget=0))
-        await queue.run(directory.note_queue(settings.queue))
+        with suppress(NoPermissionError):  # the worker warns of it once its model is loaded
+            await queue.run(directory.note_queue(settings.queue))
         self.tell(Tells.REGISTERED)
         await self._loads.wait()
         is_alone = self._is_alone.is_set()

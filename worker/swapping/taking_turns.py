@@ -15,7 +15,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.settings import Settings
 from promptq.worker.liveness.health_server import HealthServer
-from promptq.worker.liveness.service_manager import notify
+from promptq.worker.liveness.service_manager import notify, watchdog_seconds
 from promptq.worker.process import handle_signals, open_when_there, serve_until_told, unless
 from promptq.worker.served_model import MODEL_FREE, NATIVE, shown_name
 from promptq.worker.swapping.model_process import ModelProcess, forking
@@ -35,7 +35,7 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     handle_signals(asyncio.get_running_loop(), lambda: (stop_now if stop.is_set() else stop).set())
     client = await unless(stop, open_when_there(redis_url, first.redis_wait))
-    context = forking("promptq.worker.command", *_libraries(first))
+    context = forking("promptq.worker.command", *_libraries(settings))
     target = partial(_serve_in_turn, _cores())
     swapper = Swapper(
         names,
@@ -49,11 +49,16 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
         if first.health_port is not None:
             probed = HealthServer(lambda: swapper.health, first.health_host, first.health_port)
         await swapper.start(stop)
-        each = ", ".join(f"{name} (queue {queue})" for queue, name in names.items())
-        line = f"ready after {time.monotonic() - started:.1f} s: models take turns: {each}"
-        print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
-        notify("READY=1")
-        await swapper.run(stop)
+        if not stop.is_set():
+            each = ", ".join(f"{name} (queue {queue})" for queue, name in names.items())
+            line = f"ready after {time.monotonic() - started:.1f} s: models take turns: {each}"
+            print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
+            notify("READY=1")
+            alive = asyncio.create_task(_tell_service_manager())
+            try:
+                await swapper.run(stop)
+            finally:
+                alive.cancel()
         notify("STOPPING=1")
         await swapper.drain(stop_now, first.drain_seconds + _LEAVING_SECONDS)
     finally:
@@ -63,17 +68,23 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
             await asyncio.to_thread(probed.close)
 
 
+async def _tell_service_manager() -> None:
+    """Tell systemd that this loop runs, if it waits for that."""
+    while (seconds := watchdog_seconds()) is not None:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(seconds)
+
+
 def _of_one(settings: Settings, nth: int) -> Settings:
     """The settings of the `nth` process: it has a port of its own, and its owner answers probes."""
     port = settings.metrics_port and settings.metrics_port + nth
     return settings.model_copy(update={"metrics_port": port, "health_port": None})
 
 
-def _libraries(settings: Settings) -> list[str]:
+def _libraries(settings: Sequence[Settings]) -> list[str]:
     """What takes long to import before a model can be loaded."""
-    if settings.engine != NATIVE or settings.model == MODEL_FREE:
-        return []
-    return ["promptq.worker.engine.model.model_runner"]
+    is_needed = any(it.engine == NATIVE and it.model != MODEL_FREE for it in settings)
+    return ["promptq.worker.engine.model.model_runner"] if is_needed else []
 
 
 def _cores() -> set[int] | None:

@@ -85,11 +85,15 @@ def read_until_silence(manager: socket.socket) -> None:
             manager.recv(100)
 
 
+@pytest.mark.parametrize(
+    "models", [[], ["--model", "model-free", "--queue", "default", "--queue", "other"]]
+)
 def test_a_worker_tells_of_its_start_its_life_and_its_end(
-    redis_url: str, notified: socket.socket
+    redis_url: str, notified: socket.socket, models: list[str]
 ) -> None:
+    """One of several models too: its processes are no matter of the service manager."""
     port = free_port()
-    command = [sys.executable, "-m", "promptq.worker", "--model", "model-free"]
+    command = [sys.executable, "-m", "promptq.worker", "--model", "model-free", *models]
     command += ["--redis", as_role("worker", redis_url), "--health-port", str(port)]
     with running(*command, "--drain-seconds", "60") as worker:
         assert notified.recv(100) == b"READY=1"
