@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from traceback import clear_frames
+from typing import TypeVar
 
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.logs import get_logger
@@ -24,6 +25,8 @@ from promptq.worker.engine.api.messages import (
     SequenceOutput,
     StepOutput,
 )
+
+T = TypeVar("T")
 
 _MAX_UNFETCHED_STEPS = 64
 _IDLE_TICK_SECONDS = 0.5
@@ -43,6 +46,8 @@ class EngineThread:
         self._aborts: deque[int] = deque()
         self._snapshots: deque[asyncio.Future[EngineSnapshot]] = deque()
         self._inbox = threading.Condition()
+        self._is_waiting = False
+        """Whether the thread waits for mail, or is about to."""
         self._outbox: deque[StepOutput] = deque()
         self._unfetched = threading.BoundedSemaphore(_MAX_UNFETCHED_STEPS)
         self._fetchable = asyncio.Event()
@@ -58,28 +63,24 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self, patience: float) -> None:
-        with self._inbox:
-            self._stopping = True
-            self._inbox.notify()
+        self._stopping = True
+        self._wake()
         while self._thread.is_alive() and self.seconds_without_progress() <= patience:
             self._take_outbox()
             await asyncio.sleep(0.005)
 
     def add(self, request: EngineRequest) -> None:
-        with self._inbox:
-            self._additions.append(request)
-            self._inbox.notify()
+        self._additions.append(request)
+        self._wake()
 
     def abort(self, sequence_id: int) -> None:
-        with self._inbox:
-            self._aborts.append(sequence_id)
-            self._inbox.notify()
+        self._aborts.append(sequence_id)
+        self._wake()
 
     async def snapshot(self) -> EngineSnapshot:
         answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
-        with self._inbox:
-            self._snapshots.append(answer)
-            self._inbox.notify()
+        self._snapshots.append(answer)
+        self._wake()
         return await answer
 
     async def fetch(self) -> list[StepOutput]:
@@ -105,6 +106,13 @@ class EngineThread:
     @property
     def _has_mail(self) -> bool:
         return bool(self._additions or self._aborts or self._snapshots)
+
+    def _wake(self) -> None:
+        """Wake the thread if it waits. Of many messages, only the first one pays for that."""
+        if self._is_waiting:
+            with self._inbox:
+                self._is_waiting = False
+                self._inbox.notify()
 
     def _take_outbox(self) -> list[StepOutput]:
         steps = []
@@ -134,13 +142,11 @@ class EngineThread:
 
     def _apply_inbox(self) -> bool:
         """Wait for work, and apply additions and aborts. Returns False to stop."""
-        with self._inbox:
-            while not (self._stopping or self._has_mail or self._engine.has_work):
-                self._last_progress = time.monotonic()
-                self._inbox.wait(_IDLE_TICK_SECONDS)
-            additions, self._additions = self._additions, deque()
-            aborts, self._aborts = self._aborts, deque()
-            snapshots, self._snapshots = self._snapshots, deque()
+        if not self._engine.has_work:
+            self._wait()
+        # Aborts are taken first: whatever was added before one of them is there by then.
+        snapshots, aborts = _all_of(self._snapshots), _all_of(self._aborts)
+        additions = _all_of(self._additions)
         for request in additions:
             try:
                 self._engine.add(request)
@@ -153,6 +159,16 @@ class EngineThread:
         if snapshots:
             self._answer(snapshots, self._engine.snapshot())
         return not self._stopping
+
+    def _wait(self) -> None:
+        """Wait for mail, or to be told to stop."""
+        with self._inbox:
+            self._is_waiting = True  # before it looks, so that nothing comes unnoticed after that
+            while not (self._stopping or self._has_mail):
+                self._last_progress = time.monotonic()
+                self._inbox.wait(_IDLE_TICK_SECONDS)
+                self._is_waiting = True
+            self._is_waiting = False
 
     def _answer(
         self, waiting: Iterable[asyncio.Future[EngineSnapshot]], snapshot: EngineSnapshot
@@ -183,3 +199,8 @@ class EngineThread:
     def _notify(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fetchable.set)
+
+
+def _all_of(mail: deque[T]) -> list[T]:
+    """Take what is there. The other thread may add to it meanwhile."""
+    return [mail.popleft() for _ in range(len(mail))]

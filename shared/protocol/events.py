@@ -24,6 +24,10 @@ def _numbers(values: list[int]) -> str:
     return f"[{','.join(map(str, values))}]"
 
 
+def _numbers_or_null(values: list[int] | None) -> str:
+    return "null" if values is None else _numbers(values)
+
+
 def _array(items: Sequence[BaseModel] | None) -> str:
     return "null" if items is None else f"[{','.join(it.model_dump_json() for it in items)}]"
 
@@ -67,6 +71,13 @@ class Usage(_Wire):
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    def to_json(self) -> str:
+        """The JSON form, written by hand as in `token_event_json`."""
+        return (
+            f'{{"prompt_tokens":{self.prompt_tokens},"completion_tokens":{self.completion_tokens}'
+            f',"cached_tokens":{self.cached_tokens}}}'
+        )
+
     @classmethod
     def of_samples(cls, usages: list[Usage]) -> Usage:
         """The usage of several samples of one prompt: the prompt counts once."""
@@ -96,6 +107,18 @@ class Stats(_Wire):
     resumed_inexactly: bool = False
     """Whether an attempt continued where tokens may differ from those of an undisturbed run. There
     is no gap and no repeat even then."""
+
+    def to_json(self) -> str:
+        """The JSON form, written by hand as in `token_event_json`."""
+        preempted_at, resumed_at = map(_numbers_or_null, (self.preempted_at, self.resumed_at))
+        return (
+            f'{{"queue_ms":{self.queue_ms},"prompt_ms":{self.prompt_ms}'
+            f',"generation_ms":{self.generation_ms}'
+            f',"tokens_per_second":{self.tokens_per_second},"attempts":{self.attempts}'
+            f',"preemptions":{self.preemptions},"recomputed_tokens":{self.recomputed_tokens}'
+            f',"preempted_at":{preempted_at},"resumed_at":{resumed_at}'
+            f',"resumed_inexactly":{"true" if self.resumed_inexactly else "false"}}}'
+        )
 
 
 class ErrorInfo(_Wire):
@@ -135,22 +158,17 @@ class TokenEvent(_Wire):
 
     def to_json(self) -> str:
         """The public JSON form, with `usage`, `stats` and `error` only if they are set."""
-        parts = [
-            token_event_json(
-                self.index,
-                self.token_ids,
-                self.text,
-                self.logprobs,
-                self.attempt,
-                "null" if self.finish_reason is None else f'"{self.finish_reason.value}"',
-            )[:-1]
-        ]
-        for name, value in (("usage", self.usage), ("stats", self.stats)):
-            if value is not None:
-                parts.append(f',"{name}":{value.model_dump_json()}')
-        if self.error is not None:
-            parts.append(f',"error":{self.error.to_json()}')
-        return "".join(parts) + "}"
+        reason = "null" if self.finish_reason is None else f'"{self.finish_reason.value}"'
+        parts = (("usage", self.usage), ("stats", self.stats), ("error", self.error))
+        return token_event_json(
+            self.index,
+            self.token_ids,
+            self.text,
+            self.logprobs,
+            self.attempt,
+            reason,
+            "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None),
+        )
 
 
 class Result(_Wire):
@@ -166,14 +184,14 @@ class Result(_Wire):
 
     def to_json(self) -> str:
         """The JSON form, as it is in the request's hash."""
-        return "".join(
-            (
-                f'{{"text":{_quoted(self.text)},"token_ids":{_numbers(self.token_ids)}',
-                f',"logprobs":{_array(self.logprobs)},"finish_reason":"{self.finish_reason.value}"',
-                f',"usage":{self.usage.model_dump_json()}',
-                f',"stats":{"null" if self.stats is None else self.stats.model_dump_json()}',
-                f',"error":{"null" if self.error is None else self.error.to_json()}}}',
-            )
+        return result_json(
+            self.text,
+            self.token_ids,
+            self.logprobs,
+            self.finish_reason,
+            self.usage.to_json(),
+            "null" if self.stats is None else self.stats.to_json(),
+            "null" if self.error is None else self.error.to_json(),
         )
 
     @classmethod
@@ -201,8 +219,10 @@ def token_event_json(
     logprobs: Sequence[TokenLogprob] | None,
     attempt: int,
     finish_reason: str = "null",
+    more: str = "",
 ) -> str:
-    """The JSON of a `TokenEvent`, without making one. `finish_reason` is JSON already.
+    """The JSON of a `TokenEvent`, without making one. `finish_reason` is JSON already, and so are
+    the fields in `more`.
 
     It is written by hand because there is one for each token. json.dumps takes three times as long,
     and making the model alone takes longer than this.
@@ -211,5 +231,22 @@ def token_event_json(
     return (
         f'{{"index":{index},"token_ids":[{numbers}],"text":{_quoted(text)}'
         f',"logprobs":{_array(logprobs)}'
-        f',"finish_reason":{finish_reason},"attempt":{attempt}}}'
+        f',"finish_reason":{finish_reason},"attempt":{attempt}{more}}}'
+    )
+
+
+def result_json(
+    text: str,
+    token_ids: list[int],
+    logprobs: Sequence[TokenLogprob] | None,
+    finish_reason: FinishReason,
+    usage: str,
+    stats: str,
+    error: str,
+) -> str:
+    """The JSON of a `Result`, without making one; the last three are JSON already."""
+    return (
+        f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
+        f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'
+        f',"error":{error}}}'
     )

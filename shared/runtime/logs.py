@@ -44,8 +44,8 @@ def configure_logs(level: str, form: str) -> None:
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        # Standard error is looked up late. Each line is one write, because others write there too.
-        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
+        # Each line is one write, because others write there too.
+        logger_factory=lambda *_: structlog.WriteLogger(cast("TextIO", _STANDARD_ERROR)),
         cache_logger_on_first_use=False,
     )
     handler = _StandardError()
@@ -70,6 +70,20 @@ def take_over_logs(*libraries: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+
+
+class _CurrentStandardError:
+    """Standard error, looked up for each line: it may be replaced after a logger was bound."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+_STANDARD_ERROR = _CurrentStandardError()
+"""One for all loggers, because it has their lock."""
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

@@ -78,7 +78,7 @@ class Prefetcher:
         self._broken: BaseException | None = None  # the exception of a slow preparation that failed
         self._too_small: Room | None = None  # the room for which the last claim found nothing
         self._task: asyncio.Task[None] | None = None
-        self._log = get_logger(worker_id=queue.worker_id)
+        self._log = get_logger(worker_id=queue.worker_id).bind()  # once, not at each line
 
     def start(self) -> None:
         """Start claiming. Raises RuntimeError if it runs already."""

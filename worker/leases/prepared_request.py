@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.events import (
     ErrorInfo,
-    Result,
     Stats,
-    TokenEvent,
     TokenLogprob,
     Usage,
+    result_json,
     token_event_json,
 )
 from promptq.shared.protocol.request import FinishReason, Request
@@ -117,27 +116,26 @@ class PreparedRequest:
                 cached_tokens=self.timing.cached_tokens if self.timing else 0,
             )
             self.stats, self.error = self._stats(num_emitted), error
-            event = TokenEvent(
-                index=index,
-                token_ids=token_ids,
-                text=text,
-                logprobs=logprobs,
-                finish_reason=finish_reason,
-                attempt=claim.attempt,
-                usage=usage,
-                stats=self.stats,
-                error=error,
+            told, stats = usage.to_json(), self.stats.to_json()
+            failure = None if error is None else error.to_json()
+            more = f',"usage":{told},"stats":{stats}'
+            if failure is not None:
+                more += f',"error":{failure}'
+            event_json = token_event_json(
+                index, token_ids, text, logprobs, claim.attempt, f'"{finish_reason.value}"', more
             )
-            result = Result(
-                text="".join((*self.texts, text)),
-                token_ids=[*self.token_ids, *token_ids],
-                logprobs=[*self.logprobs, *(logprobs or ())] or None,
-                finish_reason=finish_reason,
-                usage=usage,
-                stats=self.stats,
-                error=error,
+            result = result_json(
+                "".join((*self.texts, text)),
+                [*self.token_ids, *token_ids],
+                [*self.logprobs, *(logprobs or ())] or None,
+                finish_reason,
+                told,
+                stats,
+                failure or "null",
             )
-            row = Row.of(claim.request_id, claim.fence, event, result.to_json())
+            row = Row(
+                claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result
+            )
         self.token_ids += token_ids
         self.texts.append(text)
         self.logprobs += logprobs or ()

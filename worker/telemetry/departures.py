@@ -16,7 +16,7 @@ class Departures:
     def __init__(self, meter: Meter, tracer: RequestTracer, worker_id: str = "") -> None:
         self._meter = meter
         self._tracer = tracer
-        self._log = get_logger(worker_id=worker_id)
+        self._log = get_logger(worker_id=worker_id).bind()  # once, not at each line
 
     def note(self, lease: Lease, outcome: Outcome | None) -> None:
         """A request has left with this outcome. None means that there is nothing to note."""
