@@ -40,7 +40,9 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.2
 _OBJECTS_BEFORE_COLLECTION = 50_000
 _SWITCH_SECONDS = 0.0005
-"""The engine's thread gets the interpreter so soon after a step. The default would be 5 ms."""
+"""An engine's thread gets the interpreter so soon after it computed. The default would be 5 ms. If
+nothing computes, all threads need the lock all the time, and each change of thread costs more than
+it gains."""
 
 
 class Turn(Protocol):
@@ -81,7 +83,6 @@ def _explain(error: RedisError, redis_url: str) -> PromptqError:
 
 async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
     Keys(settings.queue)  # refuses a wrong name before a model is loaded
-    sys.setswitchinterval(_SWITCH_SECONDS)
     started = time.monotonic()
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
@@ -114,6 +115,8 @@ async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
         finally:
             start_up.close()
         _spare_the_collector()
+        if served.computes_here:
+            sys.setswitchinterval(_SWITCH_SECONDS)
         worker = Worker(settings, served, client, start_up.seconds, tracing)
         exposed = None
         if settings.metrics_port is not None:

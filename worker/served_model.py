@@ -57,6 +57,11 @@ class Served:
     verdict: Verdict | None = None
     """What another load of the same model need not check again."""
 
+    @property
+    def computes_here(self) -> bool:
+        """Whether steps of this process compute, which they do without the interpreter's lock."""
+        return bool(self.dtype) and not isinstance(self.engine, EnginePort)
+
 
 def parse_size(text: str) -> int:
     """Bytes of '4G', '512M' or '1048576'. Raises ConfigurationError."""
