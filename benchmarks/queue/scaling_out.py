@@ -26,9 +26,11 @@ from promptq.shared.server.embedded import EmbeddedServer
 _CACHE = Path(__file__).parents[1] / ".cache"
 _GROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000
-_BURSTS = {"54m": (48, 48), "model-free": (6000, 1)}
+_BURSTS = {"54m": (96, 24), "model-free": (6000, 1)}
 """How many requests, and of how many tokens."""
 _BULK = 500
+_OPTIONS = ("--speculative-tokens", "0", "--max-num-seqs", "8")
+"""So few places that there is work for both until the end."""
 
 
 def burst_seconds(url: str, count: int, num_tokens: int) -> float:
@@ -86,7 +88,7 @@ def main() -> None:
     count, num_tokens = _BURSTS[options.model]
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
-        command = ("promptq.worker", "--redis", url, "--model", model, "--speculative-tokens", "0")
+        command = ("promptq.worker", "--redis", url, "--model", model, *_OPTIONS)
         workers = []
         for core in range(2):
             pid, _ = stack.enter_context(child(*command, OMP_NUM_THREADS="1"))
