@@ -36,5 +36,6 @@ def pretend(notes: Path, settings: Settings, _redis_url: str, owner: Connection)
         if settings.model == "broken":
             tell(Tells.FAILED, "it is broken")
             sys.exit(1)
+        time.sleep(0.2)  # loading takes longer than what else may happen at once
         is_large = settings.model == "large" and told is Told.LOAD
         tell(Tells.NO_ROOM if is_large else Tells.SERVING)
