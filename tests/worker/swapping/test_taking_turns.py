@@ -151,8 +151,8 @@ def test_a_second_signal_gives_back_what_runs(
         until(lambda: any(it.state == "draining" for it in models_of(queues)[0]))
         worker.terminate()
         assert worker.wait() == 0
-        states = {queues[0].run(lookups.state(queues[0].keys, each)) for each in request_ids}
-        assert states == {RequestState.WAITING}
+        given_back = [it for it in request_ids if not is_complete(queues[0], it)]
+        assert any(num_tokens(queues[0], it) for it in given_back)
 
 
 def test_a_real_model_beside_another_and_probes_of_both(
