@@ -34,7 +34,7 @@ from promptq.worker.liveness.engine_watchdog import EngineWatchdog
 from promptq.worker.liveness.health_server import Health
 from promptq.worker.liveness.heartbeat import INTERVAL_SECONDS, Heartbeat
 from promptq.worker.liveness.lease_timer import LeaseTimer
-from promptq.worker.liveness.reaper import Reaper
+from promptq.worker.liveness.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.liveness.service_manager import notify, watchdog_seconds
 from promptq.worker.publishing.cancellation import Cancellation
 from promptq.worker.publishing.coalescer import Coalescer, default_rate
@@ -45,7 +45,6 @@ from promptq.worker.telemetry.departures import Departures
 from promptq.worker.telemetry.meter import Meter
 from promptq.worker.telemetry.tracing import RequestTracer
 
-_REAPS_PER_LEASE = 4
 _NOTE_SECONDS = 5.0
 """How often the queue's name is added to those of the server."""
 
@@ -162,7 +161,7 @@ class Worker:
         self._spawn(self._every(0.0, self._cancels.run_once))
         self._spawn(self._lease_timer.run())
         self._spawn(self._every(INTERVAL_SECONDS, self._beat))
-        self._spawn(self._every(lease_ms / 1000 / _REAPS_PER_LEASE, self._reaper.run_once))
+        self._spawn(self._every(lease_ms / 1000 / REAPS_PER_LEASE, self._reaper.run_once))
         self._spawn(self._every(_NOTE_SECONDS, self._note_queue))
         if (seconds := watchdog_seconds()) is not None:
             self._spawn(self._every(seconds, self._tell_service_manager))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
 
+REAPS_PER_LEASE = 4
+
 
 class Reaper:
     """`run_once` is called several times within a lease.

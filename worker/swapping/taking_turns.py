@@ -7,14 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+
+import redis.asyncio
+from redis.exceptions import RedisError
 
 from promptq.shared.errors import PromptqError
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.settings import Settings
+from promptq.shared.runtime.tasks import end
 from promptq.worker.liveness.health_server import HealthServer
+from promptq.worker.liveness.reaper import REAPS_PER_LEASE, Reaper
 from promptq.worker.liveness.service_manager import notify, watchdog_seconds
 from promptq.worker.process import handle_signals, open_when_there, serve_until_told, unless
 from promptq.worker.served_model import MODEL_FREE, NATIVE, shown_name
@@ -54,11 +60,13 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
             line = f"ready after {time.monotonic() - started:.1f} s: models take turns: {each}"
             print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
             notify("READY=1")
-            alive = asyncio.create_task(_tell_service_manager())
+            queues = [_queue_of(it, client) for it in by_queue.values()]
+            beside = [_tell_service_manager(), _reap(queues)]
+            tasks = [asyncio.create_task(it) for it in beside]
             try:
                 await swapper.run(stop)
             finally:
-                alive.cancel()
+                await end(tasks)
         notify("STOPPING=1")
         await swapper.drain(stop_now, first.drain_seconds + _LEAVING_SECONDS)
     finally:
@@ -66,6 +74,23 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
         await client.aclose()
         if probed is not None:
             await asyncio.to_thread(probed.close)
+
+
+def _queue_of(settings: Settings, client: redis.asyncio.Redis) -> AsyncRequestQueue:
+    crashes = settings.max_crashes
+    lease_ms = settings.lease_ms
+    return AsyncRequestQueue(client, settings.queue, lease_ms=lease_ms, max_crashes=crashes)
+
+
+async def _reap(queues: Sequence[AsyncRequestQueue]) -> None:
+    """Have requests of crashed processes wait again, since a queue whose model is not loaded has no
+    worker that does that. Only what waits gets its model loaded."""
+    reapers = [Reaper(queue) for queue in queues]
+    while True:
+        await asyncio.sleep(queues[0].lease_ms / 1000 / REAPS_PER_LEASE)
+        for reaper in reapers:
+            with suppress(RedisError, OSError):
+                await reaper.run_once()
 
 
 async def _tell_service_manager() -> None:

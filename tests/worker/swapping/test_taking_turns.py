@@ -21,7 +21,7 @@ from promptq.shared.queue.request_queue import RequestQueue
 from promptq.worker.shipped import MODEL_DIR
 from tests.model_free_worker import text_of
 from tests.processes import family_of, running, started
-from tests.requests import check_log, num_tokens, put, result_of
+from tests.requests import check_log, new, num_tokens, put, result_of
 from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "promptq.worker"]
@@ -119,6 +119,29 @@ def test_a_model_whose_process_is_killed_goes_on(
         check(queues[0], request_id, 7, LONG)
         [told] = worker.logged("a model's process ended")
         assert told["error"] == "exit code -9"
+
+
+def test_a_delayed_request_gets_its_model_when_it_is_due(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    with started(tmp_path, redis_url, *BOTH, "--lease-ms", "1000"):
+        [request_id] = queues[1].enqueue([new(delay_ms=300, seed=5, max_tokens=9)])
+        check(queues[1], request_id, 5, 9)
+
+
+def test_what_a_killed_process_held_gets_its_model_back(
+    redis_url: str, queues: Queues, tmp_path: Path
+) -> None:
+    """Even if another model has its place, so that no worker of the queue is there to reap."""
+    with started(tmp_path, redis_url, *BOTH, "--lease-ms", "1000") as worker:
+        request_id = put(queues[1], seed=7, max_tokens=LONG)
+        until(lambda: num_tokens(queues[1], request_id))
+        [serving] = until(lambda: models_of(queues)[1])
+        os.kill(serving.pid, signal.SIGKILL)
+        other = put(queues[0], seed=8, max_tokens=20)
+        check(queues[0], other, 8, 20)
+        assert worker.logged("another model")[-1]["loads"] == "model-free (queue a)"
+        check(queues[1], request_id, 7, LONG)
 
 
 def test_the_processes_end_with_their_owner(redis_url: str, queues: Queues, tmp_path: Path) -> None:
