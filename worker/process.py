@@ -86,10 +86,7 @@ async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
     started = time.monotonic()
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    handle_signals(asyncio.get_running_loop(), on_signal)
+    handle_signals(stop, stop_now)
     if turn is not None:
         turn.listen(stop, stop_now)
 
@@ -153,12 +150,16 @@ async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
         _leave_at_once()
 
 
-def handle_signals(loop: asyncio.AbstractEventLoop, on_signal: Callable[[], None]) -> None:
-    """Call `on_signal` in the loop at each SIGTERM and SIGINT.
+def handle_signals(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
+    """Set `stop` at the first SIGTERM or SIGINT, and `stop_now` at a further one.
 
     Handlers of the loop itself would end with the loop. A further signal while the process ends
     would then turn success into a failure.
     """
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         with suppress(RuntimeError):  # the loop is closed

@@ -54,7 +54,6 @@ class ModelProcess:
         known: Known | None = None,
     ) -> None:
         """`known` is what an earlier process of this model found out."""
-        self.settings = settings
         self.has_room = True
         """Whether its model fits beside those that are in memory."""
         self.failure = ""

@@ -21,6 +21,8 @@ _LOOK_SECONDS = 0.02
 _READ_SECONDS = 0.2
 _GUESSED_LOAD_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+_MOST_DOUBLINGS = 10
+"""After a day of failures the number would be too large for a float."""
 
 
 class ModelFailedError(PromptqError):
@@ -149,8 +151,8 @@ class Swapper:
             exit_code, why = place.process.exit_code, place.process.failure
             if exit_code and place.not_before == 0.0:
                 place.num_failures += 1
-                pause = _FIRST_PAUSE_SECONDS * 2 ** (place.num_failures - 1)
-                pause = min(pause, _LONGEST_PAUSE_SECONDS)
+                doublings = min(place.num_failures - 1, _MOST_DOUBLINGS)
+                pause = min(_FIRST_PAUSE_SECONDS * 2**doublings, _LONGEST_PAUSE_SECONDS)
                 self._log.error(
                     "a model's process ended",
                     model=self._described(name),

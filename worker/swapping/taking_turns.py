@@ -39,7 +39,7 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
     by_queue = {it.queue: _of_one(it, nth) for nth, it in enumerate(settings)}
     names = {queue: shown_name(it.model) for queue, it in by_queue.items()}
     stop, stop_now = asyncio.Event(), asyncio.Event()
-    handle_signals(asyncio.get_running_loop(), lambda: (stop_now if stop.is_set() else stop).set())
+    handle_signals(stop, stop_now)
     client = await unless(stop, open_when_there(redis_url, first.redis_wait))
     context = forking("promptq.worker.command", *_libraries(settings))
     target = partial(_serve_in_turn, _cores())
