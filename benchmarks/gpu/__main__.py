@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -39,6 +40,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model and short lengths")
     parser.add_argument("--seconds", type=float, default=480, help="start nothing after this long")
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument(
+        "--measure-what-is-wrong", action="store_true", help="go on when a check fails"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     if options.device == "cpu":
@@ -47,7 +51,13 @@ def main() -> int:
 
     stand_in()  # before anything of the engine is imported
     report = Report(options.seconds)
-    measure(report, options.device, options.tiny, peers=not options.without_peers)
+    measure(
+        report,
+        options.device,
+        options.tiny,
+        peers=not options.without_peers,
+        whatever_is_wrong=options.measure_what_is_wrong,
+    )
     report.print_table()
     if options.json is not None:
         options.json.write_text(json.dumps(report.figures, indent=1))
@@ -79,7 +89,8 @@ class Report:
             result = work()
         except Exception as error:
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
-            print(f"  FAILED: {type(error).__name__}: {error}"[:600])
+            print(f"  FAILED: {type(error).__name__}: {error}"[:4000])
+            traceback.print_tb(error.__traceback__, limit=-6, file=sys.stdout)
             return None
         print(f"  ({time.perf_counter() - began:.1f} s)", flush=True)
         return result
@@ -109,7 +120,9 @@ class Report:
         print(f"  {name}: {text}", flush=True)
 
 
-def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> None:
+def measure(
+    report: Report, device_name: str, tiny: bool, *, peers: bool, whatever_is_wrong: bool
+) -> None:
     import torch
 
     from benchmarks.gpu import checks, measures, models, throughput, timing
@@ -134,9 +147,10 @@ def measure(report: Report, device_name: str, tiny: bool, *, peers: bool) -> Non
         ("whole models", lambda: checks.check_models(device, tiny=tiny)),
     ):
         result = report.part(name, work)
-        if result is None:
+        if result is not None:
+            report.say(name, result, result)
+        elif not whatever_is_wrong:
             return  # what is wrong need not be fast
-        report.say(name, result, result)
 
     ceilings = report.part("ceilings", lambda: timing.measure_ceilings(device, tiny=tiny))
     if ceilings is None:
@@ -250,6 +264,12 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
     ):
         figures = report.part(name, partial(measured, bench, ceilings, repeats=repeats))
         say_all(report, figures)
+    if bench.device.type == "cuda":
+        for what, contexts in [*bench.size.decodes.items()][:2]:
+            work = partial(measures.measure_kernels, bench, contexts)
+            for kernel in report.part(f"kernels of a decode step, {what}", work) or []:
+                text = f"{kernel.launches:5.1f} times {kernel.each:7.1f} us"
+                report.say(f"{what}: {kernel.name}", kernel.in_step, text)
 
 
 def say_all(report: Report, figures: list[Figure] | None) -> None:

@@ -58,7 +58,8 @@ class TopLogprob:
 class TokenLogprob:
     token_id: int
     logprob: float
-    top: list[TopLogprob]
+    rank: int
+    top: list[TopLogprob] | None
 
 
 def stand_in() -> None:

@@ -53,22 +53,29 @@ TINY_FAMILIES = ["qwen3", "gpt_oss"]
 
 
 def check_kernels(device: torch.device, *, tiny: bool) -> str:
-    """Raises AssertionError naming the case that is off, with its seed."""
+    """Raises AssertionError naming all cases that are off, with their seed."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     cases = TINY_CASES if tiny else CASES
+    wrong: list[str] = []
     for dtype, shape, pattern, softcap in cases:
         for step in TINY_STEPS if tiny else STEPS:
+            what = f"{dtype} {shape} {step} {pattern} softcap {softcap}"
             case = Case(step, shape, dtype=dtype, device=device, seed=seed)
             sinks = None if softcap is None else case.sinks
             scoring = Scoring(shape.key_size**-0.5, pattern, softcap, sinks)
-            output = case.attend(TritonPaged(), scoring)
+            try:
+                output = case.attend(TritonPaged(), scoring)
+            except Exception as error:  # the compiler's, of one variant: see how the others fare
+                wrong.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
+                continue
             off = off_by(output, case.expected(scoring))
-            what = f"{dtype} {shape} {step} {pattern} softcap {softcap} seed {seed}"
             if not off < TOLERANCE[dtype]:
-                raise AssertionError(f"off by {off:.2g}: {what}")
-            if not case.untouched():
-                raise AssertionError(f"wrote elsewhere in the cache: {what}")
+                wrong.append(f"{what}: off by {off:.2g}")
+            elif not case.untouched():
+                wrong.append(f"{what}: wrote elsewhere in the cache")
             worst = max(worst, off / TOLERANCE[dtype])
+    if wrong:
+        raise AssertionError("\n".join([f"{len(wrong)} wrong, seed {seed}", *wrong]))
     return f"{len(cases)} cases against fp64, seed {seed}; worst at {worst:.0%} of its tolerance"
 
 
@@ -81,19 +88,29 @@ def check_models(device: torch.device, *, tiny: bool) -> str:
         for length in (1, 13, 30, 6, 21, 45)
     ]
     families = TINY_FAMILIES if tiny else FAMILIES
+    wrong: list[str] = []
     for family in families:
         model = make_model(family, seed=7)
         expected = [generate(model, prompt, 16) for prompt in prompts]
         model.requires_grad_(False).to(device)
-        runner = ModelRunner.of(
-            LoadedModel(family, model, frozenset()),
-            LoadOptions(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=4),
-        )
-        engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24)
-        outputs = run(engine, prompts, 16)
+        try:
+            outputs = _outputs(LoadedModel(family, model, frozenset()), prompts)
+        except Exception as error:
+            wrong.append(f"{family}: {type(error).__name__}: {str(error)[:400]}")
+            continue
         if outputs != expected:
-            raise AssertionError(f"{family}, seed {seed}: {outputs} instead of {expected}")
+            wrong.append(f"{family}: {outputs} instead of {expected}")
+    if wrong:
+        raise AssertionError("\n".join([f"{len(wrong)} wrong, seed {seed}", *wrong]))
     return f"{len(families)} families, {len(prompts)} requests each, seed {seed}: as `generate`"
+
+
+def _outputs(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
+    runner = ModelRunner.of(
+        loaded,
+        LoadOptions(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=96, block_size=4),
+    )
+    return run(LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=24), prompts, 16)
 
 
 GREEDY = SamplingParams(temperature=0.0)

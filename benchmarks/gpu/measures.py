@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.cases import Case, Shape
+from benchmarks.gpu.kernels import KernelTime, kernels_of
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
 from benchmarks.gpu.timing import Ceilings, seconds
 from promptq.worker.engine.attention.backend import Scoring
@@ -52,6 +54,16 @@ def measure_decode(
                 name = f"decode, {what}{', compiled' * compiled}, {way}"
                 figures.append(Figure(name, took * 1e3, floor * 1e3))
     return figures
+
+
+@torch.inference_mode()
+def measure_kernels(bench: Bench, contexts: list[int]) -> list[KernelTime]:
+    """The kernels of a decode step that is replayed as a graph."""
+    step = bench.step(contexts, 1)
+    rows = torch.arange(len(contexts), device=bench.device)
+    with bench.layers(compiled=False) as model:
+        graphed = bench.graphed(model, len(contexts))
+        return kernels_of(lambda: graphed.logits(step, rows))
 
 
 def decode_floor(bench: Bench, ceilings: Ceilings, contexts: list[int]) -> float:
@@ -141,7 +153,9 @@ def _varlen(case: Case, scoring: Scoring) -> torch.Tensor:
         raise RuntimeError(reason)
     rows = torch.tensor(layout.query_starts, dtype=torch.int32, device=device)
     most = max(layout.context_lens)
-    causal: dict[str, Any] = {"scale": scoring.scale, "enable_gqa": True, "window_size": (-1, 0)}
+    causal: dict[str, Any] = {"scale": scoring.scale, "window_size": (-1, 0)}
+    if "enable_gqa" in signature(varlen_attn).parameters:  # others share K and V without it
+        causal["enable_gqa"] = True
     if layout.num_decodes == 0:
         return varlen_attn(
             case.query, case.new_keys, case.new_values, rows, rows, most, most, **causal

@@ -26,6 +26,7 @@ PARAMS = {
     "penalties": SamplingParams(
         temperature=0.8, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2
     ),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=5),
 }
 
 

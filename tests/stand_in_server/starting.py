@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import Any
 
 import httpx2
@@ -37,11 +38,13 @@ def stand_in_server(dialect: str, *options: str, port: int | None = None) -> Ite
     """A stand-in until the end of the context."""
     port = port or free_port()
     command = (sys.executable, "-m", "tests.stand_in_server", dialect, "--port", str(port))
-    with running(*command, *options) as process:
+    with TemporaryFile("w+") as said, running(*command, *options, stderr=said) as process:
         stand_in = StandIn(f"http://127.0.0.1:{port}", process.pid)
 
         def answers() -> bool:
-            assert process.poll() is None, "it has ended"
+            if process.poll() is not None:
+                said.seek(0)
+                raise AssertionError(f"it ended with {process.returncode}: {said.read()}")
             try:
                 return stand_in.told() is not None
             except httpx2.HTTPStatusError:

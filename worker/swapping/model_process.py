@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -32,11 +32,24 @@ def forking(*libraries: str) -> ForkServerContext:
 
     They are forked from a process that does nothing else: this one has threads.
     """
-    # Without this, the server of forks would import from the current folder.
-    os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*libraries])
     return context
+
+
+@contextmanager
+def _not_importing_from_here() -> Iterator[None]:
+    """The server of forks, which the first start starts, would else import from the current folder.
+    This process goes on as it was, and so does what it starts later."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 class ModelProcess:
@@ -64,7 +77,8 @@ class ModelProcess:
         self._state = ProcessState.STARTING
         self._line, its_end = context.Pipe()
         self._process = context.Process(target=target, args=(settings, redis_url, its_end))
-        self._process.start()
+        with _not_importing_from_here():
+            self._process.start()
         its_end.close()
 
     @property

@@ -50,7 +50,8 @@ def test_checks_and_measures(tmp_path: Path) -> None:
         "prefill, 2 of length 20, compiled",
     }
     assert all(figures[name]["ms"] > 0 for name in figures if name.startswith("decode"))
-    for served in ("1 at once", "4 at once", "2 at once, top_p", "2 at once, penalties"):
+    params = ("top_p", "penalties", "logprobs")
+    for served in ("1 at once", "4 at once", *(f"2 at once, {each}" for each in params)):
         assert figures[f"serving, {served}"] > 0
     assert figures["a prompt of 30 beside 2 decodes"]["first token"] > 0
     assert "first token p50" in figures["Poisson arrivals at 70% of that rate"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -77,6 +78,19 @@ async def test_a_change_has_two_models_in_memory_only_if_there_is_room(
 
         await async_until(lambda: len(noted()) >= len(told))
         assert noted() == told
+
+
+def test_what_this_process_starts_later_may_import_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the processes of models may not."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    before = dict(os.environ)
+    context = forking("tests.worker.swapping.stand_in")
+    target = partial(pretend, tmp_path / "notes")
+    process = ModelProcess(context, target, Settings(queue="a", model="small"), "")
+    process.kill()
+    assert dict(os.environ) == before
 
 
 async def test_a_model_that_does_not_load_leaves_the_other_one_alone(

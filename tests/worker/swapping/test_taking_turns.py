@@ -70,9 +70,10 @@ def test_each_queue_gets_its_model_when_it_has_work(
 ) -> None:
     with started(tmp_path, redis_url, *BOTH) as worker:
         assert [len(it) for it in models_of(queues)] == [1, 0], "the first one is loaded at once"
-        for n, queue in enumerate((queues[1], queues[0], queues[1])):
-            check(queue, put(queue, seed=n, max_tokens=20), n, 20)
-        until(lambda: [len(it) for it in models_of(queues)] == [0, 1])
+        for n, at in enumerate((1, 0, 1)):
+            check(queues[at], put(queues[at], seed=n, max_tokens=20), n, 20)
+            # A process that leaves may still serve what it had claimed.
+            until(lambda at=at: [len(it) for it in models_of(queues)] == [1 - at, at])
         swaps = worker.logged("another model")
         assert [it["loads"] for it in swaps] == [
             f"model-free (queue {name})" for name in ("b", "a", "b")
@@ -167,8 +168,9 @@ def lives(pid: int) -> bool:
 def test_a_second_signal_gives_back_what_runs(
     redis_url: str, queues: Queues, tmp_path: Path
 ) -> None:
-    with started(tmp_path, redis_url, *BOTH, "--drain-seconds", "3600") as worker:
-        request_ids = [put(queues[0], seed=n, max_tokens=8000) for n in range(60)]
+    options = [*BOTH, "--drain-seconds", "3600", "--max-num-seqs", "256"]
+    with started(tmp_path, redis_url, *options) as worker:
+        request_ids = [put(queues[0], seed=n, max_tokens=8000) for n in range(256)]
         until(lambda: num_tokens(queues[0], request_ids[0]))
         worker.terminate()
         until(lambda: any(it.state == "draining" for it in models_of(queues)[0]))

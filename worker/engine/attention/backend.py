@@ -110,8 +110,8 @@ class StepLayout:
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """What a backend computes once per step and uses in every layer."""
     lists: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """The work lists that came with the step's inputs: of decodes by their Pattern, and of chunks
-    by the size of their tiles. Those of a padded step have keys (kind, pattern or size)."""
+    """The work lists that came with the step's inputs: of decodes by their SpanList, and of chunks
+    by the size of their tiles. Those of a padded step have keys (kind, one of these)."""
     asked: AskedLists = field(default_factory=AskedLists)
     """Where a backend notes which lists it asks for."""
 

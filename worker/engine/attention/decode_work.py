@@ -1,7 +1,8 @@
-"""The parts that the contexts of decodes are cut into, so that a device's programs share them.
+"""The parts that the contexts of decodes are cut into, and how a device's programs share them.
 
-A kernel with a fixed number of programs takes one part after another from a list. How a context is
-cut depends on its own length alone. So the bits of a row's result do not depend on the other rows.
+How a context is cut depends on its own length alone. So the bits of a row's result do not depend on
+the other rows. A kernel with a fixed number of programs takes one span after another from a list,
+where a span is one or more successive parts of a sequence. How long spans are depends on the batch.
 """
 
 from __future__ import annotations
@@ -23,36 +24,88 @@ PART_TOKENS = 256
 """The tokens of a part. A shorter one would take longer to start than to read."""
 MAX_PARTS = 64
 """The most parts of one context. Longer contexts have parts of twice the size, and so on."""
-FIELDS = 6
-"""The numbers that describe a part (see `cut`)."""
+FIELDS = 7
+"""The numbers that describe a span (see `cut`)."""
+START_TOKENS = 64
+"""How many tokens a program reads in the time that it takes to start a span."""
+MAX_SPAN_TOKENS = 4096
+
+_Numbers = npt.NDArray[np.int64]
 
 
-def cut(contexts: Sequence[int], pattern: Pattern) -> npt.NDArray[np.int32]:
-    """[1 + num_parts, FIELDS]: the work list of decodes whose contexts are so long.
+@dataclass(frozen=True, slots=True)
+class SpanList:
+    """Which list of spans layers ask for: that of their pattern, made for the number of spans whose
+    KV heads a launch computes at once."""
 
-    The first row begins with the number of parts. Each further row is a part: its sequence, its
-    first token and the one after its last, its place in the memory for results, the place of its
-    sequence's first part, and the number of its sequence's parts. The parts of a sequence are in
-    order there. In the list the longest parts come first. A context of 0, which pads a batch, has
-    one part without tokens. A context of -1, which stands for a row of a chunk, has none.
+    pattern: Pattern
+    at_once: int
+
+
+def cut(contexts: Sequence[int], asked: SpanList) -> npt.NDArray[np.int32]:
+    """[1 + num_spans, FIELDS]: the work list of decodes whose contexts are so long.
+
+    The first row begins with the number of spans. Each further row is a span: its sequence, its
+    first token and the one after its last, the place of its first part in the memory for results,
+    that of its sequence's first part, the number of its sequence's parts, and the tokens of each
+    part but the last. The parts of a sequence have their places in order. In the list the longest
+    spans come first. A context of 0, which pads a batch, has one span without tokens. A context of
+    -1, which stands for a row of a chunk, has none.
     """
     last = np.array(contexts, dtype=np.int64)
-    first = np.array([pattern.first_visible(max(0, context - 1)) for context in contexts], np.int64)
+    starts = [asked.pattern.first_visible(max(0, context - 1)) for context in contexts]
+    first = np.array(starts, dtype=np.int64)
     length = last - first
     size = np.full_like(length, PART_TOKENS)
     while (too_many := size * MAX_PARTS < length).any():
         size[too_many] *= 2
-    count = np.where(last < 0, 0, np.maximum(1, -(-length // size)))
+    count = _quotient(length, size)
     first_place = np.cumsum(count) - count
-    sequence = np.repeat(np.arange(len(contexts)), count)
-    place = np.arange(len(sequence))
-    start = first[sequence] + (place - first_place[sequence]) * size[sequence]
-    end = np.minimum(start + size[sequence], last[sequence])
-    parts = [sequence, start, end, place, first_place[sequence], count[sequence]]
+    tokens = _span_tokens(length, size, asked.at_once)
+    sequence, start = _spans(length, tokens)
+    end = np.minimum(start + tokens[sequence], length[sequence])
+    place = first_place[sequence] + start // size[sequence]
+    fields = [sequence, first[sequence] + start, first[sequence] + end, place]
+    fields += [each[sequence] for each in (first_place, count, size)]
     work = np.zeros((1 + len(sequence), FIELDS), dtype=np.int32)
     work[0, 0] = len(sequence)
-    work[1:] = np.stack(parts, axis=1)[np.argsort(start - end, kind="stable")]
+    work[1:] = np.stack(fields, axis=1)[np.argsort(start - end, kind="stable")]
     return work
+
+
+def _span_tokens(length: _Numbers, size: _Numbers, at_once: int) -> _Numbers:
+    """The tokens of each sequence's spans: parts of these sizes, as many as make the launch short.
+
+    Long spans are started less often, and short ones are shared more evenly.
+    """
+    best, shortest = size, np.inf
+    tokens = PART_TOKENS
+    while tokens <= MAX_SPAN_TOKENS:
+        candidate = np.maximum(size, tokens)
+        sequence, start = _spans(length, candidate)
+        spans = np.sort(np.minimum(candidate[sequence], length[sequence] - start))[::-1]
+        of_first_program = spans[::at_once]  # no other one has more
+        time = of_first_program.sum() + START_TOKENS * len(of_first_program)
+        if time <= shortest:
+            best, shortest = candidate, time
+        if len(spans) <= at_once:  # each is computed at once already
+            break
+        tokens *= 2
+    return best
+
+
+def _spans(length: _Numbers, tokens: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """The sequence of each span, and the place of its first token in it."""
+    count = _quotient(length, tokens)
+    sequence = np.repeat(np.arange(len(length)), count)
+    index = np.arange(len(sequence)) - (np.cumsum(count) - count)[sequence]
+    return sequence, index * tokens[sequence]
+
+
+def _quotient(length: _Numbers, tokens: _Numbers) -> _Numbers:
+    """How many pieces of so many tokens there are: one of a sequence without tokens."""
+    quotient: _Numbers = np.where(length < 0, 0, np.maximum(1, -(-length // tokens)))
+    return quotient
 
 
 def most_parts(context: int) -> int:
@@ -74,11 +127,11 @@ class PartResults:
 
 
 class DecodeWork:
-    """The work lists of decodes, one for each pattern that layers have, and memory for results.
+    """The work lists of decodes, one for each SpanList that layers ask for, and memory for results.
 
     There is room for `contexts`, the lengths of the sequences. `fill` may replace them by others
     that are no longer. The tensors then stay where they are, as graphs that are replayed need it.
-    Lists that are on the device already are given by their patterns.
+    Lists that are on the device already are given.
     """
 
     def __init__(
@@ -91,31 +144,31 @@ class DecodeWork:
         self._given = lists
         self._num_sequences = len(contexts)
         self.max_parts = sum(map(most_parts, contexts))
-        """The most parts in a list."""
+        """The most parts of all, and so the most spans in a list."""
         self._device = device
-        self._lists: dict[Pattern, torch.Tensor] = {}
+        self._lists: dict[SpanList, torch.Tensor] = {}
         self._results: dict[tuple[int, int, int], PartResults] = {}
 
     @property
-    def patterns(self) -> Sequence[Pattern]:
-        """Those that were asked for."""
+    def asked(self) -> Sequence[SpanList]:
+        """The lists that were asked for."""
         return [*self._lists]
 
     def fill(self, contexts: Sequence[int], lists: Mapping[Hashable, torch.Tensor] = {}) -> None:
         """Go on with sequences of other lengths."""
         self._contexts, self._given = contexts, lists
-        for pattern in self._lists:
-            self._write(pattern)
+        for asked in self._lists:
+            self._write(asked)
 
-    def parts(self, pattern: Pattern) -> torch.Tensor:
-        """The list (see `cut`) for layers of this pattern. Rows after its end mean nothing."""
-        if pattern in self._given and pattern not in self._lists:
-            self._lists[pattern] = self._given[pattern]
-        if pattern not in self._lists:
+    def spans(self, asked: SpanList) -> torch.Tensor:
+        """The list (see `cut`) that layers ask for. Rows after its end mean nothing."""
+        if asked in self._given and asked not in self._lists:
+            self._lists[asked] = self._given[asked]
+        if asked not in self._lists:
             shape = (1 + self.max_parts, FIELDS)
-            self._lists[pattern] = torch.empty(shape, dtype=torch.int32, device=self._device)
-            self._write(pattern)
-        return self._lists[pattern]
+            self._lists[asked] = torch.empty(shape, dtype=torch.int32, device=self._device)
+            self._write(asked)
+        return self._lists[asked]
 
     def results(self, num_heads: int, num_kv_heads: int, value_size: int) -> PartResults:
         """The memory for the parts of a layer of this shape. All such layers share it."""
@@ -130,8 +183,8 @@ class DecodeWork:
             )
         return self._results[shape]
 
-    def _write(self, pattern: Pattern) -> None:
-        work = self._given.get(pattern)
+    def _write(self, asked: SpanList) -> None:
+        work = self._given.get(asked)
         if work is None:
-            work = to_device(cut(self._contexts, pattern), self._device)
-        self._lists[pattern][: len(work)] = work
+            work = to_device(cut(self._contexts, asked), self._device)
+        self._lists[asked][: len(work)] = work

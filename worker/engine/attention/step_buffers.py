@@ -80,9 +80,7 @@ class StepBuffers:
         """The work lists of a step that is padded to this kind. They go to the device with its
         inputs, and `fill` finds them in its layout."""
         contexts = self._contexts(layout, kind)
-        lists: Lists = {
-            (kind, pattern): cut(contexts, pattern) for pattern in self._decodes.patterns
-        }
+        lists: Lists = {(kind, asked): cut(contexts, asked) for asked in self._decodes.asked}
         if kind.is_mixed:
             chunks = self._chunks[kind]
             lists |= {(kind, size): chunks.cut(layout, size) for size in chunks.tile_sizes}

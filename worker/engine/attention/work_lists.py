@@ -12,7 +12,8 @@ import numpy.typing as npt
 from promptq.worker.engine.attention import decode_work, prefill_work
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import Pattern, StepLayout
+    from promptq.worker.engine.attention.backend import StepLayout
+    from promptq.worker.engine.attention.decode_work import SpanList
 
 Lists = dict[Hashable, npt.NDArray[np.int32]]
 
@@ -22,22 +23,22 @@ class AskedLists:
     its own, once."""
 
     def __init__(self) -> None:
-        self._patterns: set[Pattern] = set()
+        self._spans: set[SpanList] = set()
         self._tile_sizes: defaultdict[int, set[int]] = defaultdict(set)
 
-    def note(self, pattern: Pattern) -> None:
-        """Layers of this pattern asked for a list of decodes."""
-        self._patterns.add(pattern)
+    def note(self, spans: SpanList) -> None:
+        """Layers asked for this list of decodes."""
+        self._spans.add(spans)
 
     def note_tiles(self, longest_chunk: int, queries_per_tile: int) -> None:
         """Layers asked for tiles of this size, beside a longest chunk of this length."""
         self._tile_sizes[_power_of_two(longest_chunk)].add(queries_per_tile)
 
     def lists(self, layout: StepLayout) -> Lists:
-        """Those of this step, by pattern, or by the size of tiles."""
+        """Those of this step, by SpanList, or by the size of tiles."""
         lists: dict[Any, npt.NDArray[np.int32]] = {}
         if decodes := layout.context_lens[: layout.num_decodes]:
-            lists |= {pattern: decode_work.cut(decodes, pattern) for pattern in self._patterns}
+            lists |= {asked: decode_work.cut(decodes, asked) for asked in self._spans}
         if len(layout.context_lens) > layout.num_decodes:
             longest = prefill_work.longest_chunk(layout)
             for size in self._tile_sizes[_power_of_two(longest)]:

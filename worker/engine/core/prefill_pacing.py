@@ -68,7 +68,10 @@ class Pacing:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts in a step beside decodes."""
+        """Tokens of all prompts in a step beside decodes. There are none in the first such step, so
+        that it tells what decodes take alone: else no prompt could be weighed against them."""
+        if self._prompts and not self._decode_seconds:
+            return 0
         return max(MIN_PROMPT_TOKENS, self._tokens_within(PROMPTS_STRETCH))
 
     def _tokens_within(self, stretch: float) -> int:

@@ -10,10 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 1024
-_DIGIT = tl.constexpr(4)
-_BINS = tl.constexpr(16)
-_PASSES = tl.constexpr(8)
+TILE = 4096
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NUM_STAGES = tl.constexpr(3)
 _LOWEST = tl.constexpr(-60.0)
 """A token this far below the likeliest is never drawn (see filters.py)."""
 
@@ -63,37 +62,30 @@ def _draw_kernel(
         top_k = tl.load(draws + 3 * draws_stride + row)
         top_p = tl.load(draws + 4 * draws_stride + row)
         row_logits = logits + row * logits_stride
+        rate = _LOG2_E / temperature
 
-        lowest = float("-inf")
-        threshold = tl.maximum(tl.log(tl.maximum(min_p, 1e-30)), _LOWEST)
+        lowest = highest + tl.maximum(tl.log(tl.maximum(min_p, 1e-30)), _LOWEST) * temperature
         if top_k > 0.0:
-            kth = _reached(row_logits, vocab_size, highest, temperature, lowest, top_k, False, TILE)
-            threshold = tl.maximum(threshold, kth)
+            lowest = _reached(row_logits, vocab_size, highest, rate, lowest, top_k, False, TILE)
         if top_p < 1.0:
-            last = _reached(
-                row_logits, vocab_size, highest, temperature, threshold, top_p, True, TILE
-            )
-            threshold = tl.maximum(threshold, last)
+            lowest = _reached(row_logits, vocab_size, highest, rate, lowest, top_p, True, TILE)
 
-        total = tl.zeros((), dtype=tl.float64)
-        for start in range(0, vocab_size, TILE):
-            scaled = _scaled(row_logits, vocab_size, highest, temperature, start, TILE)
-            total += tl.sum(_weights(scaled, threshold), axis=0).to(tl.float64)
+        total = _total(row_logits, vocab_size, highest, rate, lowest, TILE)
         target = uniform * total
 
         # First the tile is found in which the sum passes the target, then the token in it.
         before = tl.zeros((), dtype=tl.float64)
         before_tile = tl.zeros((), dtype=tl.float64)
         tile = tl.zeros((), dtype=tl.int32)
-        for start in range(0, vocab_size, TILE):
-            scaled = _scaled(row_logits, vocab_size, highest, temperature, start, TILE)
-            weight = tl.sum(_weights(scaled, threshold), axis=0).to(tl.float64)
+        for start in tl.range(0, vocab_size, TILE, num_stages=_NUM_STAGES):
+            logit = _tile(row_logits, vocab_size, start, TILE)
+            weight = tl.sum(_weights(logit, highest, rate, lowest), axis=0).to(tl.float64)
             is_entered = (weight > 0.0) & (before <= target)
             tile = tl.where(is_entered, start, tile)
             before_tile = tl.where(is_entered, before, before_tile)
             before += weight
-        scaled = _scaled(row_logits, vocab_size, highest, temperature, tile, TILE)
-        weights = _weights(scaled, threshold)
+        logit = _tile(row_logits, vocab_size, tile, TILE)
+        weights = _weights(logit, highest, rate, lowest)
         place = tl.arange(0, TILE)
         sums = before_tile + tl.cumsum(weights.to(tl.float64), axis=0)
         first = tl.min(tl.where((sums > target) & (weights > 0.0), place, TILE), axis=0)
@@ -104,24 +96,36 @@ def _draw_kernel(
 
 
 @triton.jit
-def _scaled(
-    row_logits: tl.tensor,
-    vocab_size: tl.tensor,
-    highest: tl.tensor,
-    temperature: tl.tensor,
-    start: tl.tensor,
-    TILE: tl.constexpr,
+def _tile(
+    row_logits: tl.tensor, vocab_size: tl.tensor, start: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """[TILE]: logits over temperature, shifted so that the row's maximum is 0."""
+    """[TILE], float32: logits; -inf after the last."""
     place = start + tl.arange(0, TILE)
     logit = tl.load(row_logits + place, mask=place < vocab_size, other=float("-inf"))
-    return tl.minimum((logit.to(tl.float32) - highest) / temperature, 0.0)
+    return logit.to(tl.float32)
 
 
 @triton.jit
-def _weights(scaled: tl.tensor, threshold: tl.tensor) -> tl.tensor:
-    """[TILE]: probabilities, not normalised, of the tokens that reach the threshold."""
-    return tl.where(scaled >= threshold, tl.exp(scaled), 0.0)
+def _weights(logit: tl.tensor, highest: tl.tensor, rate: tl.tensor, lowest: tl.tensor) -> tl.tensor:
+    """[TILE]: probabilities, not normalised, of the logits that reach `lowest`."""
+    return tl.where(logit >= lowest, tl.exp2((logit - highest) * rate), 0.0)
+
+
+@triton.jit
+def _total(
+    row_logits: tl.tensor,
+    vocab_size: tl.tensor,
+    highest: tl.tensor,
+    rate: tl.tensor,
+    lowest: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """The sum of the weights of a row, float64."""
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    for start in tl.range(0, vocab_size, TILE, num_stages=_NUM_STAGES):
+        logit = _tile(row_logits, vocab_size, start, TILE)
+        total += _weights(logit, highest, rate, lowest)
+    return tl.sum(total.to(tl.float64), axis=0)
 
 
 @triton.jit
@@ -129,43 +133,55 @@ def _reached(
     row_logits: tl.tensor,
     vocab_size: tl.tensor,
     highest: tl.tensor,
-    temperature: tl.tensor,
-    threshold: tl.tensor,
+    rate: tl.tensor,
+    lowest: tl.tensor,
     wanted: tl.tensor,
     WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The scaled logit with which the likeliest tokens, in descending order, reach what is wanted:
-    a part of all weights if WEIGHS, otherwise a number of tokens.
+    """The logit with which the likeliest tokens, in descending order, reach what is wanted: a part
+    of all weights if WEIGHS, otherwise a number of tokens. At least `lowest`.
 
-    The bits of a number below zero, without the sign, grow with its distance from zero. So they are
-    found digit by digit, from the highest: a pass sums the tokens for each value of a digit, and
-    the sum reaches what is wanted within one of them.
+    Logits are ordered as `_key` orders their bits. The largest key from which the sum reaches what
+    is wanted is found from its highest bits, two of them in each pass over the row. Logits of 16
+    bits differ in the highest bits only, so they need fewer passes.
     """
-    bins = tl.arange(0, _BINS)
-    place = tl.arange(0, TILE)
-    found = tl.zeros((), dtype=tl.int32)  # the digits so far
-    before = tl.zeros((), dtype=tl.float64)  # the sum of all tokens above these
-    for digit in range(_PASSES):
-        shift = (_PASSES - 1 - digit) * _DIGIT
-        sums = tl.zeros((_BINS,), dtype=tl.float64)
-        for start in range(0, vocab_size, TILE):
-            scaled = _scaled(row_logits, vocab_size, highest, temperature, start, TILE)
-            bits = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    dtype: tl.constexpr = row_logits.dtype.element_ty
+    num_passes: tl.constexpr = 8 if dtype == tl.bfloat16 else 10 if dtype == tl.float16 else 16
+    if WEIGHS:
+        wanted = wanted * _total(row_logits, vocab_size, highest, rate, lowest, TILE)
+    found = tl.full((), -(2**31), dtype=tl.int32)
+    for digit in range(num_passes):
+        step = 1 << (30 - 2 * digit)
+        one, two, three = found + step, found + 2 * step, found + 3 * step
+        from_one = tl.zeros((TILE,), dtype=tl.float32)
+        from_two = tl.zeros((TILE,), dtype=tl.float32)
+        from_three = tl.zeros((TILE,), dtype=tl.float32)
+        for start in tl.range(0, vocab_size, TILE, num_stages=_NUM_STAGES):
+            logit = _tile(row_logits, vocab_size, start, TILE)
+            key = _key(logit)
             if WEIGHS:
-                amount = _weights(scaled, threshold)
+                amount = _weights(logit, highest, rate, lowest)
             else:
-                amount = tl.where(start + place < vocab_size, 1.0, 0.0)
-            amount = tl.where((bits >> shift >> _DIGIT) == found, amount, 0.0)
-            value = (bits >> shift) & (_BINS - 1)
-            spread = tl.where(value[:, None] == bins[None, :], amount[:, None], 0.0)
-            sums += tl.sum(spread, axis=0).to(tl.float64)
-        if WEIGHS and digit == 0:
-            wanted = wanted * tl.sum(sums, axis=0)
-        reached = before + tl.cumsum(sums, axis=0) >= wanted
-        chosen = tl.min(tl.where(reached, bins, _BINS), axis=0)
-        if chosen == _BINS:  # rounding keeps the sum below: the last one that weighs anything
-            chosen = tl.max(tl.where(sums > 0.0, bins, 0), axis=0)
-        before += tl.sum(tl.where(bins < chosen, sums, 0.0), axis=0)
-        found = (found << _DIGIT) | chosen
-    return -(found.to(tl.float32, bitcast=True))
+                amount = tl.where(start + tl.arange(0, TILE) < vocab_size, 1.0, 0.0)
+            from_one += tl.where(key >= one, amount, 0.0)
+            from_two += tl.where(key >= two, amount, 0.0)
+            from_three += tl.where(key >= three, amount, 0.0)
+        found = tl.where(tl.sum(from_one.to(tl.float64), axis=0) >= wanted, one, found)
+        found = tl.where(tl.sum(from_two.to(tl.float64), axis=0) >= wanted, two, found)
+        found = tl.where(tl.sum(from_three.to(tl.float64), axis=0) >= wanted, three, found)
+    return _logit(tl.maximum(found, _key(lowest)))
+
+
+@triton.jit
+def _key(logit: tl.tensor) -> tl.tensor:
+    """int32 in the same order as these float32 numbers."""
+    bits = logit.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _logit(key: tl.tensor) -> tl.tensor:
+    """The number of a key."""
+    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    return bits.to(tl.float32, bitcast=True)

@@ -17,6 +17,7 @@ DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 from benchmarks.gpu.cases import Case, Shape, off_by
 from promptq.worker.engine.attention.backend import DECODE_WORK, FULL, Pattern, Scoring
 from promptq.worker.engine.attention.decode_work import DecodeWork
+from promptq.worker.engine.attention.triton_kernels.decode import span_list
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -64,7 +65,7 @@ def test_bits_do_not_depend_on_other_rows(seed: int) -> None:
     layout = case.layout
     for row in (0, 1, 2, 63):
         roomy = DecodeWork([5000] * 3, DEVICE)
-        roomy.parts(FULL)
+        roomy.spans(span_list(FULL, shape.num_kv_heads, DEVICE))
         roomy.fill([contexts[row]])
         for plans in ({}, {DECODE_WORK: roomy}):
             alone = replace(

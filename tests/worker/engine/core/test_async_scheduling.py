@@ -198,7 +198,7 @@ def test_an_abort_in_the_middle_of_a_prompt_counts_nothing_of_what_is_under_way(
     engine, runner = make_engine(num_blocks=512)
     engine.add(make_request(1, max_tokens=20))
     engine.add(make_request(2, prompt=[*range(2, 202)], max_tokens=6))
-    for _ in range(3):
+    for _ in range(5):  # of which two have decodes alone, to tell what these take
         engine.step()
     assert runner.events[-2:] == ["launch ahead [1, 2]", "collect"]
     counted = engine.stats.prompt_tokens

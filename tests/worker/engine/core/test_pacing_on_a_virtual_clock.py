@@ -78,6 +78,27 @@ def test_a_start_without_a_step_of_decodes_alone_learns_too() -> None:
     assert run(graphed, [(0.0, 4000)]).first_token_seconds[0] < 0.35
 
 
+def test_a_burst_at_a_cold_start_is_not_computed_in_small_steps() -> None:
+    """The first step has only prompts. Then decodes run beside prompts until the burst is over, and
+    still a step of decodes alone tells what those may take."""
+
+    def seconds(num_prompt_tokens: int) -> float:
+        return 0.010 + 0.000024 * num_prompt_tokens
+
+    scheduler = Scheduler(256, 8192, 8192, BlockManager(40_000, 16))
+    pacing, took, num_steps = Pacing(), 0.0, 0
+    for _ in range(128):
+        scheduler.add(make_sequence(512))
+    while any(it.num_computed_tokens < 512 for it in (*scheduler.waiting, *scheduler.running)):
+        batch = scheduler.schedule(pacing.chunk, pacing.prompt_tokens)
+        step = seconds(sum(it.num_tokens for it in batch.scheduled if it.num_tokens > 1))
+        pacing.note(batch, step)
+        commit(scheduler, batch)
+        took, num_steps = took + step, num_steps + 1
+    assert num_steps < 60  # 256 tokens in each would make 224
+    assert took < 1.5 * 128 * 512 * 0.000024
+
+
 def test_prompts_that_keep_coming_do_not_pile_up() -> None:
     print(f"seed {SEED}")
     rng, at, prompts = random.Random(SEED), 0.0, []

@@ -20,6 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from promptq.worker.engine.attention import packed_step
 from promptq.worker.engine.attention.backend import DECODE_WORK, FULL, PREFILL_WORK, Pattern
+from promptq.worker.engine.attention.decode_work import FIELDS, SpanList
 from promptq.worker.engine.attention.packed_step import Packer
 from promptq.worker.engine.attention.step_buffers import StepBuffers, StepKind
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence
@@ -99,12 +100,12 @@ def test_lists_that_come_with_a_step_are_those_that_are_made_for_it(
     kind: StepKind, seed: int
 ) -> None:
     random = Random(seed)
-    patterns = [FULL, Pattern("sliding", 5)]
+    asked = [SpanList(FULL, 33), SpanList(Pattern("sliding", 5), 33)]
     given, made = (StepBuffers([kind], 4, 64, 16, CPU) for _ in range(2))
     held = []
     for buffers in (given, made):
         plans = buffers.step(kind).layout.plans
-        held.append([plans[DECODE_WORK].parts(pattern) for pattern in patterns])
+        held.append([plans[DECODE_WORK].spans(each) for each in asked])
         if kind.is_mixed:
             held[-1] += [plans[PREFILL_WORK].tiles(size) for size in (2, 8)]
     packer = Packer(16, CPU)
@@ -124,5 +125,5 @@ def test_lists_that_come_with_a_step_are_those_that_are_made_for_it(
         assert plain.layout.lists == {}
         made.fill(plain, plain.sampled, kind)
         for one, other in zip(*held, strict=True):
-            num_rows = 1 + int(one[0, 0]) if one.shape[1] == 6 else len(one)
+            num_rows = 1 + int(one[0, 0]) if one.shape[1] == FIELDS else len(one)
             assert torch.equal(one[:num_rows], other[:num_rows])

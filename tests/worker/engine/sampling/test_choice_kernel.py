@@ -64,6 +64,7 @@ def test_filters_together(seed: int) -> None:
     check(logits, top_k=40)
     check(logits, top_k=3, min_p=0.2, temperature=1.5)
     check(logits.bfloat16(), top_k=5)
+    check(logits.half(), top_k=5)
 
 
 def test_equal_logits_stay_or_go_together(seed: int) -> None:

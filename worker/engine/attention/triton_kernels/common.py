@@ -25,9 +25,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PATTERN_CODES = {"full": 0, "sliding": SLIDING.value, "chunked": CHUNKED.value}
 
 MAX_KEYS_PER_TILE = 64
-NUM_STAGES = 3
-"""Two tiles of K and V are under way while a third one is computed. The compiler does so only if
-the block ids of a tile are known an iteration before (see `block_ids`)."""
 _A_CARD = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 2}
 """The card that launches in the interpreter are planned for. It has so few processors that a
 program takes several parts of the work."""
@@ -111,13 +108,15 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
     return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
 
 
-def keys_per_tile(cache: LayerCache, shared_memory: int, most: int = MAX_KEYS_PER_TILE) -> int:
-    """How many keys, with their values, a tile may hold so that NUM_STAGES tiles fit."""
+def keys_per_tile(
+    cache: LayerCache, shared_memory: int, num_tiles: int, most: int = MAX_KEYS_PER_TILE
+) -> int:
+    """How many keys, with their values, a tile may hold so that so many tiles fit."""
     itemsize = cache.key.element_size()
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
     # fp32 products do not use the matrix units, and larger tiles would spill registers.
     tile = most if itemsize < 4 else min(most, MAX_KEYS_PER_TILE // 2)
-    while tile > 16 and tile * bytes_per_key * NUM_STAGES > shared_memory:
+    while tile > 16 and tile * bytes_per_key * num_tiles > shared_memory:
         tile //= 2
     return tile
 

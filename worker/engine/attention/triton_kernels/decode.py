@@ -1,8 +1,9 @@
 """Attention of sequences that have one query each, over the block table.
 
 The heads of a group are the rows of one tile, so K and V are read once for all of them. Contexts
-are cut into parts (see decode_work.py), and the program that finishes the last part of a sequence
-puts the parts together (Dao and others, "Flash-Decoding for long-context inference").
+are cut into parts (see decode_work.py). A program computes some successive ones, and the program
+that finishes the last part of a sequence puts the parts together (Dao and others, "Flash-Decoding
+for long-context inference").
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from promptq.worker.engine.attention.decode_work import FIELDS, MAX_PARTS
+from promptq.worker.engine.attention.decode_work import FIELDS, MAX_PARTS, SpanList
 from promptq.worker.engine.attention.triton_kernels.common import (
     LOG2_E,
-    NUM_STAGES,
     attend_tile,
     block_ids,
     keys_per_tile,
@@ -27,14 +27,21 @@ from promptq.worker.engine.attention.triton_kernels.common import (
 )
 
 if TYPE_CHECKING:
-    from promptq.worker.engine.attention.backend import LayerCache, Scoring
+    from promptq.worker.engine.attention.backend import LayerCache, Pattern, Scoring
     from promptq.worker.engine.attention.decode_work import DecodeWork
 
-_MAX_REGISTERS = 240
-"""Of a thread: with so many, as many programs as are planned for still fit on a processor. Without
-this bound the compiler aims at one more, and spills."""
-PROGRAMS_PER_PROCESSOR = 2
-"""While one of them starts or ends a part, the other one keeps the memory busy."""
+PROGRAMS_PER_PROCESSOR = 4
+"""While one of them starts or ends a span, the others keep the memory busy."""
+NUM_WARPS = 2
+_MAX_REGISTERS = 255
+"""Of a thread: as many programs as are planned for still fit on a processor. Without this bound the
+compiler may aim at more, and spill."""
+NUM_STAGES = 2
+"""A tile of K and V is under way while the one before it is computed from registers. The compiler
+does so only if the block ids of a tile are known an iteration before (see `block_ids`). More tiles,
+with fewer programs on a processor, were slower."""
+_BESIDE_TILES = 12 * 1024
+"""Bytes of shared memory that a program needs beside its tiles of K and V."""
 MAX_COMBINED = 2048
 """How many numbers of parts are combined at once: 16 in each thread, and no register is spilled."""
 
@@ -49,12 +56,13 @@ def decode(
     cache: LayerCache,
     block_tables: torch.Tensor,
     work: DecodeWork,
+    spans: SpanList,
     scoring: Scoring,
 ) -> None:
     """Attend from `query` [num_sequences, num_heads, key_size] into `output`.
 
-    The contexts of `work` include the query's own token. A row whose context is 0 is padding, and
-    its output is zero.
+    `spans` is the list of `work` to go by. Its contexts include the query's own token. A row whose
+    context is 0 is padding, and its output is zero.
     """
     _, num_heads, key_size = query.shape
     _, num_kv_heads, block_size, value_size = cache.value.shape
@@ -66,7 +74,7 @@ def decode(
         cache.key,
         cache.value,
         output,
-        work.parts(scoring.pattern),
+        work.spans(spans),
         results.sums,
         results.log_weights,
         results.num_finished,
@@ -88,11 +96,13 @@ def decode(
         KEY_TILE=padded(key_size),
         VALUE_TILE=value_tile,
         TOKEN_TILE=keys_per_tile(
-            cache, shared_memory_bytes(query.device) // PROGRAMS_PER_PROCESSOR
+            cache,
+            shared_memory_bytes(query.device) // PROGRAMS_PER_PROCESSOR - _BESIDE_TILES,
+            NUM_STAGES - 1,
         ),
         COMBINED_HEADS=head_tile,
         COMBINED_PARTS=min(MAX_PARTS, max(1, MAX_COMBINED // (head_tile * value_tile))),
-        num_warps=4,
+        num_warps=NUM_WARPS,
         maxnreg=_MAX_REGISTERS,
         num_stages=NUM_STAGES,
     )
@@ -101,6 +111,12 @@ def decode(
 def num_programs(num_items: int, device: torch.device) -> int:
     """How many programs share up to so many items: as many as run at once, if there is work."""
     return min(num_items, PROGRAMS_PER_PROCESSOR * num_processors(device))
+
+
+def span_list(pattern: Pattern, num_kv_heads: int, device: torch.device) -> SpanList:
+    """The list for layers of this pattern with so many KV heads."""
+    at_once = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
+    return SpanList(pattern, max(1, at_once))
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it differs from step to step
@@ -134,7 +150,7 @@ def _decode_kernel(
     COMBINED_HEADS: tl.constexpr,
     COMBINED_PARTS: tl.constexpr,
 ) -> None:
-    """Each program takes every n-th item of the work list, where an item is a part and a KV head.
+    """Each program takes every n-th item of the work list, where an item is a span and a KV head.
 
     The length of the list is read from the device, so a captured launch serves any list.
     """
@@ -144,15 +160,17 @@ def _decode_kernel(
     value_column = tl.arange(0, VALUE_TILE)
     is_key_column = key_column[None, :] < KEY_SIZE
     is_value_column = value_column[None, :] < VALUE_SIZE
+    written = is_head[:, None] & is_value_column
     num_heads = num_kv_heads * GROUP
     for item in range(tl.program_id(0), tl.load(work) * num_kv_heads, tl.num_programs(0)):
-        part = work + (1 + item // num_kv_heads) * _FIELDS
-        sequence = tl.load(part).to(tl.int64)
-        first_token = tl.load(part + 1)
-        last_token = tl.load(part + 2)
-        place = tl.load(part + 3).to(tl.int64)
-        first_place = tl.load(part + 4).to(tl.int64)
-        num_parts = tl.load(part + 5)
+        span = work + (1 + item // num_kv_heads) * _FIELDS
+        sequence = tl.load(span).to(tl.int64)
+        first_token = tl.load(span + 1)
+        last_token = tl.load(span + 2)
+        place = tl.load(span + 3).to(tl.int64)
+        first_place = tl.load(span + 4).to(tl.int64)
+        num_parts = tl.load(span + 5)
+        part_tokens = tl.load(span + 6)
         kv_head = item % num_kv_heads
         head = kv_head * GROUP + in_group
 
@@ -160,6 +178,7 @@ def _decode_kernel(
         queries = tl.load(
             rows + key_column[None, :], mask=is_head[:, None] & is_key_column, other=0.0
         ).to(key_cache.dtype.element_ty)
+        answer = output + (sequence * num_heads + head[:, None]) * VALUE_SIZE + value_column
         highest = tl.full((HEAD_TILE,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((HEAD_TILE,), dtype=tl.float32)
         if HAS_SINKS:
@@ -169,6 +188,7 @@ def _decode_kernel(
         total = tl.zeros((HEAD_TILE, VALUE_TILE), dtype=tl.float32)
         table = block_tables + sequence * table_stride
         block = block_ids(table, first_token + tl.arange(0, TOKEN_TILE), last_token, BLOCK_SIZE)
+        part_end = tl.minimum(first_token + part_tokens, last_token)
         for tile in range(first_token, last_token, TOKEN_TILE):
             token = tile + tl.arange(0, TOKEN_TILE)
             is_seen = token < last_token
@@ -187,23 +207,30 @@ def _decode_kernel(
             scores = scores_of(queries, key, scale, softcap, HAS_SOFTCAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             highest, weight, total = attend_tile(scores, value, highest, weight, total)
+            if tile + TOKEN_TILE >= part_end:  # the part's last tile; a part is some whole ones
+                mean = total / weight[:, None]
+                if num_parts == 1:
+                    tl.store(answer, mean, mask=written)
+                else:
+                    row = place * num_heads + head
+                    column = row[:, None] * VALUE_SIZE + value_column[None, :]
+                    tl.store(sums + column, mean, mask=written)
+                    tl.store(log_weights + row, highest + tl.log2(weight), mask=is_head)
+                place += 1
+                part_end = tl.minimum(part_end + part_tokens, last_token)
+                highest = tl.full((HEAD_TILE,), float("-inf"), dtype=tl.float32)
+                weight = tl.zeros((HEAD_TILE,), dtype=tl.float32)
+                total = tl.zeros((HEAD_TILE, VALUE_TILE), dtype=tl.float32)
 
-        # The sums are empty in padding rows.
-        weight_or_one = tl.where(weight == 0.0, 1.0, weight)
-        total = total / weight_or_one[:, None]
-        written = is_head[:, None] & is_value_column
-        if num_parts == 1:
-            row = (sequence * num_heads + head) * VALUE_SIZE
-            tl.store(output + row[:, None] + value_column[None, :], total, mask=written)
-        else:
-            row = place * num_heads + head
-            column = row[:, None] * VALUE_SIZE + value_column[None, :]
-            tl.store(sums + column, total, mask=written)
-            tl.store(log_weights + row, highest + tl.log2(weight_or_one), mask=is_head)
-            # All threads have written before one of them counts the part as finished.
+        if first_token == last_token:  # a row that pads the batch
+            tl.store(answer, tl.zeros((HEAD_TILE, VALUE_TILE), dtype=tl.float32), mask=written)
+        if num_parts > 1:
+            # All threads have written before one of them counts the parts as finished.
             tl.debug_barrier()
             counter = num_finished + sequence * num_kv_heads + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+            finished = tl.cdiv(last_token - first_token, part_tokens)
+            before = tl.atomic_add(counter, finished, sem="acq_rel", scope="gpu")
+            if before + finished == num_parts:
                 _combine(
                     sums + first_place * num_heads * VALUE_SIZE,
                     log_weights + first_place * num_heads,

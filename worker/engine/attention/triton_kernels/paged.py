@@ -24,10 +24,11 @@ class TritonPaged(AttentionBackend):
 
     def __init__(self) -> None:
         from promptq.worker.engine.attention.triton_kernels.cache import write_cache
-        from promptq.worker.engine.attention.triton_kernels.decode import decode
+        from promptq.worker.engine.attention.triton_kernels.decode import decode, span_list
         from promptq.worker.engine.attention.triton_kernels.prefill import prefill
 
         self._write_cache, self._decode, self._prefill = write_cache, decode, prefill
+        self._span_list = span_list
 
     def attend(
         self,
@@ -51,8 +52,9 @@ class TritonPaged(AttentionBackend):
         tables, num_decodes = layout.block_tables, layout.num_decodes
         if num_decodes:
             decodes = query[:num_decodes], output[:num_decodes]
-            layout.asked.note(scoring.pattern)
-            self._decode(*decodes, cache, tables, _decode_work(layout), scoring)
+            spans = self._span_list(scoring.pattern, cache.value.shape[1], query.device)
+            layout.asked.note(spans)
+            self._decode(*decodes, cache, tables, _decode_work(layout), spans, scoring)
         if (chunks := _prefill_work(layout)) is not None:
             self._prefill(query, output, cache, tables, chunks, scoring)
         return output

@@ -17,7 +17,6 @@ from promptq.worker.engine.attention.triton_kernels.common import (
     CHUNKED,
     LOG2_E,
     MAX_KEYS_PER_TILE,
-    NUM_STAGES,
     SLIDING,
     architecture,
     attend_tile,
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
 
 MAX_QUERY_TILE = 128
 """Heads larger than 128 get half of it, and fp32 a quarter, because sums are in registers."""
+
+NUM_STAGES = 3
+"""Two tiles of K and V are under way while a third one is computed. The compiler does so only if
+the block ids of a tile are known an iteration before (see `block_ids`)."""
 
 _FIELDS = tl.constexpr(FIELDS)
 
@@ -93,6 +96,7 @@ def prefill(
         TOKEN_TILE=keys_per_tile(
             cache,
             shared_memory_bytes(query.device) - query_tile * padded(key_size) * itemsize,
+            NUM_STAGES,
             most_keys,
         ),
         num_warps=8 if query_tile >= 128 else 4,
