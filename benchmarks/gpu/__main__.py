@@ -50,7 +50,7 @@ def main() -> int:
     from benchmarks.gpu.bare import stand_in
 
     stand_in()  # before anything of the engine is imported
-    report = Report(options.seconds)
+    report = Report(options.seconds, options.json)
     measure(
         report,
         options.device,
@@ -59,8 +59,7 @@ def main() -> int:
         whatever_is_wrong=options.measure_what_is_wrong,
     )
     report.print_table()
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.figures, indent=1))
+    report.write()
     print(f"\n{time.perf_counter() - report.started:.0f} s in all")
     for failure in report.failures:
         print(f"FAILED: {failure}")
@@ -68,21 +67,27 @@ def main() -> int:
 
 
 class Report:
-    """Prints as it goes, so that a run cut short still says what it found."""
+    """Prints and writes as it goes, so that a run cut short still says what it found."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, path: Path | None) -> None:
         self.started = time.perf_counter()
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
         self.table: dict[str, tuple[float, float | None, str]] = {}
         """By name: what is wanted at least, the figure, and why there is none."""
         self._seconds = seconds
+        self._path = path
+
+    def write(self) -> None:
+        if self._path is not None:
+            self._path.write_text(json.dumps(self.figures, indent=1))
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         """Do a part; a failure is noted, and the rest goes on. None if there is no result."""
         if time.perf_counter() - self.started > self._seconds:
             print(f"{name}: no time left")
             return None
+        self.write()
         began = time.perf_counter()
         print(f"{name} ...", flush=True)
         try:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import Case, Shape
-from benchmarks.gpu.kernels import KernelTime, kernels_of
 from benchmarks.gpu.models import BLOCK_SIZE, SEED, Bench, Size, weight_bytes
-from benchmarks.gpu.timing import Ceilings, seconds
+from benchmarks.gpu.timing import Ceilings, KernelTime, kernels_of, seconds
 from promptq.worker.engine.attention.backend import Scoring
 from promptq.worker.engine.attention.triton_kernels.paged import TritonPaged
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def wait(device: torch.device) -> None:
@@ -33,6 +34,38 @@ def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -
             work()
             times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One kernel of a step, by the start of its name. Times are in microseconds."""
+
+    name: str
+    launches: float
+    each: float
+
+    @property
+    def in_step(self) -> float:
+        return self.launches * self.each
+
+
+def kernels_of(step: Callable[[], object], num_steps: int = 10) -> list[KernelTime]:
+    """The kernels of a step on the current CUDA device, those that take longest first: means of
+    some steps."""
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    times = [
+        KernelTime(
+            event.key[:60], event.count / num_steps, event.self_device_time_total / event.count
+        )
+        for event in profiled.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    return sorted(times, key=lambda it: -it.in_step)
 
 
 CARDS = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12}

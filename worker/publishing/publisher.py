@@ -11,6 +11,7 @@ from promptq.shared.protocol.claims import Held
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.runtime.logs import get_logger
+from promptq.shared.runtime.tasks import heeding_cancels
 from promptq.shared.server.retry import keep_trying
 from promptq.worker.engine.api.messages import GivenBack, SequenceOutput, StepOutput
 from promptq.worker.engine_port import EnginePort
@@ -56,7 +57,9 @@ class Publisher:
     async def run(self) -> None:
         """Run until cancelled, or until the engine fails. Raises its exception then."""
         while True:
-            await self._publish(await self._fetch())
+            steps = await self._fetch()
+            # Under load it hardly ever waits for anything else.
+            await heeding_cancels(self._publish(steps))
 
     async def flush(self) -> None:
         """Send what still waits, at the end of a worker.

@@ -13,6 +13,7 @@ A graph ends with the choice of tokens, by numbers and parameters that are read 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -210,7 +211,9 @@ class _Capture:
 def _no_waiting() -> Iterator[None]:
     """Have torch raise RuntimeError where the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
