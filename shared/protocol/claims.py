@@ -17,6 +17,7 @@ class Room:
     `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
     tokens) of running sequences, which a more urgent request may preempt. `num_held` is how many
     requests it holds already: a suspect of earlier crashes goes only to a worker that holds none.
+    `num_sharing` is how many workers share what waits: a claim takes at most such a part of it.
     """
 
     max_count: int
@@ -24,6 +25,7 @@ class Room:
     capacity: int = 2**53
     preemptible: Sequence[tuple[int, int]] = ()
     num_held: int = 0
+    num_sharing: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,7 @@ def claim(
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
     args += [context.number, model.tool_call_style.to_json() if model.tool_call_style else ""]
+    args.append(room.num_sharing)
 
     def parse(reply: list[Any]) -> Claims:
         kind = text_of(reply[0])

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 
@@ -61,7 +62,8 @@ class Prefetcher:
         stuck_seconds: float = math.inf,
     ) -> None:
         self.num_workers = 1
-        """How many workers the queue has. The more there are, the more they spread their claims."""
+        """How many workers the queue has. They share what waits, and the more there are, the more
+        they spread their claims."""
         self._queue = queue
         self._leases = leases
         self._wake_up = leases.wake_up
@@ -166,7 +168,7 @@ class Prefetcher:
         if not work_came and self._too_small is not None and not _more(room, self._too_small):
             return 0
         started = time.monotonic()
-        claims = await self._queue.take_batch(room)
+        claims = await self._queue.take_batch(replace(room, num_sharing=self.num_workers))
         self._meter.observe(CLAIM_TIME, time.monotonic() - started)
         self._wake_up.num_left = claims.num_pending
         self._too_small = None if claims else room

@@ -146,6 +146,16 @@ function fair_share.num_passed()
   return most
 end
 
+-- How many requests wait, ended ones that still stand there included.
+function fair_share.num_waiting()
+  local sum = 0
+  for _, queue in ipairs(queues) do
+    local count = redis.pcall('ZCARD', queue.key)
+    if type(count) == 'number' then sum = sum + count end
+  end
+  return sum
+end
+
 -- Returns how many requests wait now. Removes tenants of which none waits, and the counts of the backlog
 -- once nothing waits at all.
 function fair_share.count_waiting(num_claims)

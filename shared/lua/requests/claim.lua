@@ -17,6 +17,7 @@
 --      15 how many requests to skip after the first few: 0 at first, then what the last reply said
 --      16 number of the call within its session, from 1 on; left out: a late call is not recognised
 --      17 how the model writes a tool call, as JSON; '' or left out: not given
+--      18 how many workers share what waits: at most so large a part is taken; left out: all of it
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
@@ -274,6 +275,11 @@ for _, id in ipairs(given_before) do
 end
 
 fair_share.open_all(numbers.whole(ARGV[15], 0))
+-- Or the first of several idle workers would take a whole burst, and the others nothing.
+local num_sharing = numbers.whole(ARGV[18], 1)
+if num_sharing > 1 then
+  max_count = math.min(max_count, math.ceil(fair_share.num_waiting() / num_sharing))
+end
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
   local queue, turn = fair_share.next_queue()
   if not queue then break end

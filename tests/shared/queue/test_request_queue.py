@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_no_request_goes_to_two_of_many_workers(server: Server) -> None:
         thread.join()
     assert sorted(taken) == sorted(put_in)
     assert len(put_in) == 150
+
+
+def test_workers_leave_each_other_a_share_of_what_waits(queue: RequestQueue) -> None:
+    """Of all that waits, tenants' queues included, and at least one request."""
+    for at in range(48):
+        put(queue, f"id-{at:02}", **({"tenant": "ann"} if at % 2 else {}))
+    room = Room(max_count=40, token_budget=10**6, num_sharing=2)
+    assert [len(queue.take_batch(room)) for _ in range(7)] == [24, 12, 6, 3, 2, 1, 0]
+    for at in range(3):
+        put(queue, f"more-{at}")
+    assert len(queue.take_batch(replace(room, max_count=1))) == 1
+    assert len(queue.take_batch(replace(room, num_sharing=100))) == 1
+    assert len(queue.take_batch(replace(room, num_sharing=1))) == 1
 
 
 def test_contains_count_and_empty_follow_the_queue(queue: RequestQueue) -> None:

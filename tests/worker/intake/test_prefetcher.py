@@ -36,11 +36,15 @@ from tests.worker.fake_engine import FakeEngine
 
 
 class CountingQueue(AsyncRequestQueue):
-    num_claims = 0
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_claimed: list[int] = []
+        """By each claim."""
 
     async def take_batch(self, room: Room) -> Claims:
-        self.num_claims += 1
-        return await super().take_batch(room)
+        claims = await super().take_batch(room)
+        self.num_claimed.append(len(claims))
+        return claims
 
 
 class Policy(ClaimPolicy):
@@ -169,6 +173,17 @@ async def test_fills_up_to_its_depth_and_gives_back_on_stop(client: Any) -> None
     assert house.available == 0
     assert len(house.leases) == 0
     assert [claim.request_id for claim in await house.queue.take_batch(Room(9, 10**6))] == ids
+
+
+async def test_other_workers_get_their_share_of_a_burst(client: Any) -> None:
+    house = House(client, depth=30)
+    for _ in range(12):
+        await house.put()
+    house.intake.num_workers = 3
+    house.intake.start()
+    await house.until_available(12)
+    await house.intake.stop()
+    assert house.queue.num_claimed[:3] == [4, 3, 2]
 
 
 async def test_runs_once_at_a_time_and_can_be_started_again(client: Any) -> None:
@@ -407,12 +422,12 @@ async def test_asks_again_for_what_did_not_fit_only_with_more_room_or_news(clien
     house.policy.free_tokens = 10
     await house.put(max_tokens=100)
     house.intake.start()
-    await async_until(lambda: house.queue.num_claims != 0)
-    before = house.queue.num_claims
+    await async_until(lambda: house.queue.num_claimed)
+    before = len(house.queue.num_claimed)
     for _ in range(200):
         house.leases.wake_up.room_freed()
         await asyncio.sleep(0.0005)
-    assert house.queue.num_claims - before <= 3, "a poll each second, and what was on its way"
+    assert len(house.queue.num_claimed) - before <= 3, "a poll each second, and what was on its way"
     house.policy.free_tokens = 1000
     house.leases.wake_up.room_freed()
     await house.until_available(1)

@@ -17,6 +17,7 @@ import triton.language as tl
 from promptq.worker.engine.attention.decode_work import FIELDS, MAX_PARTS, SpanList
 from promptq.worker.engine.attention.triton_kernels.common import (
     LOG2_E,
+    MAX_KEYS_PER_TILE,
     attend_tile,
     block_ids,
     keys_per_tile,
@@ -69,6 +70,8 @@ def decode(
     group = num_heads // num_kv_heads
     results = work.results(num_heads, num_kv_heads, value_size)
     head_tile, value_tile = triton.next_power_of_2(group), padded(value_size)
+    # More keys would spill registers.
+    is_wide = max(key_size, value_size) > 128 or cache.key.element_size() >= 4
     _decode_kernel[(num_programs(work.max_parts * num_kv_heads, query.device),)](
         query,
         cache.key,
@@ -99,6 +102,7 @@ def decode(
             cache,
             shared_memory_bytes(query.device) // PROGRAMS_PER_PROCESSOR - _BESIDE_TILES,
             NUM_STAGES - 1,
+            MAX_KEYS_PER_TILE // 4 if is_wide else MAX_KEYS_PER_TILE,
         ),
         COMBINED_HEADS=head_tile,
         COMBINED_PARTS=min(MAX_PARTS, max(1, MAX_COMBINED // (head_tile * value_tile))),
