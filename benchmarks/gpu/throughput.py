@@ -22,8 +22,8 @@ from promptq.worker.engine.model.model_runner import ModelRunner
 MAX_BATCHED_TOKENS = 8192
 
 PEER_SETTINGS: dict[str, dict[str, Any]] = {
-    "as it chooses": {},
     "graphs, async batching": {"use_cuda_graph": True, "use_async_batching": True},
+    "as it chooses": {},
     "graphs, async batching, compiled": {
         "use_cuda_graph": True,
         "use_async_batching": True,
