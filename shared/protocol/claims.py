@@ -17,7 +17,8 @@ class Room:
     `capacity` is the most KV tokens that one request may take. `preemptible` has the (priority,
     tokens) of running sequences, which a more urgent request may preempt. `num_held` is how many
     requests it holds already: a suspect of earlier crashes goes only to a worker that holds none.
-    `num_sharing` is how many workers share what waits: a claim takes at most such a part of it.
+    `num_sharing` is how many workers share what waits: a claim takes no more than makes the share
+    of one, or else a small part.
     """
 
     max_count: int

@@ -17,7 +17,8 @@
 --      15 how many requests to skip after the first few: 0 at first, then what the last reply said
 --      16 number of the call within its session, from 1 on; left out: a late call is not recognised
 --      17 how the model writes a tool call, as JSON; '' or left out: not given
---      18 how many workers share what waits: at most so large a part is taken; left out: all of it
+--      18 how many workers share what waits. The worker gets no more than its share, with what it holds
+--         (12); or else a small part, since the others may have no room. Left out: no share is kept for others
 -- Reply {'ok', now, still pending, [skip, if ARGV 15 is there,] claim, ...}, each claim
 --       {id, payload, fence, attempt, score, seed, enqueued_at, prompt_tokens ('' if never tokenised),
 --        cost, {event JSON, ...}, '1' for a suspect (hold nothing else beside it) or '', tokens in the
@@ -33,6 +34,7 @@ local num_held, session, answered = tonumber(ARGV[12]), ARGV[13] or '', ARGV[14]
 
 local MAX_PAYLOAD = 8 * 1024 * 1024
 local MAX_PASSES = 8    -- how often an oversized request or a suspect is overtaken before room is kept
+local SMALL_PART = 4     -- what a worker may take beyond its share: a fourth of what is each one's part
 local MAX_EXAMINED = 512 -- bounds the time of one call when many are cancelled or do not fit
 
 if max_count > 0 or ARGV[10] ~= '' then server.write_needs_memory() else server.write_needs_no_memory() end
@@ -278,7 +280,9 @@ fair_share.open_all(numbers.whole(ARGV[15], 0))
 -- Or the first of several idle workers would take a whole burst, and the others nothing.
 local num_sharing = numbers.whole(ARGV[18], 1)
 if num_sharing > 1 then
-  max_count = math.min(max_count, math.ceil(fair_share.num_waiting() / num_sharing))
+  local num_waiting = fair_share.num_waiting()
+  local share = math.ceil((num_waiting + redis.call('ZCARD', keys.leases)) / num_sharing) - (num_held or 0)
+  max_count = math.min(max_count, math.max(share, math.ceil(num_waiting / num_sharing / SMALL_PART)))
 end
 while walking and examined < MAX_EXAMINED and #claims < max_count + #preemptible do
   local queue, turn = fair_share.next_queue()

@@ -53,7 +53,8 @@ class Policy(ClaimPolicy):
     free_tokens = 100_000
 
     def room(self) -> Room:
-        return Room(max_count=self.depth - len(self._leases), token_budget=self.free_tokens)
+        held = len(self._leases)
+        return Room(self.depth - held, token_budget=self.free_tokens, num_held=held)
 
 
 class TellingPublisher(Publisher):
@@ -183,7 +184,8 @@ async def test_other_workers_get_their_share_of_a_burst(client: Any) -> None:
     house.intake.start()
     await house.until_available(12)
     await house.intake.stop()
-    assert house.queue.num_claimed[:3] == [4, 3, 2]
+    assert house.queue.num_claimed[0] == 4
+    assert max(house.queue.num_claimed[1:]) == 1
 
 
 async def test_runs_once_at_a_time_and_can_be_started_again(client: Any) -> None:
