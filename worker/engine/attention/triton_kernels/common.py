@@ -108,9 +108,7 @@ def pattern_arguments(pattern: Pattern) -> dict[str, int]:
     return {"pattern_size": max(1, pattern.size), "PATTERN": PATTERN_CODES[pattern.kind]}
 
 
-def keys_per_tile(
-    cache: LayerCache, shared_memory: int, num_tiles: int, most: int = MAX_KEYS_PER_TILE
-) -> int:
+def keys_per_tile(cache: LayerCache, shared_memory: int, num_tiles: int, most: int) -> int:
     """How many keys, with their values, a tile may hold so that so many tiles fit."""
     itemsize = cache.key.element_size()
     bytes_per_key = (padded(cache.key.shape[-1]) + padded(cache.value.shape[-1])) * itemsize
