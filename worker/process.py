@@ -130,7 +130,6 @@ async def _serve(settings: Settings, redis_url: str, turn: Turn | None) -> None:
                     print(line + (f"; probes at {probed.url}" if probed else ""), flush=True)
                 notify("READY=1")
                 await worker.serve(stop)
-                notify("STOPPING=1")
                 await worker.drain(stop_now)
             finally:
                 await worker.stop()

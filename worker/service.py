@@ -192,6 +192,7 @@ class Worker:
         Setting `now` ends the grace time early. Raises as `serve` does.
         """
         self._heartbeat.about.state = "draining"
+        notify("STOPPING=1")
         deadline = time.monotonic() + self._settings.drain_seconds
         try_less(self._queue.redis)
         await self._survive_redis(self.intake.stop)

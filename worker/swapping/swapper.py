@@ -13,6 +13,7 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.work import Work, measure_work
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.liveness.health_server import Health
+from promptq.worker.liveness.service_manager import notify
 from promptq.worker.swapping.model_process import ModelProcess, ProcessState
 from promptq.worker.swapping.rule import Candidate, Choice, Loaded, SwapTimes, choose
 from promptq.worker.swapping.standby import Known
@@ -112,6 +113,7 @@ class Swapper:
     async def drain(self, stop_now: asyncio.Event, seconds: float) -> None:
         """Let what runs finish, and end all processes."""
         self._is_leaving = True
+        notify("STOPPING=1")
         for place in self._places.values():
             place.process.drain()
         deadline, is_told = time.monotonic() + seconds, False

@@ -67,7 +67,6 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
                 await swapper.run(stop)
             finally:
                 await end(tasks)
-        notify("STOPPING=1")
         await swapper.drain(stop_now, first.drain_seconds + _LEAVING_SECONDS)
     finally:
         swapper.kill()
