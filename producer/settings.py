@@ -76,6 +76,11 @@ class GatewaySettings(FilesSettings):
         description="most connections at once; the answer beyond that is 503, except to probes,"
         " which have 64 more",
     )
+    http_cors_origins: tuple[str, ...] = Field(
+        (),
+        description="origins whose pages a browser lets read answers, as a JSON list such as"
+        ' `["https://chat.example"]`; `["*"]`: all; such a page needs an API key',
+    )
     http_header_seconds: float = Field(
         10.0,
         ge=0,

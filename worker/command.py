@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
+from promptq.shared.errors import ConfigurationError
 from promptq.shared.runtime.logs import configure_logs
 from promptq.shared.runtime.model_queues import queues_of_models
 from promptq.shared.runtime.settings import Settings, flag_of, read_settings
@@ -141,7 +142,13 @@ def _settings_of_each(
             zip(_REPEATED, (next(iter(models), None), next(iter(queues), None)), strict=True)
         )
         return [read_settings(**one, **given)]
-    by_queue = queues_of_models(models, queues, read_settings(**given).queue)
+    shared = read_settings(**given)
+    if shared.served_model_name is not None:
+        raise ConfigurationError(
+            "--served-model-name: is for a worker of one model; `promptq models alias` gives each"
+            " of several models further names"
+        )
+    by_queue = queues_of_models(models, queues, shared.queue)
     return [read_settings(model=model, queue=queue, **given) for queue, model in by_queue.items()]
 
 

@@ -112,7 +112,7 @@ def _identity(settings: Settings, tokenizer: HuggingFaceTokenizer) -> ModelIdent
     name = settings.model or str(MODEL_DIR)
     fingerprint = _fingerprint(name, with_weights=is_native)
     return ModelIdentity(
-        shown_name(settings.model),
+        shown_name(settings),
         fingerprint if is_native else f"{settings.engine}-{fingerprint}",
         tool_call_style(tokenizer.chat_template),
     )
@@ -142,7 +142,7 @@ def _build_model_free(settings: Settings, memory: int | None) -> Served:
         max_model_len=_MODEL_FREE_MODEL_LEN,
     )
     engine = _engine(runner, settings, _SPECULATIVE_TOKENS)
-    identity = ModelIdentity(MODEL_FREE, MODEL_FREE)
+    identity = ModelIdentity(shown_name(settings), MODEL_FREE)
     return Served(engine, ByteTokenizer(), identity, frozenset({END_TOKEN_ID}), "none", "")
 
 
@@ -296,12 +296,14 @@ def _engine(
     )
 
 
-def shown_name(model: str | None) -> str:
+def shown_name(settings: Settings) -> str:
     """The name by which clients know the model."""
-    if model is None:
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    if settings.model is None:
         return MODEL_NAME
-    path = Path(model)
-    return path.resolve().name if path.is_dir() else model
+    path = Path(settings.model)
+    return path.resolve().name if path.is_dir() else settings.model
 
 
 def _fingerprint(name_or_dir: str, *, with_weights: bool) -> str:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import redis.asyncio
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from promptq.producer.batch_store.file_quotas import FileQuotas
 from promptq.producer.batch_store.files import FileStore
@@ -113,6 +114,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     app.state.stopping = asyncio.Event()
     errors.add_handlers(app)
+    if settings.http_cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.http_cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     for router in _ROUTERS:
         app.include_router(router)
     return measure_http(trace_http(app, tracing))

@@ -89,6 +89,9 @@ _LONGEST_NAME = 64
 _MOST_COMPARED = 100
 """How many unknown fields are compared with a missing one, to find a misspelt name."""
 
+_ALIKE = 0.8
+"""How like a field's name (0 to 1) an unknown name must be to be taken for a misspelling of it."""
+
 _LONGEST_SHOWN = 80
 """Characters of a wrong value that an error shows."""
 
@@ -410,7 +413,7 @@ def _shown(value: Any) -> str:
 
 def _unknown_field(name: str) -> InvalidRequestError:
     field = name[:_LONGEST_NAME]
-    meant = get_close_matches(field, Request.model_fields, n=1)
+    meant = get_close_matches(field, Request.model_fields, n=1, cutoff=_ALIKE)
     hint = f"; do you mean {meant[0]}?" if meant else ""
     return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
 

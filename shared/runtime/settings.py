@@ -80,6 +80,13 @@ class Settings(BaseSettings):
         description="local directory or hub name; default: the shipped model; `model-free`"
         " serves letters without any model, to try or to load-test a queue",
     )
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description="name by which clients ask for the model; default: the hub name, or the name of"
+        " the directory",
+    )
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model; leave it off unless you read it"
     )

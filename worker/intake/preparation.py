@@ -148,8 +148,9 @@ class Preparation:
         longest = self.limits.max_model_len - 1
         if len(prompt) > longest:
             raise InvalidRequestError(
-                f"{field_name}: {len(prompt)} tokens are more than the {longest} that this worker"
-                f" can take and still answer (model length {self.limits.max_model_len})",
+                f"{field_name}: this model's maximum context length is"
+                f" {self.limits.max_model_len} tokens, of which at most {longest} can be the"
+                f" prompt; this one has {len(prompt)}",
                 field=field_name,
                 code="context_length_exceeded",
             )

@@ -37,7 +37,7 @@ async def take_turns(settings: Sequence[Settings], redis_url: str) -> None:
     """Run a worker for each of several models, of which one is loaded, until SIGTERM or SIGINT."""
     first, started = settings[0], time.monotonic()
     by_queue = {it.queue: _of_one(it, nth) for nth, it in enumerate(settings)}
-    names = {queue: shown_name(it.model) for queue, it in by_queue.items()}
+    names = {queue: shown_name(it) for queue, it in by_queue.items()}
     stop, stop_now = asyncio.Event(), asyncio.Event()
     handle_signals(stop, stop_now)
     client = await unless(stop, open_when_there(redis_url, first.redis_wait))

@@ -71,6 +71,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
         self._max_prompt_chars = (
             None if max_prompt_tokens is None else max_prompt_tokens * _longest_token(tokenizer)
         )
@@ -153,8 +154,9 @@ class HuggingFaceTokenizer:
     def _check_length(self, field: str, text: str) -> None:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
             raise InvalidRequestError(
-                f"{field}: {len(text)} characters are more than the {self._max_prompt_chars} that"
-                " the tokens of the longest prompt can have",
+                f"{field}: this model's maximum context length is {self._max_prompt_tokens} tokens,"
+                f" which have at most {self._max_prompt_chars} characters; this prompt has"
+                f" {len(text)}",
                 field=field,
                 code="context_length_exceeded",
             )

@@ -35,9 +35,6 @@ def json_body(kind: Any) -> Callable[..., Awaitable[Any]]:
         with gateway.bodies.hold(caller.party) as hold:
             most = min(_MOST_BYTES, gateway.settings.http_max_body_bytes)
             body = await read_body(request, most, hold)
-        # A page of another site could send other types without asking first.
-        if "json" not in request.headers.get("content-type", ""):
-            raise ApiError(400, "the body is read as JSON only with Content-Type: application/json")
         try:
             given = from_json(body, allow_inf_nan=False)
         except ValueError as error:

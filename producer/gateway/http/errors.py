@@ -23,6 +23,7 @@ from promptq.producer.batch_store.batch_records import (
 from promptq.producer.batch_store.file_quotas import FileQuotaError
 from promptq.producer.batch_store.files import FileMissingError
 from promptq.producer.clients.connecting import explained
+from promptq.producer.gateway.http.served_paths import unknown_path, wrong_method
 from promptq.shared.errors import (
     InvalidRequestError,
     ModelNotServedError,
@@ -209,8 +210,12 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
-        headers = dict(error.headers or {})
-        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+        told, code, headers = str(error.detail), None, dict(error.headers or {})
+        if error.status_code == 404:
+            told, code = unknown_path(app, request.method, request.scope["path"]), "path_not_found"
+        elif error.status_code == 405:
+            told = wrong_method(request.method, request.scope["path"], headers.get("Allow", ""))
+        return ApiError(error.status_code, told, code=code, headers=headers).response()
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -219,8 +224,4 @@ def add_handlers(app: FastAPI) -> None:
         field = ".".join(where)
         if first["type"] == "json_invalid":
             return ApiError(400, f"the body is not JSON: {first['ctx']['error']}").response()
-        if not field and "json" not in request.headers.get("content-type", ""):
-            return ApiError(
-                400, "the body is read as JSON only with Content-Type: application/json"
-            ).response()
         return ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None).response()

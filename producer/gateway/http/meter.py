@@ -17,7 +17,7 @@ from promptq.shared.runtime.metrics import Histogram, Reading
 _UNKNOWN = "unknown"
 """The label for paths without a route and for unknown methods, so that strangers cannot create
 time series."""
-POLLED = frozenset({"/healthz", "/readyz", "/metrics", "/scaling"})
+POLLED = frozenset({"/healthz", "/health", "/readyz", "/metrics", "/scaling"})
 """Paths that are asked all the time, and would fill logs and traces."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 

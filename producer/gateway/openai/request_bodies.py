@@ -13,11 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.openai.messages import normalised
+from promptq.producer.gateway.openai.tolerated_fields import (
+    FieldsWithoutEffect,
+    FixedFields,
+    in_our_words,
+    warn_of,
+)
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import (
     MAX_PAYLOAD_BYTES,
@@ -46,6 +52,7 @@ HEADERS = {
 
 _NUMBERS = {"priority", "deadline_ms"}
 _SWITCHES = {"detach", "wait_for_worker"}
+_WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -60,13 +67,11 @@ def _known_options(given: Any) -> Any:
     return given
 
 
-_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
-StreamOptions = Annotated[
-    dict[Literal["include_usage", "include_obfuscation"], bool], BeforeValidator(_known_options)
-]
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 
 
-class CallOptions(BaseModel):
+class CallOptions(FieldsWithoutEffect, FixedFields):
     """What both endpoints take beside a payload's fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -82,11 +87,6 @@ class CallOptions(BaseModel):
         False, description="go on when the client leaves; it comes back for the rest"
     )
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
-    user: str | None = Field(None, description="accepted and ignored, like the next four")
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class CompletionOptions(CallOptions):
@@ -96,6 +96,7 @@ class CompletionOptions(CallOptions):
     echo: bool = Field(
         False, description="begin the answer with the prompt, which must then be text"
     )
+    suffix: Literal[""] | None = None
 
 
 class ChatOptions(CallOptions):
@@ -107,7 +108,9 @@ class ChatOptions(CallOptions):
         None, ge=0, le=20, description="and for each, so many likeliest tokens"
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
-    parallel_tool_calls: bool | None = Field(None, description="accepted and ignored")
+    parallel_tool_calls: bool | None = Field(None, description="accepted without effect")
+    modalities: list[Literal["text"]] | None = Field(None, description="text alone is served")
+    echo: Literal[False] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +246,11 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     for name, value in _from_headers(headers).items():
         given.setdefault(name, value)
     try:
-        options = kind.model_validate(given)
+        options = kind.model_validate(in_our_words(given))
     except ValidationError as error:
         raise invalid_request(error) from None
+    for name in options.model_fields_set & _WITHOUT_EFFECT:
+        warn_of(name)
     fields = dict(options.model_extra or {})
     if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
         fields["model"] = options.model

@@ -13,6 +13,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz")
 @router.head("/healthz", include_in_schema=False)
+@router.get("/health", include_in_schema=False)  # vLLM's name
 async def healthz() -> dict[str, str]:
     """This process is alive. Says nothing about the queue."""
     return {"status": "ok"}

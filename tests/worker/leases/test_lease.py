@@ -50,7 +50,9 @@ def test_bad_words_that_no_output_has_room_for_are_left_out() -> None:
 @pytest.mark.parametrize("length", [20, 30])
 def test_a_prompt_must_leave_room_for_an_answer(length: int) -> None:
     with pytest.raises(
-        InvalidRequestError, match=rf"^prompt: {length} tokens are more than the 19"
+        InvalidRequestError,
+        match="^prompt: this model's maximum context length is 20 tokens, of which at most 19 can"
+        f" be the prompt; this one has {length}",
     ):
         prepare(prompt="x" * length)
     assert prepare(prompt="x" * 19).engine_request.max_tokens == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -207,18 +208,37 @@ def test_bad_json(http: httpx2.Client, body: bytes) -> None:
 
 
 def test_json_that_does_not_say_so(http: httpx2.Client) -> None:
-    """As curl sends what it is given."""
+    """As curl sends what it is given: the body is read."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = http.post("/v1/batches", content=b'{"input_file_id": "file-1"}', headers=form)
     assert answer.status_code == 400
-    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "endpoint"
 
 
-def test_what_is_not_there(http: httpx2.Client) -> None:
-    """Wrong paths and methods get error objects too."""
-    for answer in (http.get("/v1/nothing"), http.get("/v1/completions")):
-        assert answer.status_code in (404, 405)
-        assert answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/nothing/alike", None),
+    ],
+)
+def test_a_path_that_is_not_there(http: httpx2.Client, path: str, meant: str | None) -> None:
+    """The answer names the path that was probably meant, and what there is."""
+    answer = http.post(path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "path_not_found")
+    assert error["message"].startswith(f"POST {path} is not served")
+    assert re.findall("do you mean ([^?]*)[?]", error["message"]) == ([meant] if meant else [])
+    assert "/v1/completions" in error["message"]
+
+
+def test_a_method_that_is_not_there(http: httpx2.Client) -> None:
+    answer = http.get("/v1/completions")
+    assert answer.status_code == 405
+    told = "GET /v1/completions is not served; this path takes POST"
+    assert answer.json()["error"]["message"] == told
 
 
 @pytest.mark.parametrize("declared", [True, False])

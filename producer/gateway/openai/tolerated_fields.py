@@ -1,0 +1,136 @@
+"""Fields that clients of other servers send: those without effect, and other names of ours.
+
+Fields of OpenAI's API and of vLLM's server are known here by name, so that a program that was
+written for them need not be changed. A value that asks for what is not served is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.runtime.logs import get_logger
+
+
+class FieldsWithoutEffect(BaseModel):
+    """Accepted with any value of their type. The log names each of them once."""
+
+    model_config = ConfigDict(strict=True)
+
+    user: str | None = Field(None, description="accepted without effect, like the next ones")
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
+    spaces_between_special_tokens: bool | None = None
+    early_stopping: bool | str | None = None
+    length_penalty: float | None = None
+
+
+class FixedFields(BaseModel):
+    """Accepted with the only value that is served, which needs no word."""
+
+    add_generation_prompt: Literal[True] | None = Field(
+        None, description="accepted with this value only, like the next ones"
+    )
+    continue_final_message: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+
+@lru_cache(maxsize=len(FieldsWithoutEffect.model_fields))
+def warn_of(field: str) -> None:
+    """Log once in a process that calls have a field without effect."""
+    get_logger().warning("a field of a call has no effect", field=field)
+
+
+def in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body, with those that have other names elsewhere under ours.
+
+    Raises InvalidRequestError for what is not served.
+    """
+    fields = {**given}
+    for name, instead in _FORMER.items():
+        if name in fields:
+            raise InvalidRequestError(
+                f"{name}: is the former name of {instead}; send {instead}", field=name
+            )
+    for name in _SCHEMAS:
+        if name in fields:
+            _set(fields, "response_format", _format_of(name, fields.pop(name)), name)
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        fields["tools"], fields["tool_choice"] = _allowed_tools(choice, fields.get("tools"))
+    return fields
+
+
+_FORMER = {"functions": "tools", "function_call": "tool_choice"}
+_SCHEMAS = ("structured_outputs", "guided_json")
+"""Names of vLLM, the newer one first."""
+
+
+def _set(fields: dict[str, Any], name: str, value: Any, whence: str) -> None:
+    if name in fields:
+        raise InvalidRequestError(f"{whence}: cannot be combined with {name}", field=whence)
+    fields[name] = value
+
+
+def _format_of(name: str, given: Any) -> dict[str, Any]:
+    """The `response_format` that asks for the same."""
+    schema = given
+    if name == "structured_outputs":
+        if not (
+            isinstance(given, dict) and len(given) == 1 and {*given} <= {"json", "json_object"}
+        ):
+            raise InvalidRequestError(
+                f'{name}: must be {{"json": SCHEMA}} or {{"json_object": true}}; other forms are'
+                " not served",
+                field=name,
+            )
+        if given.get("json_object") is True:
+            return {"type": "json_object"}
+        schema = given.get("json")
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{name}: the schema must be a JSON object", field=name)
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+def _allowed_tools(choice: Mapping[str, Any], tools: Any) -> tuple[list[Any], str]:
+    """The tools that are allowed, and whether one of them must be called.
+
+    A tool that may not be called is not shown to the model either.
+    """
+    allowed = choice.get("allowed_tools", choice)  # /v1/responses has no inner object
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise InvalidRequestError(
+            'tool_choice: allowed_tools must be like {"mode": "auto" or "required", "tools":'
+            ' [{"type": "function", "function": {"name": ...}}]}',
+            field="tool_choice",
+        )
+    by_name = {_name_of(tool): tool for tool in tools} if isinstance(tools, list) else {}
+    names = [_name_of(tool) for tool in listed]
+    for name in names:
+        if name is None or name not in by_name:
+            raise InvalidRequestError(
+                f"tool_choice: allows {str(name)[:80]!r}, which is not among the tools",
+                field="tool_choice",
+            )
+    return [tool for name, tool in by_name.items() if name in names], mode
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,172 @@
+"""What programs send that were written for other servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from promptq.producer.gateway.openai.tolerated_fields import FieldsWithoutEffect, warn_of
+from tests.model_free_worker import text_of
+from tests.producer.gateway.api_keys import bearer, make_key
+from tests.producer.gateway.living import LiveGateway
+from tests.producer.playing import HandWorker
+from tests.roles import as_role
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {}}}
+FIND: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OF_ANY_VALUE: dict[str, Any] = {
+    "user": "a",
+    "store": True,
+    "service_tier": "auto",
+    "safety_identifier": "a",
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "prediction": {"type": "content", "content": "a"},
+    "verbosity": "low",
+    "spaces_between_special_tokens": False,
+    "early_stopping": True,
+    "length_penalty": 2.0,
+}
+OF_ONE_VALUE: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "return_tokens_as_token_ids": False,
+    "use_beam_search": False,
+    "best_of": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def calls(letters_gateway: LiveGateway) -> Any:
+    with httpx2.Client(base_url=letters_gateway.url, timeout=30) as client:
+        yield client
+
+
+def test_fields_without_effect_change_nothing(calls: httpx2.Client) -> None:
+    assert {*OF_ANY_VALUE} == {*FieldsWithoutEffect.model_fields}
+    for path, own in (
+        ("chat/completions", {**CHAT, "modalities": ["text"], "echo": False}),
+        ("completions", {"prompt": "Hi", "suffix": ""}),
+    ):
+        body = {**own, **OF_ANY_VALUE, **OF_ONE_VALUE, "max_tokens": 3, "seed": 3, "n": 1}
+        answer = calls.post(f"/v1/{path}", json=body).json()
+        choice = answer["choices"][0]
+        assert (choice.get("text") or choice["message"]["content"]) == text_of(3, 3)
+
+
+def test_the_log_names_each_of_them_once(
+    calls: httpx2.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields whose only value is what happens anyway need no word."""
+    warn_of.cache_clear()
+    for field in ({"verbosity": "low"}, {"verbosity": "high"}, {"add_generation_prompt": True}):
+        calls.post("/v1/chat/completions", json={**CHAT, **field, "max_tokens": 1})
+    logged = capsys.readouterr().out
+    assert logged.count("field=verbosity") == 1
+    assert "add_generation_prompt" not in logged
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, not value) for name, value in OF_ONE_VALUE.items() if name != "best_of"),
+        ("best_of", 2),
+        ("modalities", ["text", "audio"]),
+        ("echo", True),
+        ("functions", [{"name": "look"}]),
+        ("function_call", "auto"),
+        ("structured_outputs", {"grammar": "root ::= x"}),
+        ("structured_outputs", {"json": 3}),
+        ("structured_outputs", {}),
+        ("guided_json", "text"),
+        ("tool_choice", {"type": "allowed_tools"}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [FIND]}),
+        ("stream_options", {"x": True}),
+        ("reasoning_depth", "low"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(http: httpx2.Client, field: str, value: Any) -> None:
+    body = {**CHAT, "tools": [LOOK], "stream": True, field: value}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert "do you mean" not in answer.json()["error"]["message"]
+
+
+def payload_of(http: httpx2.Client, worker: HandWorker, **fields: Any) -> dict[str, Any]:
+    """The payload of the request that a call becomes."""
+    with worker.finishing(["x"]):
+        answer = http.post("/v1/chat/completions", json={**CHAT, **fields})
+    return worker.payload(answer.json()["id"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"guided_json": SCHEMA},
+    ],
+)
+def test_vllms_names_of_a_schema(
+    http: httpx2.Client, own_worker: HandWorker, fields: dict[str, Any]
+) -> None:
+    asked = payload_of(http, own_worker, **fields)["response_format"]
+    assert (asked["type"], asked["json_schema"]["schema"]) == ("json_schema", SCHEMA)
+
+
+def test_vllms_name_of_any_json(http: httpx2.Client, own_worker: HandWorker) -> None:
+    payload = payload_of(http, own_worker, structured_outputs={"json_object": True})
+    assert payload["response_format"] == {"type": "json_object"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(http: httpx2.Client, own_worker: HandWorker, mode: str) -> None:
+    """The model sees no other tool."""
+    named = {"type": "function", "function": {"name": "find"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+    payload = payload_of(http, own_worker, tools=[LOOK, FIND], tool_choice=choice)
+    assert (payload["tools"], payload["tool_choice"]) == ([FIND], mode)
+
+
+def test_health(http: httpx2.Client) -> None:
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("origins", [["https://chat.example"], ["*"]])
+def test_pages_of_other_sites(
+    start_gateway: Callable[..., LiveGateway], redis_url: str, origins: list[str]
+) -> None:
+    """A browser asks first, without the key; then the page's own key counts."""
+    gateway = start_gateway(http_cors_origins=origins)
+    page = {"Origin": "https://chat.example"}
+    asking = {"Access-Control-Request-Method": "POST"}
+    asking["Access-Control-Request-Headers"] = "authorization,content-type"
+    with httpx2.Client(base_url=gateway.url, headers=page, timeout=30) as client:
+        before = client.options("/v1/chat/completions", headers=asking)
+        without_key = client.get("/v1/models")
+        key = make_key(as_role("operator", redis_url), "page")
+        with_key = client.get("/v1/models", headers=bearer(key))
+        other = client.options(
+            "/v1/chat/completions", headers={**asking, "Origin": "https://bad.example"}
+        )
+    assert before.status_code == 200
+    assert "authorization" in before.headers["Access-Control-Allow-Headers"].lower()
+    assert without_key.status_code == 401
+    assert with_key.status_code == 200
+    for answer in (before, without_key, with_key):
+        assert answer.headers["Access-Control-Allow-Origin"] in (page["Origin"], "*")
+    assert (other.status_code == 200) == (origins == ["*"])
+
+
+def test_pages_of_other_sites_are_not_answered_unless_told(http: httpx2.Client) -> None:
+    page = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+    answer = http.options("/v1/chat/completions", headers=page)
+    assert "Access-Control-Allow-Origin" not in answer.headers
