@@ -29,7 +29,7 @@ LEASE_MS = 1500
 NUM_TOKENS = 300
 STORY = "Once upon a time there was a fox who"
 REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy, logprobs": {"temperature": 0.0, "logprobs": 3},
+    "greedy, logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
     "seeded": {"temperature": 1.0, "seed": 5},
     "filtered": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "seed": 6},
     "penalties": {
@@ -124,6 +124,7 @@ def told(events: list[TokenEvent]) -> list[Any]:
         "".join(event.text for event in events),
         [token_id for event in events for token_id in event.token_ids],
         [item for event in events for item in event.logprobs or ()],
+        [(event.index, event.prompt_logprobs) for event in events if event.prompt_logprobs],
         events[-1].finish_reason,
     ]
 
