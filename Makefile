@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SET_UP := $(VENV)/.set-up
 
-.PHONY: demo test test-package test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
+.PHONY: demo test test-package compare-lm-eval test-newest test-redis-py test-sanitizers test-engines test-images test-update wheel states check format model bench bench-peers bench-batch bench-cancel bench-cancel-at-server bench-pairs-at-server bench-drafting bench-gateway bench-gpu bench-import bench-sampling bench-grammar bench-lock bench-long-queue bench-model-swap bench-pairs bench-redis-memory bench-scaling-out chaos chaos-cluster chaos-swapping fuzz soak clean
 
 demo: $(SET_UP)
 	@$(BIN)/promptq demo
@@ -26,6 +26,10 @@ test-package: $(SET_UP)
 # The same with the newest version of everything but torch.
 test-newest: $(SET_UP)
 	@$(BIN)/python -m tests.package --newest
+
+# What lm-eval measures through the gateway, and what it measures of the model itself.
+compare-lm-eval: $(SET_UP)
+	@$(BIN)/python -m tests.scoring $(ARGS)
 
 # The client on old and new versions of redis-py: ARGS="5.2.1 6.4.0" for some of them.
 test-redis-py: $(SET_UP)

@@ -137,10 +137,13 @@ class _Folded(BaseModel):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_texts: list[str] | None = None
 
 
 _Ending = tuple[bool, TokenEvent | None, _Folded | None]
 _NOTHING: _Ending = (False, None, None)
+_NOTHING_OF_PROMPT: dict[str, Any] = {"prompt_logprobs": None, "prompt_texts": None}
 
 
 class _Stream:
@@ -260,6 +263,7 @@ class _Stream:
                 "token_ids": event.token_ids[start:],
                 "text": text[self._text_length :],
                 "logprobs": event.logprobs and event.logprobs[start:],
+                **_NOTHING_OF_PROMPT,
             }
         )
 
@@ -330,8 +334,12 @@ class _Stream:
         elif self._from_index > 0:
             start, text_start = 0, 0
         logprobs = result.logprobs and result.logprobs[start:]
+        of_prompt = _NOTHING_OF_PROMPT
+        if start == 0:  # the first event had them
+            of_prompt = {name: getattr(result, name) for name in _NOTHING_OF_PROMPT}
         return last_event.model_copy(
             update={
+                **of_prompt,
                 "index": start,
                 "token_ids": result.token_ids[start:],
                 "text": result.text[text_start:],

@@ -28,8 +28,10 @@ def _numbers_or_null(values: list[int] | None) -> str:
     return "null" if values is None else _numbers(values)
 
 
-def _array(items: Sequence[BaseModel] | None) -> str:
-    return "null" if items is None else f"[{','.join(it.model_dump_json() for it in items)}]"
+def _array(items: Sequence[BaseModel | None] | None) -> str:
+    if items is None:
+        return "null"
+    return f"[{','.join('null' if it is None else it.model_dump_json() for it in items)}]"
 
 
 class _Wire(BaseModel):
@@ -58,6 +60,24 @@ class TokenLogprob(_Wire):
     rank: int
     top: list[TopLogprob] | None = None
     token: str | None = None
+
+
+class _TellsPrompt(_Wire):
+    """What a request with `prompt_logprobs` is told of its prompt, in its first event and result.
+
+    Both lists have an entry for each token of the prompt. The first token follows nothing, so it
+    has no log-probability, and null in its place. All texts together are the prompt.
+    """
+
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_texts: list[str] | None = None
+
+    @property
+    def prompt_json(self) -> str:
+        """Both fields with a comma in front, or nothing if they are not set."""
+        if self.prompt_logprobs is None or self.prompt_texts is None:
+            return ""
+        return prompt_json(self.prompt_logprobs, self.prompt_texts)
 
 
 class Usage(_Wire):
@@ -134,7 +154,7 @@ class ErrorInfo(_Wire):
         return self.model_dump_json(exclude_none=True)
 
 
-class TokenEvent(_Wire):
+class TokenEvent(_TellsPrompt):
     """One message of a request's stream. `index` counts the tokens that came before it."""
 
     index: int
@@ -157,7 +177,8 @@ class TokenEvent(_Wire):
         return self.finish_reason is not None
 
     def to_json(self) -> str:
-        """The public JSON form, with `usage`, `stats` and `error` only if they are set."""
+        """The public JSON form. What the prompt's tokens are, `usage`, `stats` and `error` are only
+        in it if they are set."""
         reason = "null" if self.finish_reason is None else f'"{self.finish_reason.value}"'
         parts = (("usage", self.usage), ("stats", self.stats), ("error", self.error))
         return token_event_json(
@@ -167,11 +188,12 @@ class TokenEvent(_Wire):
             self.logprobs,
             self.attempt,
             reason,
-            "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None),
+            self.prompt_json
+            + "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None),
         )
 
 
-class Result(_Wire):
+class Result(_TellsPrompt):
     """A finished request: its events as one."""
 
     text: str
@@ -192,6 +214,7 @@ class Result(_Wire):
             self.usage.to_json(),
             "null" if self.stats is None else self.stats.to_json(),
             "null" if self.error is None else self.error.to_json(),
+            self.prompt_json,
         )
 
     @classmethod
@@ -209,7 +232,15 @@ class Result(_Wire):
             usage=last.usage or Usage(),
             stats=last.stats,
             error=last.error,
+            prompt_logprobs=events[0].prompt_logprobs,
+            prompt_texts=events[0].prompt_texts,
         )
+
+
+def prompt_json(logprobs: Sequence[TokenLogprob | None], texts: list[str]) -> str:
+    """`prompt_logprobs` and `prompt_texts` as JSON, for the end of an event or a result."""
+    quoted = ",".join(map(_quoted, texts))
+    return f',"prompt_logprobs":{_array(logprobs)},"prompt_texts":[{quoted}]'
 
 
 def token_event_json(
@@ -243,10 +274,11 @@ def result_json(
     usage: str,
     stats: str,
     error: str,
+    more: str = "",
 ) -> str:
-    """The JSON of a `Result`, without making one; the last three are JSON already."""
+    """The JSON of a `Result`, without making one; the last four are JSON already."""
     return (
         f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
         f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'
-        f',"error":{error}}}'
+        f',"error":{error}{more}}}'
     )

@@ -37,6 +37,9 @@ MAX_MS = 2**52
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_PROMPT_LOGPROBS = 65_536
+"""Most log-probabilities of one prompt: its tokens times one more than the likeliest that are asked
+for. As JSON each takes about 85 bytes, and all of them are in one event."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
 """Characters of all bad words of a request together."""
@@ -174,6 +177,12 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     logprobs: int | None = Field(
         None, ge=0, le=20, description="report the chosen token and this many of the likeliest"
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="report each token of the prompt and this many of the likeliest in its place",
     )
     response_format: dict[str, Any] | None = None
     speculative_tokens: int | None = Field(

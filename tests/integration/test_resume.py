@@ -29,7 +29,7 @@ LEASE_MS = 1500
 NUM_TOKENS = 300
 STORY = "Once upon a time there was a fox who"
 REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy, logprobs": {"temperature": 0.0, "logprobs": 3},
+    "greedy, logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
     "seeded": {"temperature": 1.0, "seed": 5},
     "filtered": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "seed": 6},
     "penalties": {
@@ -124,6 +124,7 @@ def told(events: list[TokenEvent]) -> list[Any]:
         "".join(event.text for event in events),
         [token_id for event in events for token_id in event.token_ids],
         [item for event in events for item in event.logprobs or ()],
+        [(event.index, event.prompt_logprobs) for event in events if event.prompt_logprobs],
         events[-1].finish_reason,
     ]
 
@@ -189,3 +190,40 @@ def test_the_whole_text_is_that_of_a_quiet_run(
             log = server.xrange(Keys("default").tokens(request_id))
             assert log[-1][0].endswith(b"-1"), "nothing was written behind the last event"
             assert len(log) == len(events[name])
+
+
+def test_a_prompt_is_scored_once_though_its_worker_was_killed(url: str, tmp_path: Path) -> None:
+    """In the middle of it, before anything was sent; and the same with a cached prompt."""
+    asked: dict[str, Any] = {
+        "prompt": f"{STORY} ran. " * 90,
+        "max_tokens": 3,
+        "prompt_logprobs": 2,
+        "temperature": 0.0,
+    }
+    steps = ("--max-num-batched-tokens", "128")
+    with redis.Redis.from_url(as_role("", url)) as server, Client(url) as client:
+        server.flushall()
+        module = "tests.faults.worker.killed_in_prefill"
+        with worker(tmp_path, url, *steps, module=module) as victim:
+            request_id = enqueue(client, asked)
+            assert victim.wait() == -signal.SIGKILL
+        assert server.xlen(Keys("default").tokens(request_id)) == 0
+        with worker(tmp_path, url, *steps):
+            events = read(client, request_id)
+            again = read(client, enqueue(client, asked))
+            plain = read(client, enqueue(client, asked | {"prompt_logprobs": None}))
+            result = client.result(request_id)
+    assert [event.prompt_logprobs is not None for event in events] == [True, False, False]
+    told = events[0].prompt_logprobs
+    assert told is not None
+    assert told[0] is None
+    assert result.stats is not None
+    assert result.stats.attempts == 2
+    assert len(told) == result.usage.prompt_tokens > 500
+    assert again[0].prompt_logprobs == result.prompt_logprobs == told
+    assert again[0].prompt_texts == result.prompt_texts
+    assert "".join(again[0].prompt_texts or ()) == asked["prompt"]
+    assert again[-1].usage is not None
+    assert again[-1].usage.cached_tokens == 0, "a cache has no logits"
+    assert plain[-1].usage is not None
+    assert plain[-1].usage.cached_tokens > 500

@@ -12,7 +12,7 @@ import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
-from promptq.shared.protocol.request import Request
+from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Request
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.prepared_request import PreparedRequest
@@ -100,6 +100,7 @@ class Preparation:
             token_ids=list(emitted),
             texts=[event.text for event in claim.events],
             logprobs=[item for event in claim.events for item in event.logprobs or ()],
+            prompt_json=claim.events[0].prompt_json if claim.events else "",
             request=request,
             resumed_inexactly=is_inexact,
         )
@@ -154,6 +155,16 @@ class Preparation:
                 field=field_name,
                 code="context_length_exceeded",
             )
+        if request.prompt_logprobs is not None:
+            num_logprobs = len(prompt) * (request.prompt_logprobs + 1)
+            if num_logprobs > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequestError(
+                    f"prompt_logprobs: {request.prompt_logprobs} likeliest tokens, and the one of"
+                    f" the prompt, in each of {len(prompt)} places are {num_logprobs}"
+                    f" log-probabilities, more than the {MAX_PROMPT_LOGPROBS} that a request may"
+                    " ask for; ask for fewer, or send a shorter prompt",
+                    field="prompt_logprobs",
+                )
         named: list[tuple[str, list[int]]] = [(field_name, prompt)]
         if request.stop_token_ids:
             named.append(("stop_token_ids", request.stop_token_ids))

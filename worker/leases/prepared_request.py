@@ -35,6 +35,9 @@ class PreparedRequest:
     token_ids: list[int]
     texts: list[str]
     logprobs: list[TokenLogprob]
+    prompt_json: str = ""
+    """What the first event tells of the prompt's tokens, as JSON; empty if they are not wanted, and
+    until they are known."""
     resumed_inexactly: bool = False
     """Whether this attempt may continue with other tokens than the first would have given."""
     timing: SequenceTiming | None = None
@@ -105,8 +108,11 @@ class PreparedRequest:
         """
         claim, index = self.claim, self.num_emitted
         num_emitted = index + len(token_ids)
+        more = self.prompt_json if index == 0 else ""
         if finish_reason is None:
-            event_json = token_event_json(index, token_ids, text, logprobs, claim.attempt)
+            event_json = token_event_json(
+                index, token_ids, text, logprobs, claim.attempt, more=more
+            )
             row = Row(claim.request_id, claim.fence, index, num_emitted, event_json)
             self.rows.append(row)
         else:
@@ -118,7 +124,7 @@ class PreparedRequest:
             self.stats, self.error = self._stats(num_emitted), error
             told, stats = usage.to_json(), self.stats.to_json()
             failure = None if error is None else error.to_json()
-            more = f',"usage":{told},"stats":{stats}'
+            more += f',"usage":{told},"stats":{stats}'
             if failure is not None:
                 more += f',"error":{failure}'
             event_json = token_event_json(
@@ -132,6 +138,7 @@ class PreparedRequest:
                 told,
                 stats,
                 failure or "null",
+                self.prompt_json,
             )
             row = Row(
                 claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.events import ErrorInfo, Result, TokenEvent, TokenLogprob, Usage
+from promptq.shared.protocol.events import (
+    ErrorInfo,
+    Result,
+    TokenEvent,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    prompt_json,
+)
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.protocol.rows import Row
 from promptq.shared.runtime.logs import get_logger
-from promptq.worker.engine.api.messages import SequenceOutput
+from promptq.worker.engine.api.messages import PromptLogprobs, SequenceOutput
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.text.detokenizer import prompt_texts
 from promptq.worker.text.tokenizer import Tokenizer
 
 
@@ -83,6 +92,8 @@ class RowBuilder:
             text += stream.flush()
         logprobs = output.logprobs[: len(token_ids)] if output.logprobs is not None else None
         self._name_tokens(logprobs or ())
+        if output.prompt_logprobs is not None:
+            prepared.prompt_json = self._prompt_json(prepared, output.prompt_logprobs)
         return prepared.next_row(token_ids, text, logprobs, reason)
 
     def _error_of(self, prepared: PreparedRequest, output: SequenceOutput) -> ErrorInfo:
@@ -93,8 +104,31 @@ class RowBuilder:
         self._log.error("the engine failed", request_id=prepared.request_id, error=output.error)
         return ErrorInfo(type="internal_error", message=reason)
 
+    def _prompt_json(self, prepared: PreparedRequest, pieces: list[PromptLogprobs]) -> str:
+        token_ids = prepared.engine_request.prompt_token_ids
+        logprobs = list(_prompt_logprobs(token_ids, pieces))
+        self._name_tokens(logprobs)
+        return prompt_json([None, *logprobs], prompt_texts(self._tokenizer, token_ids))
+
     def _name_tokens(self, logprobs: Sequence[TokenLogprob]) -> None:
         for chosen in logprobs:
             chosen.token = self._tokenizer.token_text(chosen.token_id)
             for other in chosen.top or ():
                 other.token = self._tokenizer.token_text(other.token_id)
+
+
+def _prompt_logprobs(
+    token_ids: Sequence[int], pieces: Sequence[PromptLogprobs]
+) -> Iterator[TokenLogprob]:
+    """The report of each token of a prompt but the first one."""
+    following = iter(token_ids[1:])
+    for piece in pieces:
+        columns = (piece.logprobs, piece.ranks, piece.top_ids, piece.top_logprobs)
+        for logprob, rank, top_ids, top in zip(*(it.tolist() for it in columns), strict=True):
+            likeliest = [
+                TopLogprob(token_id=token_id, logprob=each)
+                for token_id, each in zip(top_ids, top, strict=True)
+            ]
+            yield TokenLogprob(
+                token_id=next(following), logprob=logprob, rank=rank, top=likeliest or None
+            )

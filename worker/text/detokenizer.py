@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from promptq.worker.text.stop_strings import StopStrings
+from promptq.worker.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
@@ -13,6 +15,20 @@ _MOST_BYTES = 4
 """The most bytes of a character."""
 
 Decode = Callable[[Sequence[int]], str]
+
+
+def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token of a prompt, special tokens by their names. Together they are the
+    prompt: a character of several tokens is in the text of the last one."""
+    texts = [tokenizer.token_text(token_id) for token_id in token_ids]
+    for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
+        if is_part:
+            places = [*run]
+            whole = tokenizer.decode([token_ids[place] for place in places])
+            for place in places:
+                texts[place] = ""
+            texts[places[-1]] = whole
+    return texts
 
 
 class IncrementalDecoder:

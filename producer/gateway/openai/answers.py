@@ -8,7 +8,12 @@ from typing import Any
 from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import failure, finish_reason
-from promptq.producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from promptq.producer.gateway.openai.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    tokens_of_prompt,
+)
 from promptq.producer.gateway.openai.tool_calls import split_calls
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.tool_call_style import ToolCallStyle
@@ -20,7 +25,7 @@ def answer(
     """The body of the answer. Raises ApiError if a result is no answer."""
     if (error := failure_of(results)) is not None:
         raise error
-    return {
+    body: dict[str, Any] = {
         "id": completion.id,
         "object": "chat.completion" if completion.is_chat else "text_completion",
         "created": completion.created,
@@ -30,6 +35,9 @@ def answer(
         ],
         "usage": completion.usage([result.usage for result in results]),
     }
+    if completion.is_chat and completion.with_prompt_logprobs:  # the choices have one prompt
+        body["prompt_logprobs"] = prompt_logprobs(results[0])
+    return body
 
 
 def failure_of(results: Sequence[Result]) -> ApiError | None:
@@ -53,11 +61,19 @@ def _choice(
                 message |= {"content": content or None, "tool_calls": calls}
         body, shown = {"message": message}, chat_logprobs(logprobs)
     else:
-        echo = completion.echoes[index] if completion.echoes else ""
-        body, shown = {"text": echo + result.text}, completion_logprobs(logprobs, len(echo))
+        text, tokens = result.text, [*logprobs]
+        if completion.echo_only:
+            text, tokens = "", []
+        if completion.echoes:
+            echo = completion.echoes[index]
+            text = ("".join(result.prompt_texts or ()) if echo is None else echo) + text
+        of_prompt = tokens_of_prompt(result) if completion.echoes else []
+        body, shown = {"text": text}, completion_logprobs([*of_prompt, *tokens], 0)
+        if completion.with_prompt_logprobs:
+            body["prompt_logprobs"] = prompt_logprobs(result)
     return {
         "index": index,
         **body,
         "logprobs": shown if completion.with_logprobs else None,
-        "finish_reason": finish_reason(result.finish_reason, num_calls),
+        "finish_reason": finish_reason(result.finish_reason, num_calls, completion.echo_only),
     }

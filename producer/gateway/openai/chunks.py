@@ -9,7 +9,13 @@ from typing import Any
 
 from promptq.producer.gateway.openai.completion import Completion
 from promptq.producer.gateway.openai.endings import finish_reason
-from promptq.producer.gateway.openai.logprobs import chat_logprobs, completion_logprobs, text_length
+from promptq.producer.gateway.openai.logprobs import (
+    FirstToken,
+    chat_logprobs,
+    completion_logprobs,
+    text_length,
+    tokens_of_prompt,
+)
 from promptq.producer.gateway.openai.read_positions import Position
 from promptq.producer.gateway.openai.tool_calls import ToolDelta, ToolText, call_id
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob, Usage
@@ -31,16 +37,22 @@ class ChoiceWriter:
         self._with_logprobs = completion.with_logprobs
         self._request_id = completion.request_ids[index]
         self._tools = ToolText(style) if completion.with_tools else None
-        self._echo = completion.echoes[index] if completion.echoes else ""
+        self._echoes, self._echo_only = bool(completion.echoes), completion.echo_only
+        self._echo = (completion.echoes[index] if completion.echoes else None) or ""
         self._is_first = have.is_start and not _tells_roles_first(completion)
         self._num_chars = 0
-        self._offset = len(self._echo)
+        self._offset = 0
         self._before, self._after = _frame_of(completion)
         self._before += f'{{"index":{index},'
 
     def chunk(self, event: TokenEvent) -> str | None:
         """The chunk for an event, as JSON; None if there is nothing new for the client."""
         have, text, logprobs = self._have, event.text, event.logprobs or []
+        if self._echo_only:
+            text, logprobs = "", []
+        of_prompt = tokens_of_prompt(event) if self._echoes else []
+        if of_prompt and not self._echo:  # it was given as token ids
+            self._echo = "".join(event.prompt_texts or ())
         chars_before, self._num_chars = self._num_chars, self._num_chars + len(text)
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
@@ -49,14 +61,17 @@ class ChoiceWriter:
             if self._tools is not None:
                 self._tools.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
-            self._offset += text_length(known)
+            self._offset += text_length([*of_prompt, *known])
+            of_prompt = []
             logprobs = logprobs[len(known) :]
             text = text[max(0, have.chars - chars_before) :]
             if have.ended or (event.end <= have.tokens and not event.is_last):
                 return None
-        return self._chunk(event, text, logprobs)
+        return self._chunk(event, text, [*of_prompt, *logprobs])
 
-    def _chunk(self, event: TokenEvent, text: str, logprobs: list[TokenLogprob]) -> str | None:
+    def _chunk(
+        self, event: TokenEvent, text: str, logprobs: list[FirstToken | TokenLogprob]
+    ) -> str | None:
         deltas: list[ToolDelta] = []
         if self._tools is not None:
             text, deltas = self._tools.feed(text)
@@ -68,7 +83,7 @@ class ChoiceWriter:
         reason = "null"
         if event.finish_reason is not None:
             num_calls = self._tools.num_calls if self._tools is not None else 0
-            reason = f'"{finish_reason(event.finish_reason, num_calls)}"'
+            reason = f'"{finish_reason(event.finish_reason, num_calls, self._echo_only)}"'
         shown = self._logprobs(logprobs) if self._with_logprobs and logprobs else "null"
         self.position = f"{event.end}-{self._num_chars}{'e' if is_last else ''}"
         body = self._delta(text, deltas) if self._is_chat else self._text(text)
@@ -98,9 +113,11 @@ class ChoiceWriter:
             "function": {"name": delta.name, "arguments": delta.arguments},
         }
 
-    def _logprobs(self, logprobs: list[TokenLogprob]) -> str:
+    def _logprobs(self, logprobs: list[FirstToken | TokenLogprob]) -> str:
         if self._is_chat:
-            return json.dumps(chat_logprobs(logprobs))
+            return json.dumps(
+                chat_logprobs([it for it in logprobs if isinstance(it, TokenLogprob)])
+            )
         offset, self._offset = self._offset, self._offset + text_length(logprobs)
         return json.dumps(completion_logprobs(logprobs, offset))
 

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 from uuid import UUID
 
+from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.openai.request_bodies import MAX_CHOICES, CompletionCall, request_ids
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.events import Usage
@@ -17,6 +18,7 @@ from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
 _CHAT, _TEXT = "chatcmpl-", "cmpl-"
+_ECHO_ONLY = "only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class Completion:
     """All that an answer is written from, beside its events.
 
     Choice `i` is request `request_ids[i]`. The `n` choices of a prompt follow each other. `echoes`
-    holds each choice's prompt if the answer repeats it.
+    holds each choice's prompt if the answer repeats it; None for one of token ids, whose text comes
+    with its first event. With `echo_only` the answer is nothing else.
     """
 
     id: str
@@ -33,10 +36,12 @@ class Completion:
     num_choices: int = 1
     n: int = 1
     with_logprobs: bool = False
+    with_prompt_logprobs: bool = False
     with_tools: bool = False
     include_usage: bool = False
     detach: bool = False
-    echoes: Sequence[str] = ()
+    echoes: Sequence[str | None] = ()
+    echo_only: bool = False
 
     @property
     def request_ids(self) -> list[str]:
@@ -51,7 +56,7 @@ class Completion:
     @property
     def url(self) -> str:
         """The path of the stream, with what no record of a request holds."""
-        query: dict[str, int] = {}
+        query: dict[str, int | str] = {}
         if self.num_choices > 1:
             query = {"choices": self.num_choices, "n": self.n}
         for name, is_set in (
@@ -61,6 +66,8 @@ class Completion:
         ):
             if is_set:
                 query[name] = 1
+        if self.echo_only:
+            query["echo"] = _ECHO_ONLY
         path = f"/v1/streams/{quote(self.id)}"
         return f"{path}?{urlencode(query)}" if query else path
 
@@ -70,7 +77,7 @@ class Completion:
             Usage.of_samples(list(usages[at : at + self.n])) for at in range(0, len(usages), self.n)
         ]
         prompt_tokens = sum(it.prompt_tokens for it in prompts)
-        completion_tokens = sum(it.completion_tokens for it in prompts)
+        completion_tokens = 0 if self.echo_only else sum(it.completion_tokens for it in prompts)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -93,7 +100,7 @@ def check_completion_id(completion_id: str) -> None:
 
 def completion_of(call: CompletionCall, completion_id: str, model: str) -> Completion:
     """The completion for a call."""
-    echoes = [str(call.prompts[index // call.n]) for index in range(call.num_choices)]
+    echoes = [_text(call.prompts[index // call.n]) for index in range(call.num_choices)]
     return Completion(
         id=completion_id,
         is_chat=call.is_chat,
@@ -101,10 +108,12 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         num_choices=call.num_choices,
         n=call.n,
         with_logprobs=call.fields.get("logprobs") is not None,
+        with_prompt_logprobs=call.shows_prompt_logprobs,
         with_tools=_with_tools(call.fields.get("tools"), call.fields.get("tool_choice")),
         include_usage=call.include_usage,
         detach=call.detach,
         echoes=echoes if call.echo else (),
+        echo_only=call.echo_only,
     )
 
 
@@ -115,7 +124,7 @@ def stream_completion(
     requests = [Request.parse(payload) for payload in payloads]
     first, num_choices = requests[0], _number(query, "choices", 1)
     n = _number(query, "n", 1)
-    prompts = [str(request.prompt) for request in requests]
+    prompts = [_text(request.prompt) for request in requests]
     return Completion(
         id=completion_id,
         is_chat=completion_id.startswith(_CHAT),
@@ -127,6 +136,7 @@ def stream_completion(
         include_usage=query.get("usage") == "1",
         detach=query.get("detach") == "1",
         echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
+        echo_only=query.get("echo") == _ECHO_ONLY,
     )
 
 
@@ -146,7 +156,11 @@ def _with_tools(tools: Any, tool_choice: Any) -> bool:
 
 
 def _echo(query: Mapping[str, str]) -> bool:
-    return query.get("echo") == "1"
+    return query.get("echo") in ("1", _ECHO_ONLY)
+
+
+def _text(prompt: Prompt | None) -> str | None:
+    return prompt if isinstance(prompt, str) else None
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:

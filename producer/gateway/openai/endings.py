@@ -7,9 +7,10 @@ from promptq.shared.protocol.events import ErrorInfo
 from promptq.shared.protocol.request import FinishReason
 
 
-def finish_reason(reason: FinishReason, num_tool_calls: int) -> str:
-    """`stop`, `length` or `tool_calls`. An expired request ends with `length`, too."""
-    if reason is FinishReason.STOP:
+def finish_reason(reason: FinishReason, num_tool_calls: int, echo_only: bool) -> str:
+    """`stop`, `length` or `tool_calls`. An expired request ends with `length`, too, and so does one
+    that only echoes its prompt."""
+    if reason is FinishReason.STOP and not echo_only:
         return "tool_calls" if num_tool_calls else "stop"
     return "length"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from promptq.shared.protocol.events import TokenLogprob, TopLogprob
+from promptq.shared.protocol.events import Result, TokenEvent, TokenLogprob, TopLogprob
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -17,26 +18,70 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of a prompt. It follows nothing, so it has no log-probability."""
+
+    token: str
+
+
+def tokens_of_prompt(told: TokenEvent | Result) -> list[FirstToken | TokenLogprob]:
+    """The tokens of the prompt, if the event or result tells them."""
+    if not told.prompt_texts:
+        return []
+    first = FirstToken(told.prompt_texts[0])
+    return [first, *(it for it in told.prompt_logprobs or () if it is not None)]
+
+
+def completion_logprobs(
+    logprobs: Sequence[FirstToken | TokenLogprob], offset: int
+) -> dict[str, Any]:
     """The format of completions; `offset` is where the text of the first token begins.
 
     The likeliest tokens are those that were asked for, and the chosen one.
     """
-    offsets, top = [], []
+    offsets: list[int] = []
+    top: list[dict[str, float] | None] = []
     for chosen in logprobs:
         offsets.append(offset)
         offset += len(_text(chosen))
-        likeliest = {_text(other): other.logprob for other in chosen.top or ()}
+        if isinstance(chosen, FirstToken):
+            top.append(None)
+            continue
+        likeliest: dict[str, float] = {}
+        for other in chosen.top or ():  # of several with the same text, the likeliest is told
+            likeliest.setdefault(_text(other), other.logprob)
         top.append({**likeliest, _text(chosen): chosen.logprob})
     return {
         "tokens": [_text(chosen) for chosen in logprobs],
-        "token_logprobs": [chosen.logprob for chosen in logprobs],
+        "token_logprobs": [
+            None if isinstance(chosen, FirstToken) else chosen.logprob for chosen in logprobs
+        ],
         "top_logprobs": top,
         "text_offset": offsets,
     }
 
 
-def text_length(logprobs: Sequence[TokenLogprob]) -> int:
+def prompt_logprobs(told: Result) -> list[dict[str, Any] | None] | None:
+    """vLLM's format: for each token of the prompt but the first, it and the likeliest ones by their
+    ids."""
+    if told.prompt_logprobs is None:
+        return None
+    return [None if it is None else _by_token_id(it) for it in told.prompt_logprobs]
+
+
+def _by_token_id(chosen: TokenLogprob) -> dict[str, Any]:
+    found = {str(chosen.token_id): _ranked(chosen, chosen.rank)}
+    for rank, other in enumerate(chosen.top or (), start=1):
+        found.setdefault(str(other.token_id), _ranked(other, rank))
+    return found
+
+
+def _ranked(token: TokenLogprob | TopLogprob, rank: int) -> dict[str, Any]:
+    return {"logprob": token.logprob, "rank": rank, "decoded_token": _text(token)}
+
+
+def text_length(logprobs: Sequence[FirstToken | TokenLogprob]) -> int:
     """Characters of the tokens' texts."""
     return sum(len(_text(chosen)) for chosen in logprobs)
 
@@ -48,5 +93,7 @@ def _entry(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
     return {"token": text, "logprob": token.logprob, "bytes": encoded}
 
 
-def _text(token: TokenLogprob | TopLogprob) -> str:
-    return token.token if token.token is not None else f"token_id:{token.token_id}"
+def _text(token: FirstToken | TokenLogprob | TopLogprob) -> str:
+    if isinstance(token, FirstToken) or token.token is not None:
+        return token.token or ""
+    return f"token_id:{token.token_id}"

@@ -94,7 +94,8 @@ class CompletionOptions(CallOptions):
 
     prompt: str | list[Any] = Field(description="text or token ids, or a list of either")
     echo: bool = Field(
-        False, description="begin the answer with the prompt, which must then be text"
+        False,
+        description="begin the answer with the prompt, and with its logprobs if there are any",
     )
     suffix: Literal[""] | None = None
 
@@ -124,6 +125,9 @@ class CompletionCall:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    echo_only: bool = False
+    """Whether no token is shown (`max_tokens: 0`). One is generated, since that ends the prompt."""
+    shows_prompt_logprobs: bool = False
     detach: bool = False
     wait_for_worker: bool = True
     body_bytes: int = 0
@@ -158,14 +162,14 @@ class CompletionCall:
         return self.body_bytes * self.num_choices
 
     def for_answer(self) -> CompletionCall:
-        """The call with only what its answer needs. That is little unless it echoes prompts."""
+        """The call with only what its answer needs. That is little unless it echoes texts."""
         needed = ("model", "logprobs")
         kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
         if self.fields.get("tools") and self.fields.get("tool_choice") != "none":
             kept["tools"] = [{}]
         prompts: list[Prompt | None] = [None] * len(self.prompts)
         if self.echo:
-            prompts = self.prompts
+            prompts = [it if isinstance(it, str) else None for it in self.prompts]
         return replace(self, fields=kept, prompts=prompts)
 
     def with_fields(self, **fields: Any) -> CompletionCall:
@@ -222,16 +226,23 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     _refuse("messages", fields)
     prompts = _prompts(options.prompt)
     _check_size(len(body), fields, len(prompts), options.n)
+    shows_prompt_logprobs = "prompt_logprobs" in fields
+    echo_only = options.echo and type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
+    if echo_only:
+        fields["max_tokens"] = 1
     if options.echo:
-        if fields.get("logprobs") is not None:
-            raise InvalidRequestError(
-                "echo: cannot have logprobs, because those of a prompt are not computed",
-                field="echo",
-            )
-        if not all(isinstance(prompt, str) for prompt in prompts):
-            raise InvalidRequestError("echo: needs prompts that are text", field="echo")
+        # The texts of token ids come with their log-probabilities.
+        of_ids = None if all(isinstance(prompt, str) for prompt in prompts) else 0
+        wanted = fields.get("logprobs", of_ids)
+        if wanted is not None:
+            fields.setdefault("prompt_logprobs", wanted)
     call = _call(options, fields, len(body), is_chat=False, prompts=prompts)
-    return replace(call, echo=options.echo)
+    return replace(
+        call,
+        echo=options.echo,
+        echo_only=echo_only,
+        shows_prompt_logprobs=shows_prompt_logprobs,
+    )
 
 
 def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, dict[str, Any]]:
@@ -257,6 +268,12 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
         raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
     _refuse("request_id", fields)
+    if options.stream and "prompt_logprobs" in fields:
+        raise InvalidRequestError(
+            "prompt_logprobs: cannot be streamed; leave out stream, or ask a completion for echo"
+            " and logprobs",
+            field="prompt_logprobs",
+        )
     return options, fields
 
 
@@ -286,6 +303,7 @@ def _call(
         include_usage=stream_options.get("include_usage", False),
         detach=options.detach,
         wait_for_worker=options.wait_for_worker,
+        shows_prompt_logprobs="prompt_logprobs" in fields,
         body_bytes=body_bytes,
     )
 

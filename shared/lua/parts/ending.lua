@@ -61,13 +61,13 @@ end
 -- The log and the last event as one result. Entries that are not events are left out. Arrays are built by
 -- hand, because cjson would turn an empty one into {}.
 local function fold_log(id, last_event)
-  local texts, token_ids, logprobs, last = {}, {}, {}, {}
+  local texts, token_ids, logprobs, first, last = {}, {}, {}, nil, {}
   local events = requests.log_events(id)
   events[#events + 1] = last_event
   for _, json in ipairs(events) do
     local parsed, event = pcall(cjson.decode, json)
     if parsed and is_event(event) then
-      last = event
+      first, last = first or event, event
       texts[#texts + 1] = event.text
       for _, token_id in ipairs(event.token_ids) do token_ids[#token_ids + 1] = numbers.exact(token_id) end
       for _, item in ipairs(type(event.logprobs) == 'table' and event.logprobs or {}) do
@@ -83,6 +83,11 @@ local function fold_log(id, last_event)
   for _, name in ipairs({'finish_reason', 'usage', 'stats', 'error'}) do
     local value = last[name]
     local text = (type(value) == 'string' or type(value) == 'table') and encoded(value)
+    if text then parts[#parts + 1] = cjson.encode(name) .. ':' .. text end
+  end
+  for _, name in ipairs({'prompt_logprobs', 'prompt_texts'}) do
+    local value = first and first[name]
+    local text = type(value) == 'table' and #value > 0 and encoded(value)
     if text then parts[#parts + 1] = cjson.encode(name) .. ':' .. text end
   end
   return '{' .. table.concat(parts, ',') .. '}'

@@ -179,6 +179,8 @@ def test_a_last_event_survives_the_way_there_and_back() -> None:
         usage=Usage(prompt_tokens=3, completion_tokens=1),
         stats=Stats(queue_ms=1.5),
         error=ErrorInfo(type="internal_error", message="x"),
+        prompt_logprobs=[None, TokenLogprob(token_id=1, logprob=-0.5, rank=1)],
+        prompt_texts=['"', "\u00ed"],
     )
     assert TokenEvent.model_validate_json(event.to_json()) == event
     assert event.is_last

@@ -6,9 +6,15 @@ import asyncio
 import threading
 from dataclasses import replace
 
-from promptq.shared.protocol.request import NewRequest, Request
+import pytest
+
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, NewRequest, Request
 from promptq.shared.queue import lookups
 from promptq.shared.queue.request_queue import AsyncRequestQueue, new_request_id
+from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.intake.preparation import Preparation
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.model_free_worker import finished, running_worker, served_model_free, text_of
 from tests.requests import async_put, until_active
@@ -63,3 +69,25 @@ async def test_a_cancel_does_not_wait_for_the_end_of_a_preparation(
         tokenizer.go_on.set()
         assert (await finished(queue, other))["text"] == text_of(1, 5)
         assert worker.leases.ready.num_handed_out == 1, "what was cancelled is not run"
+
+
+async def test_log_probabilities_of_too_long_a_prompt_are_refused(
+    redis_url: str, queue: AsyncRequestQueue
+) -> None:
+    """Before they are computed: they would all be in one message."""
+    served = served_model_free()
+    limits = replace(served.engine.limits, max_model_len=70_000)
+    preparation = Preparation(
+        ByteTokenizer(), limits, EngineAbilities(), ModelIdentity(), frozenset()
+    )
+    claims = []
+    for length in (MAX_PROMPT_LOGPROBS // 4, MAX_PROMPT_LOGPROBS // 4 + 1):
+        await async_put(queue, prompt="x" * length, prompt_logprobs=3)
+        claims.append(await queue.take())
+    allowed, refused = claims
+    assert allowed is not None
+    assert refused is not None
+    preparation.prepare(allowed)
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs: 3 likeliest") as raised:
+        preparation.prepare(refused)
+    assert raised.value.field == "prompt_logprobs"

@@ -11,6 +11,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.grammar import Grammar
@@ -58,6 +61,12 @@ class EngineRequest:
     engine uses it. This is the only field that is not plain data."""
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of the prompt are still to be told. They go with the first
+        token."""
+        return self.params.prompt_logprobs is not None and not self.output_token_ids
+
+    @property
     def looks_back(self) -> bool:
         """Whether the next token depends on earlier tokens in other ways than through the
         logits."""
@@ -77,6 +86,20 @@ class EngineRequest:
         return bool(self.grammar or self.bad_token_sequences or self.params.logit_bias)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Natural log-probabilities of P tokens of a prompt that follow each other, and of the N
+    likeliest tokens in the place of each. They are arrays, as there may be very many."""
+
+    logprobs: npt.NDArray[np.float32]  # [P]
+    ranks: npt.NDArray[np.int64]  # [P], from 1
+    top_ids: npt.NDArray[np.int64]  # [P, N], likeliest first
+    top_logprobs: npt.NDArray[np.float32]  # [P, N]
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+
 @dataclass(slots=True)
 class SequenceOutput:
     """What one step gave one sequence.
@@ -88,6 +111,9 @@ class SequenceOutput:
     sequence_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Set with the first token of all attempts if they are wanted: pieces that together begin with
+    the second token of the prompt."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     is_refused: bool = False

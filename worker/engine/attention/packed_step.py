@@ -48,6 +48,9 @@ class PackedStep:
     unknown: torch.Tensor
     """[2, U], int64: the rows whose input tokens the step before is still sampling, and the places
     of these among the tokens of that step."""
+    reported: torch.Tensor | None = None
+    """[2, P], int64: the rows from which log-probabilities of prompts are reported, in the order of
+    `Batch.reporting`, and the tokens that follow in the prompts. None if there are no such rows."""
 
 
 class Packer:
@@ -129,9 +132,12 @@ class Packer:
             np.array(unknown, dtype=np.int64).reshape(-1, 2).T.copy(),
             *lists.values(),
         ]
+        if reporting := batch.reporting:
+            inputs.append(_reported(reporting, end_of))
         ids, places, block_tables, blocks, offsets, rows, numbers, continued, *copied = (
             to_device_at_once(inputs, self._device)
         )
+        reported = copied.pop() if reporting else None
         layout = replace(
             layout,
             block_tables=block_tables,
@@ -139,7 +145,7 @@ class Packer:
             write_offsets=offsets,
             lists=dict(zip(lists, copied, strict=True)),
         )
-        return PackedStep(items, ids, places, layout, rows, numbers, continued)
+        return PackedStep(items, ids, places, layout, rows, numbers, continued, reported)
 
     def _block_tables(self, sequences: list[Sequence]) -> npt.NDArray[np.int64]:
         """[len(sequences), longest table]; rewrites only the rows that changed."""
@@ -166,3 +172,16 @@ class Packer:
             tables[:rows, :columns] = self._tables
             self._known += [[] for _ in range(num_slots - rows)]
             self._tables = tables
+
+
+def _reported(
+    reporting: list[ScheduledSequence], end_of: Mapping[int, int]
+) -> npt.NDArray[np.int64]:
+    """See `PackedStep.reported`. `end_of` is where the rows of a share end, by its `id`."""
+    rows: list[int] = []
+    following: list[int] = []
+    for item in reporting:
+        first, asked = end_of[id(item)] - item.num_rows - item.start, item.reported_rows
+        rows += range(first + asked.start, first + asked.stop)
+        following += item.sequence.token_ids[asked.start + 1 : asked.stop + 1]
+    return np.array([rows, following], dtype=np.int64)

@@ -67,11 +67,11 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The computed blocks that the tokens of the sequence begin with.
 
-        At least one token is left to compute, since there are no logits without one.
+        Tokens whose logits are needed are left to compute, at least the last one.
         """
         self._hash_blocks(sequence)
         prefix: list[int] = []
-        num_shareable = (sequence.num_tokens - 1) // self.block_size
+        num_shareable = sequence.num_cacheable_tokens // self.block_size
         for block_hash in islice(sequence.block_hashes, num_shareable):
             block = self._findable.get(block_hash)
             if block is None:

@@ -23,9 +23,9 @@ from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import Drafter
 from promptq.worker.engine.core.limit_checks import check_request, check_settings
 from promptq.worker.engine.core.prefill_pacing import Pacing
-from promptq.worker.engine.core.recovery import Recovery, collect, is_out_of_memory
+from promptq.worker.engine.core.recovery import Collected, Recovery, collect, is_out_of_memory
 from promptq.worker.engine.core.runner import Runner, SampledToken
-from promptq.worker.engine.core.scheduler import Scheduler
+from promptq.worker.engine.core.scheduler import Scheduler, most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
 _AUDIT_INTERVAL_SECONDS = 1.0
@@ -103,6 +103,7 @@ class LLMEngine:
             max_num_batched_tokens,
             prefill_chunk or max_num_batched_tokens,
             self._block_manager,
+            most_reported_rows(runner.vocab_size),
         )
         self._recovery = Recovery(runner, self._commit, self._leave, self._set_back)
         self._pacing = Pacing()
@@ -161,9 +162,9 @@ class LLMEngine:
         step, self._under_way = self._under_way or self._launch(), None
         self._uncommitted = step.batch
         following = self._launch_after(step) if self._async_scheduling else None
-        sampled = collect(self._runner, step.batch, step.launched)
+        collected = collect(self._runner, step.batch, step.launched)
         self._uncommitted = None
-        outputs = self._commit(step.batch, sampled)
+        outputs = self._commit(step.batch, collected)
         self._under_way = following
         self._totals.num_steps += 1
         self._totals.step_seconds = time.perf_counter() - started_at
@@ -264,8 +265,11 @@ class LLMEngine:
         begin = sequence.num_prompt_tokens + request.params.min_tokens
         return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
 
-    def _commit(self, batch: Batch, sampled: list[list[SampledToken]]) -> list[SequenceOutput]:
-        tokens = iter(sampled)
+    def _commit(self, batch: Batch, collected: Collected) -> list[SequenceOutput]:
+        for share, reported in zip(batch.reporting, collected.prompt_logprobs, strict=True):
+            share.sequence.num_reported_rows = share.reported_rows.stop
+            share.sequence.prompt_logprobs.append(reported)
+        tokens = iter(collected.sampled)
         outputs = []
         for share in batch.scheduled:
             rows = next(tokens) if share.samples else []
@@ -304,6 +308,9 @@ class LLMEngine:
             output = _failed(sequence, tokens[0].error)
             output.is_refused = sequence.request.bounds_choice
             return output
+        told_of_prompt = None
+        if sequence.num_output_tokens == 0 and sequence.request.wants_prompt_logprobs:
+            told_of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         finish_reason, num_appended = None, 0
         while finish_reason is None and num_appended < len(tokens):
             sequence.token_ids.append(tokens[num_appended].token_id)
@@ -332,6 +339,7 @@ class LLMEngine:
             sequence.sequence_id,
             sequence.token_ids[-num_appended:],
             logprobs=logprobs or None,
+            prompt_logprobs=told_of_prompt,
             finish_reason=finish_reason,
             timing=told,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
-from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.engine.api.messages import EngineAbilities, PromptLogprobs
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.sequence import Batch, Sequence
 
@@ -45,7 +45,7 @@ class ModelFreeRunner:
     Sampling parameters other than `logprobs` and the seed are ignored.
     """
 
-    abilities = EngineAbilities(grammars=False)
+    abilities = EngineAbilities(grammars=False, unheeded=frozenset({"prompt_logprobs"}))
     vocab_size = END_TOKEN_ID + 1
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
@@ -61,6 +61,9 @@ class ModelFreeRunner:
 
     def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
         return launched.sampled
+
+    def prompt_logprobs(self, launched: ModelFreeStep) -> list[PromptLogprobs]:
+        return []  # its abilities leave them out, so no request asks for them
 
     def peak_memory_bytes(self) -> int:
         return 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from traceback import clear_frames
-from typing import Any
+from typing import Any, NamedTuple
 
 from promptq.shared.protocol.request import NEUTRAL
-from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
+from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceOutput
 from promptq.worker.engine.core.runner import Runner, SampledToken
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 
@@ -29,20 +29,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def collect(runner: Runner, batch: Batch, launched: Any) -> list[list[SampledToken]]:
-    """What a launched batch sampled. Raises RuntimeError unless there is one list for each
-    share."""
+class Collected(NamedTuple):
+    """What a batch gave: for each of its `sampling` and of its `reporting` shares."""
+
+    sampled: list[list[SampledToken]]
+    prompt_logprobs: list[PromptLogprobs]
+
+
+def collect(runner: Runner, batch: Batch, launched: Any) -> Collected:
+    """What a launched batch gave. Raises RuntimeError unless there is one entry for each share, and
+    in it one for each row."""
     sampled = runner.collect(launched)
     counts, wanted = [*map(len, sampled)], [share.num_samples for share in batch.sampling]
     if counts != wanted:
         raise RuntimeError(f"the runner sampled {counts} tokens where {wanted} were to come")
-    return sampled
+    if not (reporting := batch.reporting):
+        return Collected(sampled, [])
+    reported = runner.prompt_logprobs(launched)
+    counts, wanted = [*map(len, reported)], [len(share.reported_rows) for share in reporting]
+    if counts != wanted:
+        raise RuntimeError(f"the runner reported {counts} tokens where {wanted} were to come")
+    return Collected(sampled, reported)
 
 
 class Recovery:
     """Computes the shares of a step that failed.
 
-    `commit` takes what a batch sampled. `leave` removes one sequence, with a reason if it failed
+    `commit` takes what a batch gave. `leave` removes one sequence, with a reason if it failed
     and with None if it is given back. Both return outputs. `set_back` lets a sequence wait that
     lacked memory even alone; it returns whether the sequence will be tried again.
     """
@@ -50,7 +63,7 @@ class Recovery:
     def __init__(
         self,
         runner: Runner,
-        commit: Callable[[Batch, list[list[SampledToken]]], list[SequenceOutput]],
+        commit: Callable[[Batch, Collected], list[SequenceOutput]],
         leave: Callable[[Sequence, str | None], SequenceOutput],
         set_back: Callable[[Sequence], bool],
     ) -> None:
@@ -68,12 +81,12 @@ class Recovery:
         """
         batch = Batch(shares)
         try:
-            sampled = self._sample(batch)
+            collected = self._compute(batch)
         except Exception as error:
             failure = error
             clear_frames(error.__traceback__)  # they hold memory that the parts need
         else:
-            return self._commit(batch, sampled)
+            return self._commit(batch, collected)
         if parts := _in_parts(shares, failure):
             return [output for part in parts for output in self.compute(part)]
         sequence, was_short = shares[0].sequence, is_out_of_memory(failure)
@@ -84,13 +97,13 @@ class Recovery:
         reason = f"the engine cannot compute it: {failure}"
         return [self._leave(sequence, None if was_short else reason[:_LONGEST_REASON])]
 
-    def _sample(self, batch: Batch) -> list[list[SampledToken]]:
+    def _compute(self, batch: Batch) -> Collected:
         return collect(self._runner, batch, self._runner.launch(batch))
 
     def _still_works(self, failed: Sequence) -> bool:
         """Whether the runner can compute something harmless in the place of a failed sequence."""
         try:
-            sampled = self._sample(_probe(failed))
+            sampled = self._compute(_probe(failed)).sampled
         except Exception:
             return False
         return sampled[0][0].error is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from promptq.shared.protocol.events import TokenLogprob
-from promptq.worker.engine.api.messages import EngineAbilities
+from promptq.worker.engine.api.messages import EngineAbilities, PromptLogprobs
 from promptq.worker.engine.core.sequence import Batch
 
 
@@ -57,6 +57,11 @@ class Runner(Protocol):
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """For each of `batch.sampling`, in that order: the token after its last known one, and
         after each drafted one."""
+        ...
+
+    def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
+        """For each of `batch.reporting`, in that order: what its `reported_rows` say of the tokens
+        after them."""
         ...
 
     def peak_memory_bytes(self) -> int: ...

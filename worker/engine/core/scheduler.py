@@ -15,6 +15,15 @@ from promptq.worker.engine.core.drafting import MAX_ROWS
 from promptq.worker.engine.core.prefill_pacing import LONG_PROMPT
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 
+_MAX_LOGITS = 2**25
+"""The most logits of a step from which log-probabilities of prompts are reported: 128 MiB in
+fp32."""
+
+
+def most_reported_rows(vocab_size: int) -> int:
+    """From how many rows a step reports log-probabilities of prompts at most."""
+    return max(1, _MAX_LOGITS // vocab_size)
+
 
 class Scheduler:
     """Turns the waiting and the running sequences into one batch after another.
@@ -30,11 +39,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefill_chunk: int,
         block_manager: BlockManager,
+        max_reported_rows: int = 1,
     ) -> None:
+        """`max_reported_rows` is from how many rows of prompts a step reports log-probabilities at
+        most, because there are logits over the whole vocabulary for each."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_running = max_num_seqs  # fewer than the slots while memory is short
         self.prefill_chunk = prefill_chunk
+        self.max_reported_rows = max_reported_rows
         self.block_manager = block_manager
         self.waiting: list[Sequence] = []  # in the queue's order
         self.running: list[Sequence] = []  # most urgent first
@@ -143,6 +156,7 @@ class Scheduler:
             self.prefill_chunk,
             long_prompt_chunk or self.prefill_chunk,
             self.block_manager.block_size,
+            self.max_reported_rows,
         )
 
     def _may_admit(self, plan: _Plan) -> bool:
@@ -312,7 +326,12 @@ class _Plan:
     """The shares of the step that is being planned, and the tokens that are left to give."""
 
     def __init__(
-        self, num_tokens: int, prefill_chunk: int, long_prompt_chunk: int, block_size: int
+        self,
+        num_tokens: int,
+        prefill_chunk: int,
+        long_prompt_chunk: int,
+        block_size: int,
+        num_reported_rows: int,
     ) -> None:
         self.num_tokens = 0
         self.num_tokens_left = num_tokens
@@ -321,6 +340,7 @@ class _Plan:
         self._long_prompt_chunk = long_prompt_chunk
         self._num_decodes = 0
         self._block_size = block_size
+        self._num_reported_rows_left = num_reported_rows
         self._prefilling: set[Sequence] = set()
 
     def limit_prompts(self, num_tokens: int | None) -> None:
@@ -341,9 +361,16 @@ class _Plan:
             num_tokens = min(num_tokens, self._long_prompt_chunk)
         if num_tokens == 0:
             return
-        self.shares[sequence] = ScheduledSequence(
-            sequence, start, num_tokens, samples=num_tokens == uncomputed
-        )
+        share = ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == uncomputed)
+        num_reported = len(share.reported_rows)
+        if (excess := num_reported - self._num_reported_rows_left) > 0:
+            num_tokens = share.reported_rows.stop - excess - start
+            if num_tokens <= 0:
+                return
+            num_reported -= excess
+            share = replace(share, num_tokens=num_tokens, samples=False)
+        self._num_reported_rows_left -= num_reported
+        self.shares[sequence] = share
         self.num_tokens += num_tokens
         self.num_tokens_left -= num_tokens
         if uncomputed > 1:
@@ -362,6 +389,7 @@ class _Plan:
         if share is not None:
             self.num_tokens -= share.num_tokens
             self.num_tokens_left += share.num_tokens
+            self._num_reported_rows_left += len(share.reported_rows)
             self._num_decodes -= share.num_tokens == sequence.num_uncomputed_tokens == 1
 
     def computes_next_block(self, sequence: Sequence, prefix: list[int]) -> bool:
@@ -371,8 +399,8 @@ class _Plan:
         in this step count, so that nobody waits for one that does not.
         """
         index = len(prefix)
-        if (index + 1) * self._block_size >= sequence.num_tokens:
-            return False  # the last token is always computed, and its block with it
+        if (index + 1) * self._block_size > sequence.num_cacheable_tokens:
+            return False  # it computes this block in any case
         block_hash = sequence.block_hashes[index]
         return any(
             index < len(other.block_hashes) and other.block_hashes[index] == block_hash

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
+from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
 from promptq.worker.engine.core.drafting import Drafter
 
 
@@ -34,6 +34,9 @@ class Sequence:
     slot: int | None = None  # scheduler, from admission to exit
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # engine; in order
+    num_reported_rows: int = 0  # engine; the first rows, whose log-probabilities these are
+    num_rows_to_report: int = 0  # of the prompt, the last one not counted; 0 if they are not wanted
     drafter: Drafter | None = None  # engine, if tokens may be drafted
     num_shortages: int = 0  # engine; how often memory was short for it alone, since its last token
     num_told_preemptions: int = 0  # engine; preemptions that an output has reported
@@ -46,6 +49,9 @@ class Sequence:
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             max_num_tokens=limit if max_model_len is None else min(limit, max_model_len),
             timing=SequenceTiming(),
+            num_rows_to_report=(
+                len(request.prompt_token_ids) - 1 if request.wants_prompt_logprobs else 0
+            ),
         )
 
     @property
@@ -68,6 +74,13 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """How many of its first tokens need not be computed if the KV cache has them. There are no
+        logits without computing: the last token is needed, and rows that are to be reported."""
+        all_reported = self.num_reported_rows >= self.num_rows_to_report
+        return self.num_tokens - 1 if all_reported else self.num_reported_rows
 
     @property
     def may_end(self) -> bool:
@@ -109,6 +122,16 @@ class ScheduledSequence:
         return [*known, *self.draft]
 
     @property
+    def reported_rows(self) -> range:
+        """Its rows, by their place in the sequence, from which the log-probability of the prompt's
+        next token is to be reported."""
+        sequence, start = self.sequence, self.start
+        if start >= sequence.num_rows_to_report:
+            return range(0)
+        end = min(start + self.num_tokens, sequence.num_rows_to_report)
+        return range(max(start, sequence.num_reported_rows), end)
+
+    @property
     def num_samples(self) -> int:
         """How many of its last rows sample a token."""
         return 1 + len(self.draft) if self.samples else 0
@@ -124,6 +147,10 @@ class Batch:
     def num_tokens(self) -> int:
         """The number of tokens, without drafted ones."""
         return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def reporting(self) -> list[ScheduledSequence]:
+        return [item for item in self.scheduled if item.reported_rows]
 
     @property
     def sampling(self) -> list[ScheduledSequence]:

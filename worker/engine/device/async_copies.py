@@ -68,6 +68,10 @@ class HostCopies:
 
     def lists(self) -> list[list[Any]]:
         """Wait for the copies, but not for later work, and return them as lists."""
+        return [each.tolist() for each in self.arrays()]
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """The same as arrays."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [each.tolist() for each in self._tensors]
+        return [each.numpy() for each in self._tensors]

@@ -6,15 +6,18 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import NEUTRAL
-from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest
+from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
 from promptq.worker.engine.api.progress import Progress, unheard
 from promptq.worker.engine.attention.kv_cache import KVCache, bytes_per_token
 from promptq.worker.engine.attention.kv_cache_size import MIN_BLOCKS, fitting_blocks
@@ -28,7 +31,9 @@ from promptq.worker.engine.attention.packed_step import (
 from promptq.worker.engine.attention.step_buffers import StepKind
 from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
+from promptq.worker.engine.core.scheduler import most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
+from promptq.worker.engine.device.async_copies import HostCopies
 from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.device.memory import (
     MemoryPeak,
@@ -58,18 +63,23 @@ from promptq.worker.engine.model.packed_model import PackedModel, leave_seam
 from promptq.worker.engine.model.trial_steps import (
     MOST_SAMPLING,
     SAMPLING,
+    Shares,
     kinds_of_steps,
     largest_step,
     trial_batch,
 )
 from promptq.worker.engine.native.decoder import NativeDecoder, release_weights
 from promptq.worker.engine.sampling.grammar_masks import Masks
+from promptq.worker.engine.sampling.logprobs import LEAST
 from promptq.worker.engine.sampling.sampler import Sampler, SamplerOutput
 
 LENGTH_WITHOUT_LIMIT = 8192
 """The model length for a model without a limit of its own, if none was asked for."""
 
 WARM_UP_TOKENS = 64
+MOST_LIKELIEST = 20
+"""So many of the likeliest tokens are found for every row that reports of a prompt. So which of two
+equally likely ones is told does not depend on what other requests ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,10 @@ class ModelStep:
     """How many rows were sampled for each sequence."""
     sequences: list[Sequence]
     """The sequence of each row."""
+    reported: HostCopies | None = None
+    """What is reported of prompts, as the columns of ChosenLogprobs; None if nothing is."""
+    reported_of: list[tuple[int, int]] = field(default_factory=list)
+    """From how many rows of each prompt, and how many of the likeliest tokens."""
 
     @property
     def sampled_at(self) -> dict[int, int]:
@@ -232,7 +246,7 @@ class ModelRunner:
         plain = replace(options, compile=False, cuda_graphs=False)
         runner = cls(loaded, checked, cache, length, plain, native_sampling=False)
         shares = largest_step(options.max_num_batched_tokens, options.max_num_seqs, context)
-        runner.collect(runner.launch(trial_batch(shares, runner.kv_layout, MOST_SAMPLING)))
+        runner.collect(runner.launch(runner._largest(shares)))
         needed = peak.bytes()
         if options.cuda_graphs and checked.backend.takes_padding:
             needed += graph_bytes(_graph_kinds(options), runner._capturing(options), device)
@@ -268,6 +282,8 @@ class ModelRunner:
         num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
         draws = self._sampler.draws(sequences, num_ahead) if sampling else NO_DRAWS
         model, chosen = self._model, None
+        if (reporting := batch.reporting) and isinstance(model, GraphedModel):
+            model = model.plain  # graphs compute the logits of the rows that are sampled
         step = self._packer.pack(
             batch,
             draws,
@@ -276,12 +292,23 @@ class ModelRunner:
         )
         if after is not None:
             after.fill_in(step)
+        reported: HostCopies | None = None
         if isinstance(model, GraphedModel):
             logits, chosen = model.run(step, step.sampled)
-        else:
+        elif step.reported is None:
             logits = model.logits(step, step.sampled)
+        else:
+            rows, following = step.reported
+            num_sampled = len(step.sampled)
+            logits = model.logits(step, torch.cat([step.sampled, rows]))
+            reported = self._sampler.report(logits[num_sampled:], following, MOST_LIKELIEST)
+            logits = logits[:num_sampled]
+        reported_of = [
+            (len(item.reported_rows), item.sequence.request.params.prompt_logprobs or 0)
+            for item in reporting
+        ]
         if not sampling:
-            return ModelStep(None, counts, sequences)
+            return ModelStep(None, counts, sequences, reported, reported_of)
         sampled = self._sampler.sample(
             logits,
             sequences,
@@ -291,12 +318,30 @@ class ModelRunner:
             draws=step.draws,
             chosen=chosen,
         )
-        return ModelStep(sampled, counts, sequences)
+        return ModelStep(sampled, counts, sequences, reported, reported_of)
 
     def collect(self, launched: ModelStep) -> list[list[SampledToken]]:
         with on_device(self.device):
             tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
         return [[*islice(tokens, count)] for count in launched.counts]
+
+    def prompt_logprobs(self, launched: ModelStep) -> list[PromptLogprobs]:
+        if launched.reported is None:
+            return []
+        with on_device(self.device):
+            logprobs, ranks, top_ids, top_logprobs = launched.reported.arrays()
+        found, start = [], 0
+        for num_rows, num_top in launched.reported_of:
+            rows, start = slice(start, start + num_rows), start + num_rows
+            found.append(
+                PromptLogprobs(
+                    _finite(logprobs[rows]),
+                    ranks[rows].copy(),
+                    top_ids[rows, :num_top].copy(),
+                    _finite(top_logprobs[rows, :num_top]),
+                )
+            )
+        return found
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -341,7 +386,12 @@ class ModelRunner:
                 yield trial_batch(shares, layout, params)
         context = min(length, max(1, kv_tokens // max_num_seqs))
         shares = largest_step(max_num_batched_tokens, max_num_seqs, context)
-        yield trial_batch(shares, layout, MOST_SAMPLING)
+        yield self._largest(shares)
+
+    def _largest(self, shares: Shares) -> Batch:
+        """A step with these shares, and everything that takes memory."""
+        most = most_reported_rows(self.vocab_size)
+        return trial_batch(shares, self.kv_layout, MOST_SAMPLING, most)
 
     @property
     def abilities(self) -> EngineAbilities:
@@ -371,6 +421,12 @@ class ModelRunner:
             return int(torch.cuda.max_memory_allocated(self.device))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _finite(logprobs: Any) -> npt.NDArray[np.float32]:
+    """A copy in which LEAST stands for what JSON does not have."""
+    finite: npt.NDArray[np.float32] = np.fmax(logprobs, np.float32(LEAST))  # also of NaN
+    return finite
 
 
 def _graph_kinds(options: LoadOptions) -> list[StepKind]:

@@ -25,7 +25,7 @@ _ADJUSTED: dict[str, Any] = {
     "logit_bias": {"0": 1.0},
     "min_tokens": 2,
 }
-MOST_SAMPLING = SamplingParams(**_FILTERED, **_ADJUSTED, logprobs=20)
+MOST_SAMPLING = SamplingParams(**_FILTERED, **_ADJUSTED, logprobs=20, prompt_logprobs=20)
 """All parameters at once, which takes the most memory."""
 SAMPLING = (
     SamplingParams(temperature=0.0),
@@ -41,9 +41,14 @@ _ids = count(-2, -1)
 """No two sequences may have the same id, because samplers know them by it."""
 
 
-def trial_batch(shares: Shares, layout: KVLayout, params: SamplingParams = NEUTRAL) -> Batch:
-    """A batch in which every sequence samples. A cache of a few blocks is enough for any context:
-    the sequences share its blocks."""
+def trial_batch(
+    shares: Shares,
+    layout: KVLayout,
+    params: SamplingParams = NEUTRAL,
+    max_reported_rows: int = 0,
+) -> Batch:
+    """A batch in which every sequence samples, and at most so many rows report of prompts. A cache
+    of a few blocks is enough for any context: the sequences share its blocks."""
     scheduled = []
     for slot, (context, num_rows) in enumerate(shares):
         token_ids = [place % 2 for place in range(context)]
@@ -57,6 +62,9 @@ def trial_batch(shares: Shares, layout: KVLayout, params: SamplingParams = NEUTR
             bad_token_sequences=((1,), (0, 1)) if params.has_penalties else (),
         )
         sequence = Sequence.of(request)
+        num_reported = min(max_reported_rows, num_rows - 1)
+        max_reported_rows -= num_reported
+        sequence.num_reported_rows = context - 1 - num_reported
         sequence.slot = slot
         sequence.block_table = [
             block % layout.num_blocks for block in range(num_blocks_for(context, layout.block_size))

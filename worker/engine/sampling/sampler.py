@@ -23,6 +23,9 @@ from promptq.worker.engine.sampling.logprobs import RawLogprobs
 from promptq.worker.engine.sampling.penalties import Penalties
 from promptq.worker.engine.sampling.randomness import uniforms
 
+_ROWS_AT_ONCE = 64
+"""Log-probabilities of prompts are reported from so many rows at once, as the work on each row
+takes a few times the memory of its logits."""
 _NO_CHOICE = "the model's logits, or what the request allows, leave no token to choose"
 
 
@@ -117,6 +120,16 @@ class Sampler:
             logprobs = RawLogprobs(rows.reporting, rows.num_top)
         copies = HostCopies([token_ids, is_sound, *reported])
         return SamplerOutput(token_ids, copies, logprobs, errors)
+
+    def report(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> HostCopies:
+        """The columns of ChosenLogprobs for the token ids `chosen` [R] from `logits`
+        [R, vocab_size], which are not changed."""
+        num_top = min(num_top, self._vocab_size)
+        pieces = []
+        for start in range(0, len(logits), _ROWS_AT_ONCE):
+            some, tokens = (it[start : start + _ROWS_AT_ONCE] for it in (logits, chosen))
+            pieces.append(self._kernels.report(some, [*range(len(some))], tokens, num_top))
+        return HostCopies([torch.cat(columns) for columns in zip(*pieces, strict=True)])
 
     def _rows_of(self, sequences: list[Sequence]) -> _Rows:
         sequence_ids = [sequence.sequence_id for sequence in sequences]

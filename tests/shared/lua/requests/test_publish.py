@@ -162,7 +162,10 @@ def test_a_result_that_the_server_folds_lacks_nothing(queue: RequestQueue) -> No
     put(queue, "a")
     (claim,) = queue.take_batch(ROOM)
     chosen = TokenLogprob(token_id=7, logprob=-0.5, rank=2, top=None)
-    first = TokenEvent(index=0, token_ids=[7], text="x", logprobs=[chosen], attempt=1)
+    first = TokenEvent(
+        index=0, token_ids=[7], text="x", logprobs=[chosen], attempt=1,
+        prompt_logprobs=[None, chosen], prompt_texts=["a", "\u00fc"],
+    )  # fmt: skip
     last = TokenEvent(
         index=1, token_ids=[], text="", finish_reason=FinishReason.ERROR, attempt=1,
         usage=Usage(prompt_tokens=3, completion_tokens=1), stats=Stats(attempts=1),
