@@ -16,7 +16,7 @@ from promptq.shared.protocol.request import Request
 from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
-_CHAT, _TEXT = "chatcmpl-", "cmpl-"
+_CHAT, _TEXT, _VECTOR = "chatcmpl-", "cmpl-", "embd-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Completion:
     include_usage: bool = False
     detach: bool = False
     echoes: Sequence[str] = ()
+    encoding_format: str | None = None
+    """See CompletionCall."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -83,6 +85,10 @@ def new_completion_id(is_chat: bool) -> str:
     return (_CHAT if is_chat else _TEXT) + new_request_id()
 
 
+def new_embedding_id() -> str:
+    return _VECTOR + new_request_id()
+
+
 def check_completion_id(completion_id: str) -> None:
     """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
     try:
@@ -105,6 +111,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         include_usage=call.include_usage,
         detach=call.detach,
         echoes=echoes if call.echo else (),
+        encoding_format=call.encoding_format,
     )
 
 

@@ -49,6 +49,17 @@ class PackedStep:
     """[2, U], int64: the rows whose input tokens the step before is still sampling, and the places
     of these among the tokens of that step."""
 
+    @property
+    def pooled_rows(self) -> list[int]:
+        """The rows whose final hidden states become part of vectors: those of each item together,
+        in the order of `items`."""
+        ends = self.layout.query_starts[1:]
+        return [
+            row
+            for item, end in zip(self.items, ends, strict=True)
+            for row in range(end - item.num_pooled, end)
+        ]
+
 
 class Packer:
     """Packs batches. It remembers the block tables of the slots, because they seldom change."""

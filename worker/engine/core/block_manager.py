@@ -67,10 +67,13 @@ class BlockManager:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """The computed blocks that the tokens of the sequence begin with.
 
-        At least one token is left to compute, since there are no logits without one.
+        At least one token is left to compute, since there are no logits without one. It is empty
+        for a sequence that has to compute all of its tokens.
         """
         self._hash_blocks(sequence)
         prefix: list[int] = []
+        if not sequence.uses_cached_prefix:
+            return prefix
         num_shareable = (sequence.num_tokens - 1) // self.block_size
         for block_hash in islice(sequence.block_hashes, num_shareable):
             block = self._findable.get(block_hash)

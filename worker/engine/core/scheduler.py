@@ -341,9 +341,8 @@ class _Plan:
             num_tokens = min(num_tokens, self._long_prompt_chunk)
         if num_tokens == 0:
             return
-        self.shares[sequence] = ScheduledSequence(
-            sequence, start, num_tokens, samples=num_tokens == uncomputed
-        )
+        samples = num_tokens == uncomputed and sequence.request.pooling is None
+        self.shares[sequence] = ScheduledSequence(sequence, start, num_tokens, samples)
         self.num_tokens += num_tokens
         self.num_tokens_left -= num_tokens
         if uncomputed > 1:
@@ -371,6 +370,8 @@ class _Plan:
         in this step count, so that nobody waits for one that does not.
         """
         index = len(prefix)
+        if not sequence.uses_cached_prefix:
+            return False
         if (index + 1) * self._block_size >= sequence.num_tokens:
             return False  # the last token is always computed, and its block with it
         block_hash = sequence.block_hashes[index]

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
 from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.pooling import Pool
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class SequenceStatus(Enum):
@@ -21,7 +27,7 @@ class Sequence:
 
     Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phases. It
     is given work as long as it has known tokens that are not computed, and a step that computes its
-    last known token samples the next one.
+    last known token samples the next one, or ends a sequence that is to become a vector.
     """
 
     request: EngineRequest
@@ -35,6 +41,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # block manager
     block_hashes: list[bytes] = field(default_factory=list)  # block manager; of full blocks
     drafter: Drafter | None = None  # engine, if tokens may be drafted
+    pool: Pool = field(default_factory=Pool)  # engine, if it becomes a vector
     num_shortages: int = 0  # engine; how often memory was short for it alone, since its last token
     num_told_preemptions: int = 0  # engine; preemptions that an output has reported
 
@@ -70,6 +77,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def uses_cached_prefix(self) -> bool:
+        """Whether tokens that others computed need not be computed again. The mean of all hidden
+        states needs those of every token, and they are not cached."""
+        return self.request.pooling != "mean"
+
+    @property
     def may_end(self) -> bool:
         """Whether an end token would end the sequence now."""
         return self.num_output_tokens >= self.request.params.min_tokens
@@ -92,6 +105,8 @@ class ScheduledSequence:
     """Whether these tokens reach the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
     """Guesses at the next tokens. The step also samples after each of them."""
+    states: npt.NDArray[np.float32] | None = None
+    """[num_pooled, hidden size]: set by the runner when it collects the step."""
 
     @property
     def num_rows(self) -> int:
@@ -107,6 +122,16 @@ class ScheduledSequence:
         """The known tokens of its rows."""
         known = self.sequence.token_ids[self.start : self.start + self.num_tokens]
         return [*known, *self.draft]
+
+    @property
+    def num_pooled(self) -> int:
+        """How many of its last rows have hidden states that become part of a vector."""
+        match self.sequence.request.pooling:
+            case "mean":
+                return self.num_tokens
+            case "last":
+                return int(self.start + self.num_tokens == self.sequence.num_tokens)
+        return 0
 
     @property
     def num_samples(self) -> int:

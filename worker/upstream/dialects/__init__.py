@@ -22,8 +22,13 @@ _UNTOLD = frozenset(
 """Statistics that no server tells for the part that a worker has of it."""
 
 
-def server_abilities(**own: Any) -> EngineAbilities:
-    """The abilities of a dialect: what all servers have in common, and its `own`."""
+def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
+    """The abilities of a dialect: what all servers have in common, and its own."""
     return EngineAbilities(
-        grammars=False, preempts_inexact=False, is_at_risk=False, untold=_UNTOLD, **own
+        grammars=False,
+        preempts_inexact=False,
+        is_at_risk=False,
+        untold=_UNTOLD,
+        unheeded=unheeded | {"embed"},
+        **own,
     )
