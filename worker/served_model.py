@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.claims import ModelIdentity
+from promptq.shared.protocol.request import Pooling
 from promptq.shared.runtime.extras import require
 from promptq.shared.runtime.logs import get_logger, take_over_logs
 from promptq.shared.runtime.settings import Settings, flag_of
@@ -21,6 +22,7 @@ from promptq.worker.engine.core.runner import Runner
 from promptq.worker.engine_port import EnginePort
 from promptq.worker.shipped import MODEL_DIR, MODEL_NAME
 from promptq.worker.text.chat_template import tool_call_style
+from promptq.worker.text.pooling_files import pooling_of
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
@@ -56,6 +58,8 @@ class Served:
     """Makes outputs match a schema; None for an engine that cannot use grammars."""
     verdict: Verdict | None = None
     """What another load of the same model need not check again."""
+    pooling: Pooling | None = "last"
+    """How prompts become vectors; see Preparation."""
 
     @property
     def computes_here(self) -> bool:
@@ -202,6 +206,7 @@ def _build_model(
         way=_way(runner),
         grammars=Grammars(tokenizer, runner.vocab_size, runner.end_token_ids, vets=True),
         verdict=runner.verdict,
+        pooling=settings.pooling or pooling_of(_folder(name)),
     )
 
 

@@ -109,6 +109,7 @@ class Worker:
                 served.identity,
                 served.end_token_ids,
                 served.grammars,
+                served.pooling,
             ),
             ClaimPolicy(self.leases, self.engine, settings.prefetch_depth),
             self._publisher,

@@ -22,7 +22,8 @@ from promptq.shared.queue.request_queue import new_request_id
 MAX_LINES = 50_000
 MAX_FILE_BYTES = 200 * 1024 * 1024
 MAX_LINE_BYTES = MAX_PAYLOAD_BYTES
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_PREFIXES = dict(zip(URLS, ("chatcmpl-", "cmpl-", "embd-"), strict=True))
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 _MAX_CUSTOM_ID = 512
 _CUSTOM_ID = re.compile(rf"[^\ud800-\udfff]{{1,{_MAX_CUSTOM_ID}}}", re.DOTALL)
@@ -41,6 +42,10 @@ class BatchLine:
     @property
     def is_chat(self) -> bool:
         return self.url == "/v1/chat/completions"
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.url == "/v1/embeddings"
 
 
 def new_batch_id() -> str:
@@ -61,8 +66,7 @@ def request_id_of(batch_id: str, line: BatchLine) -> str:
     digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).digest()
     low = int.from_bytes(digest[:10]) & (2**76 - 1)
     low = low & ~(0b11 << 62) | 0b10 << 62
-    prefix = "chatcmpl-" if line.is_chat else "cmpl-"
-    return prefix + str(uuid.UUID(int=time_and_version << 76 | low))
+    return _PREFIXES[line.url] + str(uuid.UUID(int=time_and_version << 76 | low))
 
 
 class BatchFileError(PromptqError):

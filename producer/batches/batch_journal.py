@@ -103,8 +103,9 @@ class Journal:
         own, total = body["usage"], self.usage
         self.usage = Usage(
             prompt_tokens=total.prompt_tokens + own["prompt_tokens"],
-            completion_tokens=total.completion_tokens + own["completion_tokens"],
-            cached_tokens=total.cached_tokens + own["prompt_tokens_details"]["cached_tokens"],
+            completion_tokens=total.completion_tokens + own.get("completion_tokens", 0),
+            cached_tokens=total.cached_tokens
+            + own.get("prompt_tokens_details", {}).get("cached_tokens", 0),
         )
 
     def _write(

@@ -28,6 +28,11 @@ from promptq.producer.gateway.context.served_queues import (
 from promptq.producer.gateway.http.errors import ApiError, as_api_error
 from promptq.producer.gateway.openai.answers import answer
 from promptq.producer.gateway.openai.completion import completion_of
+from promptq.producer.gateway.openai.embeddings import (
+    as_asked,
+    embeddings_body,
+    read_embedding_call,
+)
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, read_call, request_ids
 from promptq.shared.errors import InvalidRequestError, ModelNotServedError
 from promptq.shared.protocol.events import Result
@@ -85,7 +90,10 @@ class LineGateway:
                 rates = rates_of(caller, call.requests(request_id))
                 account = account_of(caller, _holder(caller))
             # A repeated line is known by its id.
-            new = compose(call.with_fields(idempotency_key=None).requests(request_id), account)
+            try:
+                new = compose(call.with_fields(idempotency_key=None).requests(request_id), account)
+            except InvalidRequestError as error:
+                raise as_asked(error) if line.is_embedding else error from None
         return LineRequest(line, request_id, [self._in_the_window(it) for it in new], rates, served)
 
     async def wait_for_rates(self, item: LineRequest) -> float:
@@ -114,6 +122,8 @@ class LineGateway:
         style = view.tool_call_style if completion.with_tools else None
         results = [item.results[new.request_id] for new in item.requests]
         with _refusing(item.line, item.request_id):
+            if call.encoding_format is not None:
+                return embeddings_body(completion, results)
             return answer(completion, results, style)
 
     def too_large(self, item: LineRequest, limit: str) -> RefusedLineError:
@@ -138,7 +148,10 @@ def _holder(caller: Caller) -> str:
 
 
 def _call_of(line: BatchLine) -> CompletionCall:
-    call = read_call(line.is_chat, json.dumps(line.body).encode(), {})
+    body = json.dumps(line.body).encode()
+    if line.is_embedding:
+        return read_embedding_call(body, {})
+    call = read_call(line.is_chat, body, {})
     if call.stream:
         raise InvalidRequestError("stream: a batch does not stream", field="stream")
     return call

@@ -115,6 +115,7 @@ class AsyncClient:
     result = _method(operations.result)
     generate = _method(operations.generate)
     sample = _method(operations.sample)
+    embed = _method(operations.embed)
     cancel = _method(operations.cancel)
     reprioritise = _method(operations.reprioritise)
     state = _method(operations.state)

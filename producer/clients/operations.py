@@ -39,13 +39,14 @@ from promptq.producer.clients.request_builder import (
     Prompt,
     call_fields,
     compose,
+    compose_embeddings,
     compose_samples,
 )
-from promptq.producer.clients.results import Samples, fold
+from promptq.producer.clients.results import Embeddings, Samples, checked_vector, fold
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys, check_request_id
 from promptq.shared.protocol.replies import CancelStatus
-from promptq.shared.protocol.request import NewRequest, RequestState
+from promptq.shared.protocol.request import NewRequest, Pooling, RequestState
 from promptq.shared.queue import lookups, request_queue, scripts
 from promptq.shared.queue.call import Operation
 
@@ -184,6 +185,38 @@ def sample(
         left = None if deadline is None else deadline - time.monotonic()
         results.append((yield from result(keys, request_id, timeout=left, check=check)))
     return Samples(request_ids, results)
+
+
+def embed(
+    keys: Keys,
+    /,
+    texts: Prompt | Sequence[Prompt],
+    *,
+    pooling: Pooling | None = None,
+    normalize: bool = True,
+    dimensions: int | None = None,
+    timeout: float | None = None,
+    **fields: Any,
+) -> Operation[Embeddings]:
+    """Turn a text, or several, into vectors. Texts are enqueued all or none.
+
+    A text may be token ids. `pooling` is `last` (the last token's hidden state), `mean` (of all
+    tokens) or the worker's own. `dimensions` keeps so many numbers of each vector. `fields` are
+    as in `enqueue`; those that generate have no meaning here. `timeout` is for all together.
+
+    Raises what `enqueue` and `result` raise, and RequestFailedError for a request that ended
+    without a vector.
+    """
+    embed = {"pooling": pooling, "normalize": normalize, "dimensions": dimensions}
+    new = compose_embeddings(texts, {**fields, "embed": embed})
+    request_ids = yield from enqueue_composed(keys, new)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    results = []
+    for request_id in request_ids:
+        left = None if deadline is None else deadline - time.monotonic()
+        found = yield from result(keys, request_id, timeout=left)
+        results.append(checked_vector(request_id, found))
+    return Embeddings(request_ids, results)
 
 
 def cancel(keys: Keys, /, request_id: str) -> Operation[CancelStatus]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,22 @@ def compose_samples(n: int, fields: Mapping[str, Any]) -> list[NewRequest]:
     given_id = fields.get("request_id")
     named = {**fields, "request_id": new_request_id() if given_id is None else given_id}
     return [_compose_one(_sample(i, named)) for i in range(n)]
+
+
+def compose_embeddings(
+    texts: Prompt | Sequence[Prompt], fields: Mapping[str, Any]
+) -> list[NewRequest]:
+    """One request for each text, with the ids `ID:0` ... `ID:n-1` if there are several.
+
+    Raises InvalidRequestError.
+    """
+    if not texts:
+        raise InvalidRequestError("texts: is empty", field="texts")
+    if isinstance(texts, str) or isinstance(texts[0], int):
+        return [_compose_one({**fields, "prompt": texts})]
+    given_id = fields.get("request_id")
+    named = {**fields, "request_id": new_request_id() if given_id is None else given_id}
+    return [_compose_one({**_sample(i, named), "prompt": text}) for i, text in enumerate(texts)]
 
 
 def _compose_one(fields: dict[str, Any]) -> NewRequest:

@@ -26,6 +26,39 @@ class Samples:
         return Usage.of_samples([result.usage for result in self.results])
 
 
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The results of several texts that became vectors, in their order."""
+
+    request_ids: list[str]
+    results: list[Result]
+
+    @property
+    def vectors(self) -> list[list[float]]:
+        return [result.vector for result in self.results]
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all texts."""
+        usages = [result.usage for result in self.results]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+        )
+
+
+def checked_vector(request_id: str, result: Result) -> Result:
+    """The result, if it has a vector. Raises RequestFailedError if it has none."""
+    try:
+        _ = result.vector
+    except ValueError:
+        why = f"it ended with {result.finish_reason.value!r}"
+        raise RequestFailedError(
+            f"request {request_id!r} has no vector: {why}", result.finish_reason.value
+        ) from None
+    return result
+
+
 def fold(request_id: str, events: list[TokenEvent], check: bool) -> Result:
     """The result of a whole stream. If `check`, raises RequestFailedError for a failed request."""
     result = Result.fold(events)

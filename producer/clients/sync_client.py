@@ -122,6 +122,7 @@ class Client:
     result = _method(operations.result)
     generate = _method(operations.generate)
     sample = _method(operations.sample)
+    embed = _method(operations.embed)
     cancel = _method(operations.cancel)
     reprioritise = _method(operations.reprioritise)
     state = _method(operations.state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -102,6 +102,68 @@ def submit(
             write(json.dumps({"id": request_id}) if as_json else request_id)
             return
         raise typer.Exit(StreamPrinter(client, request_id, as_json).submit())
+
+
+def embed(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TEXT]...",
+            help="The texts; if they are left out or are -, standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="last or mean; default: as the model's files say.")
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Keep so many numbers of each vector.")
+    ] = None,
+    normalize: Annotated[bool, typer.Option(help="Give each vector the length 1.")] = True,
+    priority: Annotated[
+        int | None, typer.Option(help="-1000 to 1000, lower runs sooner; default 0.")
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=JSON", help="Any other field of a request."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Use the queue that serves this model."),
+    ] = None,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Turn texts into vectors and print each as a line of JSON. Ctrl-C cancels them.
+
+    Examples:
+
+    promptq embed "A fox in the snow"
+    promptq embed "A fox" "A dog" --dimensions 256
+    promptq embed --pooling mean < text.txt
+    """
+    fields = _parse_params(param or [])
+    if priority is not None:
+        fields["priority"] = priority
+    given = texts if texts and texts != ["-"] else [_prompt_fields(None, False, None)["prompt"]]
+    own_id = new_request_id()
+    request_ids = [own_id] if len(given) == 1 else [f"{own_id}:{it}" for it in range(len(given))]
+    with open_client(redis, queue, model) as client:
+        try:
+            found = client.embed(
+                given[0] if len(given) == 1 else given,
+                pooling=cast("Any", pooling),
+                normalize=normalize,
+                dimensions=dimensions,
+                request_id=own_id,
+                **fields,
+            )
+        except KeyboardInterrupt:
+            for request_id in request_ids:
+                client.cancel(request_id)
+            raise
+    for vector in found.vectors:
+        write(json.dumps(vector))
 
 
 def watch(

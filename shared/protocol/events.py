@@ -5,7 +5,10 @@ The JSON form of each is public. Field names follow the OpenAI API and vLLM.
 
 from __future__ import annotations
 
+import base64
 import json.encoder
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -166,6 +169,8 @@ class TokenEvent(_TellsPrompt):
     usage: Usage | None = None
     stats: Stats | None = None
     error: ErrorInfo | None = None
+    embedding: str | None = None
+    """The vector of a request with `embed`: base64 of little-endian float32."""
 
     @property
     def end(self) -> int:
@@ -177,8 +182,8 @@ class TokenEvent(_TellsPrompt):
         return self.finish_reason is not None
 
     def to_json(self) -> str:
-        """The public JSON form. What the prompt's tokens are, `usage`, `stats` and `error` are only
-        in it if they are set."""
+        """The public JSON form. `usage`, `stats`, `error`, `embedding` and what the prompt's tokens
+        are is only in it if it is set."""
         reason = "null" if self.finish_reason is None else f'"{self.finish_reason.value}"'
         parts = (("usage", self.usage), ("stats", self.stats), ("error", self.error))
         return token_event_json(
@@ -189,7 +194,8 @@ class TokenEvent(_TellsPrompt):
             self.attempt,
             reason,
             self.prompt_json
-            + "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None),
+            + "".join(f',"{name}":{it.to_json()}' for name, it in parts if it is not None)
+            + embedding_json(self.embedding),
         )
 
 
@@ -203,6 +209,18 @@ class Result(_TellsPrompt):
     usage: Usage
     stats: Stats | None = None
     error: ErrorInfo | None = None
+    embedding: str | None = None
+    """As in the last event."""
+
+    @property
+    def vector(self) -> list[float]:
+        """The numbers of the embedding. Raises ValueError if there is none, or no valid one."""
+        if self.embedding is None:
+            raise ValueError("the result has no embedding")
+        numbers = array("f", base64.b64decode(self.embedding, validate=True))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
 
     def to_json(self) -> str:
         """The JSON form, as it is in the request's hash."""
@@ -214,7 +232,7 @@ class Result(_TellsPrompt):
             self.usage.to_json(),
             "null" if self.stats is None else self.stats.to_json(),
             "null" if self.error is None else self.error.to_json(),
-            self.prompt_json,
+            self.prompt_json + embedding_json(self.embedding),
         )
 
     @classmethod
@@ -234,6 +252,7 @@ class Result(_TellsPrompt):
             error=last.error,
             prompt_logprobs=events[0].prompt_logprobs,
             prompt_texts=events[0].prompt_texts,
+            embedding=last.embedding,
         )
 
 
@@ -276,9 +295,15 @@ def result_json(
     error: str,
     more: str = "",
 ) -> str:
-    """The JSON of a `Result`, without making one; the last four are JSON already."""
+    """The JSON of a `Result`, without making one. The last four are JSON already; `more` are
+    further fields."""
     return (
         f'{{"text":{_quoted(text)},"token_ids":{_numbers(token_ids)},"logprobs":{_array(logprobs)}'
         f',"finish_reason":"{finish_reason.value}","usage":{usage},"stats":{stats}'
         f',"error":{error}{more}}}'
     )
+
+
+def embedding_json(embedding: str | None) -> str:
+    """The field `embedding` as JSON, to follow others. It is only there if there is a vector."""
+    return "" if embedding is None else f',"embedding":{_quoted(embedding)}'

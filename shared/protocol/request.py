@@ -100,6 +100,12 @@ _LONGEST_SHOWN = 80
 
 _LONGEST_MESSAGE = 500
 
+_OF_CHATS = ("messages", "tools", "tool_choice", "chat_template_kwargs")
+
+Pooling = Literal["last", "mean"]
+"""Which final hidden states of a prompt become its vector: that of the last token, or the mean of
+all."""
+
 TokenId = Annotated[int, Field(ge=0)]
 
 # Only the first error is reported. Collecting all those of a long list takes seconds and gigabytes.
@@ -272,6 +278,16 @@ class TraceContext(BaseModel):
         return {name: value for name, value in found.items() if value}
 
 
+class Embed(BaseModel):
+    """Asks for a vector in place of an answer: how it is made of the prompt's hidden states."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    pooling: Pooling | None = None
+    normalize: bool = True
+    dimensions: int | None = Field(None, ge=1)
+
+
 class Request(SamplingParams):
     """A request's payload.
 
@@ -299,6 +315,7 @@ class Request(SamplingParams):
         description="`exact_only`: where another attempt cannot continue with exactly the tokens"
         " that the first would have given, the request ends with an error instead",
     )
+    embed: Embed | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -310,8 +327,27 @@ class Request(SamplingParams):
             )
         return given
 
+    @field_validator("embed", mode="before")
+    @classmethod
+    def _check_embed(cls, given: Any) -> Any:
+        """Check before pydantic does, so that the error names the member that is wrong."""
+        if not isinstance(given, dict):
+            return given
+        for name in given:
+            if name not in Embed.model_fields:
+                raise ValueError(
+                    f"{name[:_LONGEST_NAME]!r} is not one of {', '.join(Embed.model_fields)}"
+                )
+        try:
+            return Embed.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ValueError(f"{first['loc'][0]}: {first['msg']}") from None
+
     @model_validator(mode="after")
     def _check_input(self) -> Self:
+        if self.embed is not None:
+            self._check_alone()
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
         if self.prompt is not None and len(self.prompt) == 0:
@@ -321,6 +357,12 @@ class Request(SamplingParams):
             raise ValueError(f"{field}: needs messages, and there is a prompt")
         _ = self.wanted_output  # raises if it is not well-formed
         return self
+
+    def _check_alone(self) -> None:
+        """Raise ValueError for a field that has no meaning beside `embed`."""
+        for name in (*SamplingParams.model_fields, *_OF_CHATS):
+            if getattr(self, name) != Request.model_fields[name].default:
+                raise ValueError(f"{name}: has no meaning with embed, which generates nothing")
 
     @property
     def wanted_output(self) -> Output | None:

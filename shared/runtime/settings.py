@@ -141,6 +141,12 @@ class Settings(BaseSettings):
         description="let tenants share cached prefixes of prompts; off: each tenant has its own, so"
         " none can learn from the cache what another has sent",
     )
+    pooling: Literal["last", "mean"] | None = Field(
+        None,
+        description="which hidden states of a prompt become its vector, unless a request says:"
+        " that of the last token, or the mean of all; default: as the model's 1_Pooling/config.json"
+        " says, or else last",
+    )
     seed: int | None = Field(
         None, description="requests without a seed get a fixed one, made of this and their id"
     )

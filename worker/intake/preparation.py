@@ -12,7 +12,7 @@ import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
-from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Request
+from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.prepared_request import PreparedRequest
@@ -49,6 +49,8 @@ class Preparation:
     model: ModelIdentity
     end_token_ids: frozenset[int]
     grammars: Grammars | None = None
+    pooling: Pooling | None = "last"
+    """How prompts become vectors unless a request says. None: each request has to say."""
 
     def prepare(self, claim: Claim, *, only_quick: bool = False) -> PreparedRequest:
         """Parse, tokenise and check a request, and rebuild the state that earlier attempts had
@@ -73,7 +75,8 @@ class Preparation:
         if is_inexact and request.resume == "exact_only":
             raise self._cannot_resume(request)
         room = self.limits.max_model_len - len(prompt)
-        max_tokens = min(request.max_tokens or room, room)
+        pooling = self._pooling(request.embed)
+        max_tokens = min(request.max_tokens or room, room) if pooling is None else 1
         ends = frozenset(request.stop_token_ids or ())
         if not request.ignore_eos:
             ends |= self.end_token_ids
@@ -95,6 +98,7 @@ class Preparation:
                 cache_salt=request.cache_salt or "",
                 tenant=claim.tenant,
                 grammar=self._grammar(request, ends, emitted, only_quick),
+                pooling=pooling,
             ),
             text=text,
             token_ids=list(emitted),
@@ -131,6 +135,26 @@ class Preparation:
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             raise _unsupported("temperature", f"takes 0, or {lowest} and more")
+
+    def _pooling(self, embed: Embed | None) -> Pooling | None:
+        """How the prompt becomes a vector; None if it does not."""
+        if embed is None:
+            return None
+        size = self.limits.embedding_size
+        if embed.dimensions is not None and embed.dimensions > size:
+            raise InvalidRequestError(
+                f"embed: dimensions: {embed.dimensions} is more than the {size} that the vectors of"
+                " this model have",
+                field="embed",
+            )
+        pooling = embed.pooling or self.pooling
+        if pooling is None:
+            raise InvalidRequestError(
+                "embed: pooling: the model's files ask for a pooling that this worker does not"
+                " have; name one, `last` or `mean`",
+                field="embed",
+            )
+        return pooling
 
     def _cannot_resume(self, request: Request) -> InvalidRequestError:
         fields = self.abilities.inexact_fields(request)

@@ -11,6 +11,7 @@ from promptq.shared.protocol.events import (
     Stats,
     TokenLogprob,
     Usage,
+    embedding_json,
     result_json,
     token_event_json,
 )
@@ -101,6 +102,7 @@ class PreparedRequest:
         logprobs: list[TokenLogprob] | None = None,
         finish_reason: FinishReason | None = None,
         error: ErrorInfo | None = None,
+        embedding: str | None = None,
     ) -> Row:
         """The row that sends these tokens, and ends the request if there is a finish reason.
 
@@ -127,8 +129,16 @@ class PreparedRequest:
             more += f',"usage":{told},"stats":{stats}'
             if failure is not None:
                 more += f',"error":{failure}'
+            vector = embedding_json(embedding)
+            more += vector
             event_json = token_event_json(
-                index, token_ids, text, logprobs, claim.attempt, f'"{finish_reason.value}"', more
+                index,
+                token_ids,
+                text,
+                logprobs,
+                claim.attempt,
+                f'"{finish_reason.value}"',
+                more,
             )
             result = result_json(
                 "".join((*self.texts, text)),
@@ -138,7 +148,7 @@ class PreparedRequest:
                 told,
                 stats,
                 failure or "null",
-                self.prompt_json,
+                self.prompt_json + vector,
             )
             row = Row(
                 claim.request_id, claim.fence, index, num_emitted, event_json, finish_reason, result

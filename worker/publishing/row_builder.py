@@ -14,13 +14,14 @@ from promptq.shared.protocol.events import (
     Usage,
     prompt_json,
 )
-from promptq.shared.protocol.request import FinishReason
+from promptq.shared.protocol.request import Embed, FinishReason
 from promptq.shared.protocol.rows import Row
 from promptq.shared.runtime.logs import get_logger
 from promptq.worker.engine.api.messages import PromptLogprobs, SequenceOutput
 from promptq.worker.leases.lease import Lease
 from promptq.worker.leases.leases import Leases
 from promptq.worker.leases.prepared_request import PreparedRequest
+from promptq.worker.publishing.vectors import encoded
 from promptq.worker.text.detokenizer import prompt_texts
 from promptq.worker.text.tokenizer import Tokenizer
 
@@ -77,6 +78,9 @@ class RowBuilder:
         if reason is FinishReason.ERROR:
             error = self._error_of(prepared, output)
             return prepared.next_row([], stream.flush(), finish_reason=reason, error=error)
+        if output.embedding is not None:
+            vector = encoded(output.embedding, prepared.request.embed or Embed())
+            return prepared.next_row([], "", finish_reason=reason, embedding=vector)
         for token_id in output.token_ids:
             token_ids.append(token_id)
             is_last = reason is FinishReason.STOP and len(token_ids) == len(output.token_ids)

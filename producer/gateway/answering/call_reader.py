@@ -16,7 +16,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
@@ -25,7 +25,8 @@ from promptq.producer.gateway.answering.respond import Prepared, prepare
 from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.caller_rates import account_of
 from promptq.producer.gateway.http.errors import ApiError
-from promptq.producer.gateway.openai.completion import new_completion_id
+from promptq.producer.gateway.openai.completion import new_completion_id, new_embedding_id
+from promptq.producer.gateway.openai.embeddings import read_embedding_call
 from promptq.producer.gateway.openai.request_bodies import HEADERS, CompletionCall, read_call
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
@@ -48,6 +49,9 @@ gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables that find the interpreter and this package. Others may hold passwords."""
 
+Endpoint = Literal["completions", "chats", "embeddings"]
+"""What a call may be one of."""
+
 Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
 
@@ -65,7 +69,7 @@ class CallReader:
 
     async def prepare(
         self,
-        is_chat: bool,
+        endpoint: Endpoint,
         body: list[bytes],
         headers: Mapping[str, str],
         caller: Caller,
@@ -75,14 +79,14 @@ class CallReader:
 
         Raises InvalidRequestError, ApiError.
         """
-        completion_id = new_completion_id(is_chat)
+        completion_id = _new_id(endpoint)
         if sum(map(len, body)) <= _SMALL_BYTES:
-            call = read_call(is_chat, b"".join(body), headers)
+            call = _read_call(endpoint, b"".join(body), headers)
             if call.num_bytes <= _SMALL_BYTES:
                 return prepare(call, caller, completion_id, aliases)
         own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
         async with own_turn, self._turns:
-            return await self._prepare(is_chat, body, headers, caller, completion_id, aliases)
+            return await self._prepare(endpoint, body, headers, caller, completion_id, aliases)
 
     async def aclose(self) -> None:
         while self._idle:
@@ -90,7 +94,7 @@ class CallReader:
 
     async def _prepare(
         self,
-        is_chat: bool,
+        endpoint: Endpoint,
         body: list[bytes],
         headers: Mapping[str, str],
         caller: Caller,
@@ -98,7 +102,7 @@ class CallReader:
         aliases: Mapping[str, str],
     ) -> Prepared:
         asked = {
-            "is_chat": is_chat,
+            "endpoint": endpoint,
             "headers": {it: headers[it] for it in HEADERS.values() if it in headers},
             "caller": caller.model_dump(mode="json"),
             "completion_id": completion_id,
@@ -154,7 +158,7 @@ ThisCallReader = Annotated[CallReader, Depends(call_reader_of)]
 def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """What a process gives back: a header that is JSON, and payloads behind it."""
     try:
-        call = read_call(asked["is_chat"], body, asked["headers"])
+        call = _read_call(asked["endpoint"], body, asked["headers"])
         caller = Caller.model_validate(asked["caller"])
         prepared = prepare(call, caller, asked["completion_id"], asked["aliases"])
     except InvalidRequestError as error:
@@ -172,6 +176,18 @@ def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[
     rates = [asdict(rate) for rate in prepared.rates]
     told = {"call": call_told, "new": new, "rates": rates, "id": prepared.completion_id}
     return told, payloads
+
+
+def _new_id(endpoint: Endpoint) -> str:
+    return (
+        new_embedding_id() if endpoint == "embeddings" else new_completion_id(endpoint == "chats")
+    )
+
+
+def _read_call(endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
+    if endpoint == "embeddings":
+        return read_embedding_call(body, headers)
+    return read_call(endpoint == "chats", body, headers)
 
 
 def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:

@@ -31,6 +31,7 @@ from promptq.producer.gateway.openai.completion import (
     check_completion_id,
     completion_of,
 )
+from promptq.producer.gateway.openai.embeddings import as_asked
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
@@ -71,7 +72,10 @@ def prepare(
         tenant = ""  # as in earlier releases, whose gateways may have taken the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
-    new = compose(requests, account_of(caller, caller.name))
+    try:
+        new = compose(requests, account_of(caller, caller.name))
+    except InvalidRequestError as error:
+        raise error if call.encoding_format is None else as_asked(error) from None
     return Prepared(call.for_answer(), new, rates, completion_id)
 
 
@@ -88,29 +92,30 @@ async def respond(
         if not call.stream:
             raise InvalidRequestError("Last-Event-ID: needs stream: true", field="Last-Event-ID")
         return await _resume(gateway, call, last_event_id)
-    served, completion, rates = await _begin(gateway, caller, prepared)
+    served, completion, rates = await begin(gateway, caller, prepared)
     prepared.new.clear()
     hold.release()
     if call.stream:
-        return _with(rates, EventStream(gateway, served, completion, is_new=True))
+        return with_headers(rates, EventStream(gateway, served, completion, is_new=True))
     try:
         async with while_present(request.receive):
-            return _with(rates, await _whole_answer(gateway, served, completion))
+            return with_headers(rates, await _whole_answer(gateway, served, completion))
     except ClientLeftError:
         if not completion.detach:
             gateway.cancels.cancel(served.client, completion.request_ids)
         raise
 
 
-def _with(headers: Mapping[str, str], response: Response) -> Response:
+def with_headers(headers: Mapping[str, str], response: Response) -> Response:
+    """The same answer with more headers."""
     response.headers.update(headers)
     return response
 
 
-async def _begin(
+async def begin(
     gateway: Gateway, caller: Caller, prepared: Prepared
 ) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
-    """What was enqueued and where, and the headers that report the caller's rates."""
+    """Enqueue a call. Gives where, its answer to be, and headers that report the caller's rates."""
     call = prepared.call
     if call.model:
         check_model(caller, call.model)

@@ -17,7 +17,7 @@ from promptq.shared.protocol.request import Request
 from promptq.shared.queue.request_queue import new_request_id
 
 _NUMBER = re.compile(r"[0-9]{1,3}")
-_CHAT, _TEXT = "chatcmpl-", "cmpl-"
+_CHAT, _TEXT, _VECTOR = "chatcmpl-", "cmpl-", "embd-"
 _ECHO_ONLY = "only"
 
 
@@ -42,6 +42,8 @@ class Completion:
     detach: bool = False
     echoes: Sequence[str | None] = ()
     echo_only: bool = False
+    encoding_format: str | None = None
+    """See CompletionCall."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -90,6 +92,10 @@ def new_completion_id(is_chat: bool) -> str:
     return (_CHAT if is_chat else _TEXT) + new_request_id()
 
 
+def new_embedding_id() -> str:
+    return _VECTOR + new_request_id()
+
+
 def check_completion_id(completion_id: str) -> None:
     """Raises RequestNotFoundError for the id of anything else, such as other clients' requests."""
     try:
@@ -114,6 +120,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         detach=call.detach,
         echoes=echoes if call.echo else (),
         echo_only=call.echo_only,
+        encoding_format=call.encoding_format,
     )
 
 

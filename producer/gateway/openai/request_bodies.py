@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = {*FieldsWithoutEffect.model_fields, "parallel_tool_calls"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
-T = TypeVar("T", bound="CallOptions")
+T = TypeVar("T", bound="BodyOptions")
 
 
 def _known_options(given: Any) -> Any:
@@ -71,13 +71,19 @@ _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_sta
 StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 
 
-class CallOptions(FieldsWithoutEffect, FixedFields):
-    """What both endpoints take beside a payload's fields."""
+class BodyOptions(FieldsWithoutEffect):
+    """What all endpoints take beside a payload's fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
+    wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
+
+
+class CallOptions(BodyOptions, FixedFields):
+    """What the endpoints that generate take."""
+
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
     stream_options: StreamOptions | None = Field(
@@ -86,7 +92,6 @@ class CallOptions(FieldsWithoutEffect, FixedFields):
     detach: bool = Field(
         False, description="go on when the client leaves; it comes back for the rest"
     )
-    wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
 
 
 class CompletionOptions(CallOptions):
@@ -131,6 +136,8 @@ class CompletionCall:
     detach: bool = False
     wait_for_worker: bool = True
     body_bytes: int = 0
+    encoding_format: Literal["float", "base64"] | None = None
+    """How vectors are written, for a call that asks for them; None: it asks for text."""
 
     @property
     def num_choices(self) -> int:
@@ -189,7 +196,8 @@ class CompletionCall:
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
             return self
-        own = f"{tenant}\n{caller}\n{self.is_chat} {len(self.prompts)} {self.n}\n{key}"
+        kind = self.is_chat if self.encoding_format is None else "embeddings"
+        own = f"{tenant}\n{caller}\n{kind} {len(self.prompts)} {self.n}\n{key}"
         hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
         return self.with_fields(idempotency_key=hashed)
 
@@ -207,7 +215,8 @@ def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> Complet
 
 
 def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    options, fields = _read(ChatOptions, body, headers)
+    options, fields = read_options(ChatOptions, body, headers)
+    _check_streaming(options, fields)
     if options.max_completion_tokens is not None:
         fields["max_tokens"] = options.max_completion_tokens
     if options.logprobs:
@@ -215,17 +224,20 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     elif options.top_logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
     _refuse("prompt", fields)
-    _check_size(len(body), fields, num_prompts=1, n=options.n)
+    _refuse("embed", fields)
+    check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
 def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    options, fields = _read(CompletionOptions, body, headers)
+    options, fields = read_options(CompletionOptions, body, headers)
+    _check_streaming(options, fields)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
-    prompts = _prompts(options.prompt)
-    _check_size(len(body), fields, len(prompts), options.n)
+    _refuse("embed", fields)
+    prompts = prompts_of("prompt", options.prompt)
+    check_size_of_call(len(body), fields, len(prompts), options.n)
     shows_prompt_logprobs = "prompt_logprobs" in fields
     echo_only = options.echo and type(fields["max_tokens"]) is int and fields["max_tokens"] == 0
     if echo_only:
@@ -245,7 +257,10 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     )
 
 
-def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, dict[str, Any]]:
+def read_options(
+    kind: type[T], body: bytes, headers: Mapping[str, str]
+) -> tuple[T, dict[str, Any]]:
+    """An endpoint's options, and the other fields. Raises InvalidRequestError."""
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -268,13 +283,18 @@ def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, di
     if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
         raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
     _refuse("request_id", fields)
+    return options, fields
+
+
+def _check_streaming(options: CallOptions, fields: Mapping[str, Any]) -> None:
     if options.stream and "prompt_logprobs" in fields:
         raise InvalidRequestError(
             "prompt_logprobs: cannot be streamed; leave out stream, or ask a completion for echo"
             " and logprobs",
             field="prompt_logprobs",
         )
-    return options, fields
+    if options.stream_options and not options.stream:
+        raise InvalidRequestError("stream_options: needs stream: true", field="stream_options")
 
 
 def _call(
@@ -286,8 +306,6 @@ def _call(
     prompts: list[Prompt | None],
 ) -> CompletionCall:
     stream_options = options.stream_options or {}
-    if stream_options and not options.stream:
-        raise InvalidRequestError("stream_options: needs stream: true", field="stream_options")
     if len(prompts) * options.n > MAX_CHOICES:
         raise InvalidRequestError(
             f"n: {len(prompts)} prompts with {options.n} answers each are more than the"
@@ -308,25 +326,28 @@ def _call(
     )
 
 
-def _check_size(num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int) -> None:
+def check_size_of_call(
+    num_bytes: int, fields: dict[str, Any], num_prompts: int, n: int = 1, named: str = "n"
+) -> None:
     """Raises InvalidRequestError for a body that would become many large payloads."""
     total = n * num_bytes
     if num_prompts > 1:  # each prompt has its own copy of the fields
         total += n * (num_prompts - 1) * len(to_json(fields))
     if total > MAX_CALL_BYTES:
         raise InvalidRequestError(
-            f"n: {num_prompts * n} answers to this take {total} bytes, more than the"
+            f"{named}: {num_prompts * n} answers to this take {total} bytes, more than the"
             f" {MAX_CALL_BYTES} that one call may put into the queue",
-            field="n",
+            field=named,
         )
 
 
-def _prompts(prompt: str | list[Any]) -> list[Prompt | None]:
+def prompts_of(field: str, prompt: str | list[Any]) -> list[Prompt | None]:
+    """The prompts of a field: one, or several. Raises InvalidRequestError."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt or not all(isinstance(each, str | list) for each in prompt):
         raise InvalidRequestError(
-            "prompt: must be text, token ids, or a list of either", field="prompt"
+            f"{field}: must be text, token ids, or a list of either", field=field
         )
     return list(prompt)
 

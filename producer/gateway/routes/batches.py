@@ -51,8 +51,9 @@ class NewBatch(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     input_file_id: str = Field(description="id of an uploaded file whose purpose is `batch`")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(
-        description="`/v1/chat/completions` or `/v1/completions`; every line must name the same"
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"] = Field(
+        description="`/v1/chat/completions`, `/v1/completions` or `/v1/embeddings`; every line must"
+        " name the same"
     )
     completion_window: Literal["24h"] = Field(description="`24h`")
     output_expires_after: Expiry | None = Field(

@@ -1,4 +1,4 @@
-"""Completions and chats, as in the OpenAI API, and their part of the API's description."""
+"""Completions, chats and embeddings, as in the OpenAI API, and their descriptions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.call_reader import CallReader, ThisCallReader
+from promptq.producer.gateway.answering.call_reader import CallReader, Endpoint, ThisCallReader
 from promptq.producer.gateway.answering.respond import check_stream, respond
+from promptq.producer.gateway.answering.respond_embeddings import respond_embeddings
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.http.bodies import body_pieces
 from promptq.producer.gateway.http.errors import described
+from promptq.producer.gateway.openai.embeddings import EmbeddingOptions
 from promptq.producer.gateway.openai.request_bodies import (
     DEFAULT_MAX_TOKENS,
     HEADERS,
-    CallOptions,
+    BodyOptions,
     ChatOptions,
     CompletionOptions,
 )
-from promptq.shared.protocol.request import Request
+from promptq.shared.protocol.request import Request, SamplingParams
 
 router = APIRouter(
     tags=["completions"],
@@ -32,7 +34,7 @@ router = APIRouter(
 )
 
 
-def _operation(kind: type[CallOptions]) -> dict[str, Any]:
+def _operation(kind: type[BodyOptions]) -> dict[str, Any]:
     """The headers and the body of an endpoint, for FastAPI's `openapi_extra`."""
     schema = _body_schema(kind)
     parameters = [
@@ -40,23 +42,29 @@ def _operation(kind: type[CallOptions]) -> dict[str, Any]:
             header, schema["properties"][name], f"the field `{name}`, if the body does not have it"
         )
         for name, header in HEADERS.items()
+        if name in schema["properties"]
     ]
-    again = _header("Last-Event-ID", {"type": "string"}, "with `stream`: continue after this event")
+    if "stream" in schema["properties"]:
+        about = "with `stream`: continue after this event"
+        parameters.append(_header("Last-Event-ID", {"type": "string"}, about))
     body = {"content": {"application/json": {"schema": schema}}, "required": True}
-    return {"parameters": [*parameters, again], "requestBody": body}
+    return {"parameters": parameters, "requestBody": body}
 
 
 def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
     return {"name": name, "in": "header", "schema": schema, "description": description}
 
 
-def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
+def _body_schema(kind: type[BodyOptions]) -> dict[str, Any]:
     """The endpoint's options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
-    hidden = {"messages", "prompt", "trace_context"}
-    if kind is CompletionOptions:
+    hidden = {"messages", "prompt", "trace_context", "embed"}
+    if kind is not ChatOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
+    if kind is EmbeddingOptions:
+        hidden |= {*SamplingParams.model_fields, "resume"}
+    if kind is CompletionOptions:
         fields["max_tokens"]["description"] = f"default: {DEFAULT_MAX_TOKENS}"
     rest = {name: value for name, value in fields.items() if name not in hidden}
     properties = {**rest, **own["properties"]}
@@ -69,7 +77,7 @@ async def create_chat_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Answer a chat, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, is_chat=True)
+    return await _create(request, gateway, caller, call_reader, "chats")
 
 
 @router.post(
@@ -79,7 +87,15 @@ async def create_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, is_chat=False)
+    return await _create(request, gateway, caller, call_reader, "completions")
+
+
+@router.post("/v1/embeddings", openapi_extra=_operation(EmbeddingOptions), response_class=Response)
+async def create_embeddings(
+    request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
+) -> Response:
+    """Turn one text or several into vectors."""
+    return await _create(request, gateway, caller, call_reader, "embeddings")
 
 
 async def _create(
@@ -87,11 +103,10 @@ async def _create(
     gateway: Gateway,
     caller: Caller,
     call_reader: CallReader,
-    *,
-    is_chat: bool,
+    endpoint: Endpoint,
 ) -> Response:
-    headers = request.headers
-    if last_event_id := headers.get("last-event-id"):
+    headers, embeds = request.headers, endpoint == "embeddings"
+    if (last_event_id := headers.get("last-event-id")) and not embeds:
         await check_stream(gateway, caller, last_event_id)
         taken = 0  # the call that began the stream was counted
     else:
@@ -101,7 +116,8 @@ async def _create(
         most = gateway.settings.http_max_body_bytes
         body = [piece async for piece in body_pieces(request, most, hold)]
         aliases = await gateway.queues.aliases()
-        prepared = await call_reader.prepare(is_chat, body, headers, caller, aliases)
+        prepared = await call_reader.prepare(endpoint, body, headers, caller, aliases)
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
-        return await respond(request, gateway, caller, prepared, hold)
+        answer = respond_embeddings if embeds else respond
+        return await answer(request, gateway, caller, prepared, hold)

@@ -125,7 +125,8 @@ function ending.finish(id, reason, count, event, tenant, result)
   end
   redis.pcall('PEXPIRE', key, numbers.exact(ttl))
   requests.drop_holds(id, tenant)
-  if reason == 'stop' or reason == 'length' then
+  local has_output = count ~= '0' -- an embedding has none
+  if (reason == 'stop' or reason == 'length') and has_output then
     finished_outputs[#finished_outputs + 1] = server.now_text .. ' ' .. count
   end
 end

@@ -46,9 +46,16 @@ end
 -- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it.
 function requests.estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
 
+-- The most tokens that a payload asks for, found as in `numbers.in_json`: none for an embedding, and nil if it
+-- does not say.
+function requests.asked_output(payload)
+  if string.find(payload, '"embed":', 1, true) then return 0 end
+  return numbers.in_json(payload, 'max_tokens')
+end
+
 -- The number of tokens that a waiting request counts as.
 function requests.estimated_tokens(payload)
-  local max_tokens = numbers.in_json(payload, 'max_tokens') or requests.DEFAULT_OUTPUT
+  local max_tokens = requests.asked_output(payload) or requests.DEFAULT_OUTPUT
   return requests.estimated_prompt(#payload) + math.max(0, math.min(max_tokens, 2147483648))
 end
 

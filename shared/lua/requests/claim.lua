@@ -133,7 +133,7 @@ local function prompt_tokens_of(fields)
 end
 
 local function cost_of(fields, output)
-  local max_tokens = numbers.in_json(fields.payload, 'max_tokens') or output
+  local max_tokens = requests.asked_output(fields.payload) or output
   return math.max(0, math.min(prompt_tokens_of(fields) + math.min(max_tokens, output), capacity))
 end
 

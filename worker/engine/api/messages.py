@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from promptq.shared.protocol.events import TokenLogprob
-from promptq.shared.protocol.request import FinishReason, SamplingParams
+from promptq.shared.protocol.request import FinishReason, Pooling, SamplingParams
 from promptq.worker.engine.api.grammar import Grammar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(slots=True)
@@ -59,6 +63,9 @@ class EngineRequest:
     grammar: Grammar | None = None
     """What the output must match, in the state after `output_token_ids`. From now on only the
     engine uses it. This is the only field that is not plain data."""
+
+    pooling: Pooling | None = None
+    """Set if its prompt is to become a vector. Nothing is generated then."""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -120,6 +127,9 @@ class SequenceOutput:
     """Set with an error if the request itself left no token to choose."""
     timing: SequenceTiming | None = None
     """Set with the first token of this attempt, after a preemption, and with the last output."""
+    embedding: npt.NDArray[np.float32] | None = None
+    """[embedding_size]: the pooled hidden states, as they are; with the last output of a sequence
+    that asks for them."""
     given_back: GivenBack | None = None
     """Set if the sequence left without an end, and its request is to go back to the queue."""
 
@@ -237,6 +247,8 @@ class EngineLimits:
     bytes_per_token: int
     """True size of one token's KV: layers x KV heads x (key size + value size) x dtype bytes."""
     vocab_size: int
+    embedding_size: int = 0
+    """Numbers of a vector. 0 if the engine makes none."""
 
 
 @dataclass(frozen=True, slots=True)

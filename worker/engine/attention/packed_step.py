@@ -52,6 +52,17 @@ class PackedStep:
     """[2, P], int64: the rows from which log-probabilities of prompts are reported, in the order of
     `Batch.reporting`, and the tokens that follow in the prompts. None if there are no such rows."""
 
+    @property
+    def pooled_rows(self) -> list[int]:
+        """The rows whose final hidden states become part of vectors: those of each item together,
+        in the order of `items`."""
+        ends = self.layout.query_starts[1:]
+        return [
+            row
+            for item, end in zip(self.items, ends, strict=True)
+            for row in range(end - item.num_pooled, end)
+        ]
+
 
 class Packer:
     """Packs batches. It remembers the block tables of the slots, because they seldom change."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -86,6 +87,7 @@ class LLMEngine:
             block_size=layout.block_size,
             bytes_per_token=layout.bytes_per_token,
             vocab_size=runner.vocab_size,
+            embedding_size=runner.embedding_size,
         )
         check_settings(self.limits)
         self.abilities = runner.abilities
@@ -260,7 +262,7 @@ class LLMEngine:
         request = sequence.request
         limit = request.params.speculative_tokens
         max_drafted = self._speculative_tokens if limit is None else limit
-        if max_drafted == 0 or request.looks_back:
+        if max_drafted == 0 or request.looks_back or request.pooling is not None:
             return None
         begin = sequence.num_prompt_tokens + request.params.min_tokens
         return Drafter(max_drafted, begin=begin, end=sequence.max_num_tokens)
@@ -277,6 +279,8 @@ class LLMEngine:
                 continue  # it has ended since this step was launched
             if not share.samples:
                 self._advance(share, share.num_tokens)
+                if share.sequence.request.pooling is not None:
+                    outputs += self._pool(share)
                 continue
             output = self._append(share, _accepted(share, rows))
             self._settle_draft(share, output, batch)
@@ -343,6 +347,26 @@ class LLMEngine:
             finish_reason=finish_reason,
             timing=told,
         )
+
+    def _pool(self, share: ScheduledSequence) -> list[SequenceOutput]:
+        """Pool hidden states. With those of the last token, the sequence ends."""
+        sequence = share.sequence
+        if share.start == 0:
+            sequence.pool.clear()  # it was preempted and begins anew
+        if share.states is not None:
+            sequence.pool.add(share.states)
+        if sequence.num_uncomputed_tokens:
+            return []
+        vector = sequence.pool.mean()
+        if all(map(isfinite, vector)):
+            output = SequenceOutput(
+                sequence.sequence_id, [], finish_reason=FinishReason.STOP, embedding=vector
+            )
+        else:
+            output = _failed(sequence, "its hidden states are no finite numbers")
+        output.timing = sequence.timing
+        self._release(sequence)
+        return [output]
 
     def _settle_draft(self, share: ScheduledSequence, output: SequenceOutput, batch: Batch) -> None:
         num_drafted, num_accepted = len(share.draft), max(0, len(output.token_ids) - 1)

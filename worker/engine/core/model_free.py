@@ -45,8 +45,9 @@ class ModelFreeRunner:
     Sampling parameters other than `logprobs` and the seed are ignored.
     """
 
-    abilities = EngineAbilities(grammars=False, unheeded=frozenset({"prompt_logprobs"}))
+    abilities = EngineAbilities(grammars=False, unheeded=frozenset({"embed", "prompt_logprobs"}))
     vocab_size = END_TOKEN_ID + 1
+    embedding_size = 0
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self.kv_layout = KVLayout(num_blocks, block_size, bytes_per_token=8)

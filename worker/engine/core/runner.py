@@ -44,6 +44,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def embedding_size(self) -> int:
+        """See EngineLimits."""
+        ...
+
+    @property
     def abilities(self) -> EngineAbilities: ...
 
     def launch(self, batch: Batch, after: Any = None) -> Any:
@@ -56,7 +61,7 @@ class Runner(Protocol):
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
         """For each of `batch.sampling`, in that order: the token after its last known one, and
-        after each drafted one."""
+        after each drafted one. It also sets `states` of each share that has `num_pooled`."""
         ...
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:

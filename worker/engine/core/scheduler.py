@@ -361,7 +361,8 @@ class _Plan:
             num_tokens = min(num_tokens, self._long_prompt_chunk)
         if num_tokens == 0:
             return
-        share = ScheduledSequence(sequence, start, num_tokens, samples=num_tokens == uncomputed)
+        samples = num_tokens == uncomputed and sequence.request.pooling is None
+        share = ScheduledSequence(sequence, start, num_tokens, samples)
         num_reported = len(share.reported_rows)
         if (excess := num_reported - self._num_reported_rows_left) > 0:
             num_tokens = share.reported_rows.stop - excess - start

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs, SequenceTiming
 from promptq.worker.engine.core.drafting import Drafter
+from promptq.worker.engine.core.pooling import Pool
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class SequenceStatus(Enum):
@@ -21,7 +27,7 @@ class Sequence:
 
     Its KV cache holds the first `num_computed_tokens` of `token_ids`. A sequence has no phases. It
     is given work as long as it has known tokens that are not computed, and a step that computes its
-    last known token samples the next one.
+    last known token samples the next one, or ends a sequence that is to become a vector.
     """
 
     request: EngineRequest
@@ -38,6 +44,7 @@ class Sequence:
     num_reported_rows: int = 0  # engine; the first rows, whose log-probabilities these are
     num_rows_to_report: int = 0  # of the prompt, the last one not counted; 0 if they are not wanted
     drafter: Drafter | None = None  # engine, if tokens may be drafted
+    pool: Pool = field(default_factory=Pool)  # engine, if it becomes a vector
     num_shortages: int = 0  # engine; how often memory was short for it alone, since its last token
     num_told_preemptions: int = 0  # engine; preemptions that an output has reported
 
@@ -77,8 +84,11 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many of its first tokens need not be computed if the KV cache has them. There are no
-        logits without computing: the last token is needed, and rows that are to be reported."""
+        """How many of its first tokens need not be computed if the KV cache has them. Hidden states
+        and logits are not cached: the last token is needed, rows that are to be reported, and every
+        token for the mean of all hidden states."""
+        if self.request.pooling == "mean":
+            return 0
         all_reported = self.num_reported_rows >= self.num_rows_to_report
         return self.num_tokens - 1 if all_reported else self.num_reported_rows
 
@@ -105,6 +115,8 @@ class ScheduledSequence:
     """Whether these tokens reach the last known one, so that the step samples the next one."""
     draft: tuple[int, ...] = ()
     """Guesses at the next tokens. The step also samples after each of them."""
+    states: npt.NDArray[np.float32] | None = None
+    """[num_pooled, hidden size]: set by the runner when it collects the step."""
 
     @property
     def num_rows(self) -> int:
@@ -130,6 +142,16 @@ class ScheduledSequence:
             return range(0)
         end = min(start + self.num_tokens, sequence.num_rows_to_report)
         return range(max(start, sequence.num_reported_rows), end)
+
+    @property
+    def num_pooled(self) -> int:
+        """How many of its last rows have hidden states that become part of a vector."""
+        match self.sequence.request.pooling:
+            case "mean":
+                return self.num_tokens
+            case "last":
+                return int(self.start + self.num_tokens == self.sequence.num_tokens)
+        return 0
 
     @property
     def num_samples(self) -> int:

@@ -66,12 +66,12 @@ class HostCopies:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as is torch's Stream
             self._copied.record()
 
-    def lists(self) -> list[list[Any]]:
-        """Wait for the copies, but not for later work, and return them as lists."""
-        return [each.tolist() for each in self.arrays()]
-
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """The same as arrays."""
+        """Wait for the copies, but not for later work, and return them."""
         if self._copied is not None:
             self._copied.synchronize()
         return [each.numpy() for each in self._tensors]
+
+    def lists(self) -> list[list[Any]]:
+        """The same as lists."""
+        return [each.tolist() for each in self.arrays()]

@@ -73,6 +73,25 @@ class FusedDecoder(LlamaDecoder):
         ]
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        hidden, update = self._last_sum(step)
+        return self._head(self._states(hidden, update, rows))
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, update = self._last_sum(step)
+        logits = self._head(self._states(hidden, update, rows))
+        return logits, self._states(hidden, update, kept)
+
+    def _states(
+        self, hidden: torch.Tensor, update: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The final norm of some rows of the last sum."""
+        hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
+        return add_rms_norm(hidden, update, self._norm, self._epsilon)
+
+    def _last_sum(self, step: PackedStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two terms [T, hidden size], whose sum is what the last layer gives."""
         layout, positions, epsilon = step.layout, step.positions[0], self._epsilon
         hidden = nn.functional.embedding(step.input_ids[0], self._embedding)
         update: torch.Tensor | None = None
@@ -92,8 +111,7 @@ class FusedDecoder(LlamaDecoder):
             normed = add_rms_norm(hidden, update, layer.inner_norm, epsilon)
             update = layer.down(silu_and_multiply(layer.gate_up(normed)))
         assert update is not None  # there is a layer
-        hidden, update = hidden.index_select(0, rows), update.index_select(0, rows)
-        return self._head(add_rms_norm(hidden, update, self._norm, epsilon))
+        return hidden, update
 
     @classmethod
     def arrange(cls, model: PreTrainedModel) -> None:

@@ -34,6 +34,12 @@ class LlamaDecoder(ABC):
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         """See PackedModel."""
 
+    @abstractmethod
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PackedModel."""
+
     @classmethod  # noqa: B027  # a decoder may take them as they are
     def arrange(cls, model: PreTrainedModel) -> None:
         """Lay the weights of a model that is served out as the decoder needs them. This is done

@@ -8,7 +8,8 @@ number of rows, and one for a single row, which the compiler always treats separ
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from promptq.worker.engine.attention.kv_cache import KVCache
 from promptq.worker.engine.attention.packed_step import PackedStep
 from promptq.worker.engine.model.load_check import LOW_PRECISION_TOLERANCE, off_by
 from promptq.worker.engine.model.packed_model import PackedModel
+
+T = TypeVar("T")
 
 TRIAL_ROWS = 61
 """A prime number, because the compiler takes equal sizes for the same variable, even if rows and
@@ -46,19 +49,28 @@ class CompiledModel:
         self.is_compiled = False
         self._set_up(cache, min(TRIAL_ROWS, max_model_len, cache.num_blocks * cache.block_size))
 
-    @torch.inference_mode()
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         """See PackedModel. If a compiled step fails, it is run again uncompiled, which writes its K
         and V again. All later steps run uncompiled too."""
+        return self._run(lambda: self._model.logits(step, rows))
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `logits`; see PackedModel."""
+        return self._run(lambda: self._model.logits_and_states(step, rows, kept))
+
+    @torch.inference_mode()
+    def _run(self, compute: Callable[[], T]) -> T:
         try:
-            return self._model.logits(step, rows)
+            return compute()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             if not self.is_compiled or _is_capturing():
                 raise
             self._give_up(error)
-        return self._model.logits(step, rows)
+        return compute()
 
     def undo(self) -> None:
         """Let the layers run uncompiled."""

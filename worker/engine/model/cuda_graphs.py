@@ -44,6 +44,10 @@ class Model(Protocol):
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor: ...
 
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
 
 def graph_kinds(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepKind]:
     """The kinds of steps to capture graphs for. Decodes: a few small ones, then multiples of
@@ -117,6 +121,13 @@ class GraphedModel:
         """See PackedModel. The result is valid until the next call, which writes to the same
         place."""
         return self.run(step, rows)[0]
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PackedModel. Graphs give no states, so the step must not be padded, and is not
+        replayed."""
+        return self.plain.logits_and_states(step, rows, kept)
 
     @torch.inference_mode()
     def run(self, step: PackedStep, rows: torch.Tensor) -> Results:

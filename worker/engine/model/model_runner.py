@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from promptq.shared.errors import ConfigurationError
+from promptq.shared.errors import ConfigurationError, UnsupportedModelError
 from promptq.shared.protocol.request import NEUTRAL
 from promptq.worker.engine.api.messages import EngineAbilities, EngineRequest, PromptLogprobs
 from promptq.worker.engine.api.progress import Progress, unheard
@@ -33,7 +33,7 @@ from promptq.worker.engine.core.block_manager import num_blocks_for
 from promptq.worker.engine.core.runner import KVLayout, SampledToken
 from promptq.worker.engine.core.scheduler import most_reported_rows
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
-from promptq.worker.engine.device.async_copies import HostCopies
+from promptq.worker.engine.device.async_copies import HostCopies, to_device
 from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.device.memory import (
     MemoryPeak,
@@ -83,6 +83,23 @@ equally likely ones is told does not depend on what other requests ask for."""
 
 
 @dataclass(frozen=True, slots=True)
+class PooledStates:
+    """Final hidden states that become part of vectors, on their way to the host."""
+
+    shares: list[ScheduledSequence]
+    copies: HostCopies
+    """Of one tensor [sum of `num_pooled`, hidden size] in fp32, in the order of `shares`."""
+
+    def hand_out(self) -> None:
+        """Wait for them, and give each share its own."""
+        (states,) = self.copies.arrays()
+        end = 0
+        for share in self.shares:
+            begin, end = end, end + share.num_pooled
+            share.states = states[begin:end]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStep:
     """A step under way. `sampled` is None if it samples nothing."""
 
@@ -95,6 +112,7 @@ class ModelStep:
     """What is reported of prompts, as the columns of ChosenLogprobs; None if nothing is."""
     reported_of: list[tuple[int, int]] = field(default_factory=list)
     """From how many rows of each prompt, and how many of the likeliest tokens."""
+    pooled: PooledStates | None = None
 
     @property
     def sampled_at(self) -> dict[int, int]:
@@ -144,6 +162,7 @@ class ModelRunner:
         self._packer = Packer(cache.block_size, self.device)
         self._sampler = Sampler(self.vocab_size, self.device, native=native_sampling)
         self._masks = Masks(self.device)
+        self.embedding_size = 0  # known once the model has run
         self.is_row_invariant = False
         """Whether the logits of a token are the same to the last bit, whatever rows are beside it.
         It is known once the model has run."""
@@ -281,9 +300,11 @@ class ModelRunner:
         masks = self._masks.start(sequences)  # computed while the model runs
         num_ahead = [item.num_ahead + row for item in sampling for row in range(item.num_samples)]
         draws = self._sampler.draws(sequences, num_ahead) if sampling else NO_DRAWS
-        model, chosen = self._model, None
-        if (reporting := batch.reporting) and isinstance(model, GraphedModel):
-            model = model.plain  # graphs compute the logits of the rows that are sampled
+        model, chosen, pooled = self._model, None, None
+        pools = any(item.num_pooled for item in batch.scheduled)
+        reporting = batch.reporting
+        if (pools or reporting) and isinstance(model, GraphedModel):
+            model = model.plain  # graphs give the logits of sampled rows alone
         step = self._packer.pack(
             batch,
             draws,
@@ -292,23 +313,30 @@ class ModelRunner:
         )
         if after is not None:
             after.fill_in(step)
-        reported: HostCopies | None = None
-        if isinstance(model, GraphedModel):
-            logits, chosen = model.run(step, step.sampled)
-        elif step.reported is None:
-            logits = model.logits(step, step.sampled)
+        rows = step.sampled
+        if step.reported is not None:
+            rows = torch.cat([rows, step.reported[0]])
+        if pools:
+            pooled_rows = to_device(step.pooled_rows, self.device)
+            logits, states = model.logits_and_states(step, rows, pooled_rows)
+            shares = [item for item in step.items if item.num_pooled]
+            pooled = PooledStates(shares, HostCopies([states.float()]))
+        elif isinstance(model, GraphedModel):
+            logits, chosen = model.run(step, rows)
         else:
-            rows, following = step.reported
+            logits = model.logits(step, rows)
+        reported: HostCopies | None = None
+        if step.reported is not None:
             num_sampled = len(step.sampled)
-            logits = model.logits(step, torch.cat([step.sampled, rows]))
-            reported = self._sampler.report(logits[num_sampled:], following, MOST_LIKELIEST)
+            of_prompts, following = logits[num_sampled:], step.reported[1]
+            reported = self._sampler.report(of_prompts, following, MOST_LIKELIEST)
             logits = logits[:num_sampled]
         reported_of = [
             (len(item.reported_rows), item.sequence.request.params.prompt_logprobs or 0)
             for item in reporting
         ]
         if not sampling:
-            return ModelStep(None, counts, sequences, reported, reported_of)
+            return ModelStep(None, counts, sequences, reported, reported_of, pooled)
         sampled = self._sampler.sample(
             logits,
             sequences,
@@ -318,11 +346,13 @@ class ModelRunner:
             draws=step.draws,
             chosen=chosen,
         )
-        return ModelStep(sampled, counts, sequences, reported, reported_of)
+        return ModelStep(sampled, counts, sequences, reported, reported_of, pooled)
 
     def collect(self, launched: ModelStep) -> list[list[SampledToken]]:
         with on_device(self.device):
             tokens = iter(launched.sampled.tokens() if launched.sampled is not None else [])
+            if launched.pooled is not None:
+                launched.pooled.hand_out()
         return [[*islice(tokens, count)] for count in launched.counts]
 
     def prompt_logprobs(self, launched: ModelStep) -> list[PromptLogprobs]:
@@ -360,6 +390,10 @@ class ModelRunner:
             last_rows.append(self._model.logits(self._packer.pack(batch), row).clone())
         self.collect(self.launch(batch))
         self.is_row_invariant = all(torch.equal(last_rows[0], row) for row in last_rows)
+        with suppress(UnsupportedModelError):  # it then makes no vectors
+            step = self._packer.pack(batch)
+            _, states = self._model.logits_and_states(step, step.sampled, step.sampled)
+            self.embedding_size = states.shape[1]
 
     def warm_up_kinds(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """Run each kind of step and of sampling once, because kernels are compiled when they are
@@ -397,7 +431,8 @@ class ModelRunner:
     def abilities(self) -> EngineAbilities:
         """These are known once the model has run."""
         is_exact = self.is_row_invariant or self.dtype == torch.float32
-        return EngineAbilities(exact_resume=is_exact)
+        unheeded = frozenset[str]() if self.embedding_size else frozenset({"embed"})
+        return EngineAbilities(exact_resume=is_exact, unheeded=unheeded)
 
     @property
     def own_code(self) -> str:

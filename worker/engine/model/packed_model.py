@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -131,6 +131,34 @@ class PackedModel:
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         """[len(rows), vocab_size] for these rows of the step; K and V of all rows are written."""
+        return self._forward(step, rows)
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the final hidden states [len(kept), hidden size] of the rows `kept`: what
+        the library calls `last_hidden_state`. Raises UnsupportedModelError if the family has none.
+        """
+        found: list[torch.Tensor] = []
+
+        def keep(body: nn.Module, given: Any, output: Any) -> None:
+            states = getattr(output, "last_hidden_state", None)
+            if states is not None:
+                found.append(states[0].index_select(0, kept))
+
+        # Not every family calls its `base_model`.
+        hook = cast("Any", self._model).get_decoder().register_forward_hook(keep)
+        try:
+            logits = self._forward(step, rows)
+        finally:
+            hook.remove()
+        if not found:
+            raise UnsupportedModelError(
+                f"{self._model.config.model_type}: does not tell its final hidden states"
+            )
+        return logits, found[-1]
+
+    def _forward(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         context = self._context
         context.layout, context.calls = step.layout, 0
         further: dict[str, Any] = {}

@@ -47,22 +47,29 @@ class NativeDecoder(LlamaDecoder):
             parts.epsilon,
             parts.scale,
         )
+        self._no_rows = torch.empty(0, dtype=torch.int64)
         for layer, cache, pattern in zip(parts.layers, caches, patterns, strict=True):
             self._add(layer, cache, pattern)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
+        return self.logits_and_states(step, rows, self._no_rows)[0]
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         layout = step.layout
-        logits: torch.Tensor = self._decoder.logits(
+        results: tuple[torch.Tensor, torch.Tensor] = self._decoder.logits_and_states(
             step.input_ids[0],
             step.positions[0],
             rows,
+            kept,
             torch.tensor(layout.query_starts),
             torch.tensor(layout.context_lens),
             layout.block_tables,
             layout.write_blocks,
             layout.write_offsets,
         )
-        return logits
+        return results
 
     def _add(self, layer: LlamaLayer, cache: LayerCache, pattern: Pattern) -> None:
         projections = (layer.query, layer.key, layer.value)

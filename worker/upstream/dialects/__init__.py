@@ -23,12 +23,12 @@ _UNTOLD = frozenset(
 
 
 def server_abilities(*, unheeded: frozenset[str], **own: Any) -> EngineAbilities:
-    """The abilities of a dialect: what all servers have in common, and its `own`."""
+    """The abilities of a dialect: what all servers have in common, and its own."""
     return EngineAbilities(
         grammars=False,
         preempts_inexact=False,
         is_at_risk=False,
         untold=_UNTOLD,
-        unheeded=unheeded | {"prompt_logprobs"},
+        unheeded=unheeded | {"embed", "prompt_logprobs"},
         **own,
     )

@@ -242,7 +242,7 @@ def test_every_field_of_a_payload_goes_through(
     )  # fmt: skip
     expected = {**known, **extra, "messages": MESSAGES, "logprobs": 2}
     assert payload == expected
-    other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context"}
+    other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 

@@ -12,6 +12,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <tuple>
 #include <vector>
 
 #include "machine/elements.h"
@@ -56,18 +57,19 @@ class Decoder : public torch::CustomClassHolder {
         LayerCache{keys, values, Pattern{static_cast<Visible>(visible), window}}});
   }
 
-  // Logits [rows, vocabulary] of these rows of the packed step; K and V of all rows are written.
-  at::Tensor logits(
+  // Logits [rows, vocabulary] of these rows of the packed step, and the final hidden states [kept, size] of the
+  // rows `kept`; K and V of all rows are written.
+  std::tuple<at::Tensor, at::Tensor> logits_and_states(
       const at::Tensor& ids, const at::Tensor& positions, const at::Tensor& rows,
-      const at::Tensor& query_starts, const at::Tensor& context_lens,
+      const at::Tensor& kept, const at::Tensor& query_starts, const at::Tensor& context_lens,
       const at::Tensor& block_tables, const at::Tensor& write_blocks,
       const at::Tensor& write_offsets) {
     const c10::InferenceMode without_gradients;
     const Layout layout{
         query_starts, context_lens, block_tables.contiguous(), write_blocks, write_offsets};
     at::Tensor hidden = embedding_.index_select(0, ids);
-    return hidden.scalar_type() == at::kBFloat16 ? run<Bf16>(hidden, positions, rows, layout)
-                                                 : run<float>(hidden, positions, rows, layout);
+    return hidden.scalar_type() == at::kBFloat16 ? run<Bf16>(hidden, positions, rows, kept, layout)
+                                                 : run<float>(hidden, positions, rows, kept, layout);
   }
 
  private:
@@ -79,9 +81,9 @@ class Decoder : public torch::CustomClassHolder {
   static int64_t num_slices() { return at::get_num_threads(); }
 
   template <typename T>
-  at::Tensor run(
+  std::tuple<at::Tensor, at::Tensor> run(
       at::Tensor& hidden, const at::Tensor& positions, const at::Tensor& rows,
-      const Layout& layout) {
+      const at::Tensor& kept, const Layout& layout) {
     const int64_t num_rows = hidden.size(0), size = hidden.size(1), query_size = num_heads_ * head_size_;
     const auto rows_of = [&](int64_t count, int64_t size) {
       return at::empty({std::max(count, kLeastRows), size}, hidden.options());
@@ -90,6 +92,11 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor attended = rows_of(num_rows, query_size), inner = rows_of(num_rows, inner_size_);
     at::Tensor last = rows_of(rows.size(0), size);
     at::Tensor logits = at::empty({rows.size(0), vocab_size_}, hidden.options());
+    at::Tensor states = at::empty({kept.size(0), size}, hidden.options());
+    const auto norm_last = [&](const at::Tensor& rows, int64_t i, at::Tensor& normed) {
+      const T* row = data<T>(hidden) + data<int64_t>(rows)[i] * size;
+      rms_norm_row(row, data<T>(norm_), static_cast<float>(epsilon_), size, data<T>(normed) + i * size);
+    };
     const Pieces pieces(
         layout, layers_[0].cache, num_heads_ / num_kv_heads_, at::get_num_threads());
     Team::run(at::get_num_threads(), [&](Team& team) {
@@ -119,10 +126,9 @@ class Decoder : public torch::CustomClassHolder {
             });
         add_product<T>(team, layer.down, inner, hidden);
       }
-      team.share(rows.size(0), [&](int64_t i) {
-        const T* row = data<T>(hidden) + data<int64_t>(rows)[i] * size;
-        rms_norm_row(row, data<T>(norm_), static_cast<float>(epsilon_), size, data<T>(last) + i * size);
-      });
+      team.share(rows.size(0), [&](int64_t i) { norm_last(rows, i, last); });
+      if (kept.size(0) > 0)
+        team.share(kept.size(0), [&](int64_t i) { norm_last(kept, i, states); });
       head_.multiply(team, last, rows.size(0), [&](const at::Tensor& y, Range rows, Range columns) {
         for (int64_t i = 0; i < rows.count; ++i)
           std::memcpy(
@@ -130,7 +136,7 @@ class Decoder : public torch::CustomClassHolder {
               data<T>(y) + i * columns.count, columns.count * sizeof(T));
       });
     });
-    return logits;
+    return {logits, states};
   }
 
   // normed = norm of each row
@@ -231,7 +237,7 @@ TORCH_LIBRARY(promptq, library) {
            at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, int64_t, int64_t, int64_t,
            double, double>())
       .def("add_layer", &Decoder::add_layer)
-      .def("logits", &Decoder::logits);
+      .def("logits_and_states", &Decoder::logits_and_states);
   library.def("keep_freed_memory", &promptq::keep_freed_memory);
   // Decoders use the same code. Under these names it can be compared on any processor that can run it.
   library.def("paged_attention", &promptq::attend_packed);

@@ -1,0 +1,128 @@
+"""Vectors over HTTP, by OpenAI's own client: inputs of all forms, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from tests.producer.gateway.living import LiveGateway, error_of
+from tests.producer.playing import KEYS, HandWorker
+from tests.waiting import until
+
+TEXTS = ["A fox in the snow", "Once upon a time", "The old baker"]
+
+
+def vectors(client: OpenAI, given: Any, **fields: Any) -> np.ndarray[Any, Any]:
+    """Asked for as numbers, and in the order of their indices."""
+    fields = {"model": "", "encoding_format": "float", **fields}
+    got = client.embeddings.create(input=given, **fields)
+    assert [it.index for it in got.data] == list(range(len(got.data)))
+    return np.array([it.embedding for it in got.data])
+
+
+def test_one_input_or_several_as_text_or_token_ids(stories: OpenAI) -> None:
+    """Each vector is the same to the last bit whatever it is asked with, and of length 1."""
+    several = vectors(stories, TEXTS)
+    assert several.shape == (3, 192)
+    np.testing.assert_allclose(np.linalg.norm(several, axis=1), 1, atol=1e-6)
+    assert np.abs(several[0] - several[1]).max() > 0.01
+    for text, vector in zip(TEXTS, several, strict=True):
+        np.testing.assert_array_equal(vectors(stories, text), [vector])
+    np.testing.assert_array_equal(vectors(stories, [[7, 8], [9]])[0], vectors(stories, [7, 8])[0])
+
+
+def test_numbers_or_base64(stories: OpenAI, stories_gateway: LiveGateway) -> None:
+    body = {"input": TEXTS[:2], "encoding_format": "base64"}
+    answer = httpx2.post(f"{stories_gateway.base_url}/embeddings", json=body, timeout=None).json()
+    decoded = [np.frombuffer(base64.b64decode(it["embedding"]), "<f4") for it in answer["data"]]
+    np.testing.assert_array_equal(decoded, vectors(stories, TEXTS[:2]).astype(np.float32))
+    assert answer["object"] == "list"
+    assert {it["object"] for it in answer["data"]} == {"embedding"}
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] > 5
+    assert answer["model"]
+
+
+def test_fewer_dimensions_have_length_1_again(stories: OpenAI) -> None:
+    whole, short = vectors(stories, TEXTS[0])[0], vectors(stories, TEXTS[0], dimensions=16)[0]
+    assert short.shape == (16,)
+    np.testing.assert_allclose(short, whole[:16] / np.linalg.norm(whole[:16]), atol=1e-6)
+    options = {"pooling": "mean", "normalize": False}
+    mean = vectors(stories, TEXTS[0], extra_body=options)[0]
+    assert np.linalg.norm(mean) > 1.5
+
+
+WRONG = [
+    ({}, "input", "missing"),
+    ({"input": ""}, "input", "is empty"),
+    ({"input": []}, "input", "is empty"),
+    ({"input": ["a", ""]}, "input", "item 1 is empty"),
+    ({"input": [["a"]]}, "input", "Input should be a valid"),
+    ({"input": [1, -1]}, "input", "greater than or equal to 0"),
+    ({"input": ["a"] * 2049}, "input", "2049 inputs are more than the 2048"),
+    ({"input": "a " * 3000}, "input", "tokens are more than the 2047"),
+    ({"input": [2048]}, "input", "outside the vocabulary"),
+    ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+    ({"input": "a", "dimensions": 193}, "dimensions", "193 is more than the 192"),
+    ({"input": "a", "pooling": "cls"}, "pooling", "'last' or 'mean'"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+    ({"input": "a", "temperature": 0.5}, "temperature", "is not a field of this endpoint"),
+    ({"input": "a", "stream": True}, "stream", "is not a field of this endpoint"),
+    ({"input": "a", "dimension": 3}, "dimension", "is not a field"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), WRONG)
+def test_what_is_wrong_is_named(
+    stories_gateway: LiveGateway, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = httpx2.post(f"{stories_gateway.base_url}/embeddings", json=body, timeout=None)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert message in error["message"]
+
+
+def test_an_engine_that_makes_none(letters_gateway: LiveGateway) -> None:
+    body = {"input": "a"}
+    answer = httpx2.post(f"{letters_gateway.base_url}/embeddings", json=body, timeout=None)
+    assert error_of(answer) == (400, "unsupported")
+    for path in ("completions", "chat/completions"):
+        body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "embed": {}}
+        body.pop("messages" if path == "completions" else "prompt")
+        answer = httpx2.post(f"{letters_gateway.base_url}/{path}", json=body, timeout=None)
+        assert answer.json()["error"]["param"] == "embed"
+
+
+def test_several_inputs_are_enqueued_all_or_none(
+    http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    own_worker.redis.hset(KEYS.config, "max_pending", 2)
+    answer = http.post("/v1/embeddings", json={"input": TEXTS})
+    assert error_of(answer) == (429, "queue_full")
+    assert own_worker.queue.is_empty()
+
+
+def test_a_client_that_leaves_cancels(
+    start_gateway: Callable[..., LiveGateway], own_worker: HandWorker
+) -> None:
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(
+            f"{start_gateway().url}/v1/embeddings",
+            json={"input": TEXTS, "priority": -3},
+            timeout=httpx2.Timeout(None, read=1.0),
+        )
+    until(own_worker.queue.is_empty)
+    keys = own_worker.redis.keys("*:request:embd-*")
+    assert {own_worker.redis.hget(key, "state") for key in keys} == {b"cancelled"}
+    payloads = [json.loads(own_worker.redis.hget(key, "payload")) for key in keys]
+    assert sorted(it["prompt"] for it in payloads) == sorted(TEXTS)
+    assert all(it["embed"] == {} and it["priority"] == -3 for it in payloads)

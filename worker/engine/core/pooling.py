@@ -1,0 +1,32 @@
+"""The final hidden states of a sequence that is to become a vector, as they come chunk by chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Pool:
+    """The mean of rows. It has the same bits however a step cuts the rows into chunks."""
+
+    def __init__(self) -> None:
+        self._sum: npt.NDArray[np.float64] | None = None
+        self._num_rows = 0
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._sum, self._num_rows = None, 0
+
+    def add(self, rows: npt.NDArray[np.float32]) -> None:
+        """Add rows [N, size], in the order of their tokens."""
+        terms = rows.astype(np.float64)
+        if self._sum is not None:
+            terms = np.concatenate([self._sum[None], terms])
+        # Along this axis numpy adds row after row, so the order does not depend on the chunks.
+        self._sum = np.add.reduce(terms, axis=0)
+        self._num_rows += len(rows)
+
+    def mean(self) -> npt.NDArray[np.float32]:
+        """[size]. There must be a row."""
+        assert self._sum is not None
+        return (self._sum / self._num_rows).astype(np.float32)
