@@ -37,9 +37,10 @@ MAX_MS = 2**52
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_LOGIT_BIAS = 1024
-MAX_PROMPT_LOGPROBS = 65_536
+MAX_PROMPT_LOGPROBS = 32_768
 """Most log-probabilities of one prompt: its tokens times one more than the likeliest that are asked
-for. As JSON each takes about 85 bytes, and all of them are in one event."""
+for. As JSON each takes about 75 bytes. All of them are in one event, and no other stream goes on
+while a process writes or reads it, some tenths of a second."""
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORDS_CHARS = 16_384
 """Characters of all bad words of a request together."""

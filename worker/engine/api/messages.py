@@ -11,9 +11,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from promptq.shared.protocol.events import TokenLogprob
 from promptq.shared.protocol.request import FinishReason, Pooling, SamplingParams
 from promptq.worker.engine.api.grammar import Grammar

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.engine.core import scheduler
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.engine.model.loading import LoadOptions
 from promptq.worker.engine.model.model_runner import ModelRunner
 from tests.worker.engine.tiny_models import VOCAB_SIZE, make_model, save_model
@@ -78,16 +81,23 @@ def requests(
     ]
 
 
-def tell(engine: LLMEngine, asked: list[EngineRequest]) -> dict[int, Told]:
-    """Run all requests, beside those that run, and check that each is told once, with its first
-    token."""
-    asked_ids = {request.sequence_id for request in asked}
+def tell(
+    engine: LLMEngine, asked: list[EngineRequest], late: Sequence[EngineRequest] = ()
+) -> dict[int, Told]:
+    """Run all requests, the late ones from the third step on, beside those that run, and check that
+    each is told once, with its first token."""
+    asked_ids = {request.sequence_id for request in (*asked, *late)}
     pieces: dict[int, list[PromptLogprobs]] = {}
     told: dict[int, Told] = {}
     outputs: dict[int, int] = {}
     for request in asked:
         engine.add(request)
-    while engine.has_work:
+    for num_steps in count():
+        if num_steps == 2:
+            for request in late:
+                engine.add(request)
+        if not engine.has_work:
+            break
         for output in engine.step().outputs:
             number = output.sequence_id
             if number not in asked_ids:
@@ -144,14 +154,29 @@ def test_they_are_those_of_the_library(
 
     monkeypatch.setattr(scheduler, "_MAX_LOGITS", 9 * VOCAB_SIZE)
     engine = make_engine(directory, native=native, num_blocks=24, chunk=13)
+    launch, most_rows = engine._runner.launch, []
+
+    def launching(batch: Batch, after: Any = None) -> Any:
+        most_rows.append(sum(len(share.reported_rows) for share in batch.reporting))
+        return launch(batch, after)
+
+    monkeypatch.setattr(engine._runner, "launch", launching)
     preempting = [
         EngineRequest(100 + n, it, ASKED, seed=n, max_tokens=20, priority=-n, order=(n, ""))
         for n, it in enumerate(prompts())
     ]
     tight = tell(engine, preempting)
+    assert max(most_rows) == 9
     assert any(it.preemptions for it in tight.values())
     for number, prompt in enumerate(prompts()):
         check_against(model, prompt, tight[100 + number])
+
+    [long, urgent] = [it for it in requests(first_id=200) if len(it.prompt_token_ids) in (64, 40)]
+    long.priority = 9
+    halved = tell(engine, [long], late=[urgent])
+    assert halved[long.sequence_id].preemptions == 1
+    for request in (long, urgent):
+        check_against(model, request.prompt_token_ids, halved[request.sequence_id])
 
 
 def test_they_are_the_same_to_the_last_bit(
