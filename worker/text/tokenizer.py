@@ -184,6 +184,17 @@ class HuggingFaceTokenizer:
         return str(template.get("default", "") if isinstance(template, dict) else template)
 
     @property
+    def response_template(self) -> Any:
+        """What the model's files say of its output, in the form of `transformers`, or None."""
+        return getattr(self._tokenizer, "response_template", None)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the added tokens that `decode` leaves out, by what stands for them."""
+        added = self._tokenizer.added_tokens_decoder
+        return {str(it): token_id for token_id, it in added.items() if it.special}
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens it has, with added ones. A model may have more, rarely fewer."""
         return len(self._tokenizer)

@@ -18,6 +18,7 @@ from pydantic_core import from_json, to_json
 
 from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.openai.messages import normalised
+from promptq.producer.gateway.openai.reading.model_text import needed_of
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import (
     MAX_PAYLOAD_BYTES,
@@ -158,8 +159,7 @@ class CompletionCall:
         """The call with only what its answer needs. That is little unless it echoes prompts."""
         needed = ("model", "logprobs")
         kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
-        if self.fields.get("tools") and self.fields.get("tool_choice") != "none":
-            kept["tools"] = [{}]
+        kept |= needed_of(self.fields)
         prompts: list[Prompt | None] = [None] * len(self.prompts)
         if self.echo:
             prompts = self.prompts

@@ -18,7 +18,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import JsonOutput, ToolCallOutput, ToolSchema
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.chat_template import tool_call_style
+from promptq.worker.text.chat_template import output_style
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from tests.worker.text.structured import SCHEMAS, closed, compilations
@@ -198,5 +198,5 @@ def test_the_library_is_not_imported_before_it_is_needed() -> None:
 
 
 def test_the_styles() -> None:
-    assert tool_call_style(QWEN).before == "<tool_call>\n"
-    assert tool_call_style(LLAMA).arguments_key == "parameters"
+    assert output_style(QWEN).before == "<tool_call>\n"
+    assert output_style(LLAMA).arguments_key == "parameters"
