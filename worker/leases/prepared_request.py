@@ -18,6 +18,7 @@ from promptq.shared.protocol.request import FinishReason, Request
 from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
 from promptq.worker.text.detokenizer import TextStream
+from promptq.worker.text.output_marks import ReasoningTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,8 @@ class PreparedRequest:
     token_ids: list[int]
     texts: list[str]
     logprobs: list[TokenLogprob]
+    reasoning: ReasoningTokens | None = None
+    """Counts the tokens of reasoning; None if the output has none."""
     resumed_inexactly: bool = False
     """Whether this attempt may continue with other tokens than the first would have given."""
     timing: SequenceTiming | None = None
@@ -110,10 +113,13 @@ class PreparedRequest:
             row = Row(claim.request_id, claim.fence, index, num_emitted, event_json)
             self.rows.append(row)
         else:
+            whole = "".join((*self.texts, text))
+            all_ids = [*self.token_ids, *token_ids]
             usage = Usage(
                 prompt_tokens=self.num_prompt_tokens,
                 completion_tokens=num_emitted,
                 cached_tokens=self.timing.cached_tokens if self.timing else 0,
+                reasoning_tokens=self.reasoning.count(all_ids, whole) if self.reasoning else None,
             )
             self.stats, self.error = self._stats(num_emitted), error
             told, stats = usage.to_json(), self.stats.to_json()
@@ -125,8 +131,8 @@ class PreparedRequest:
                 index, token_ids, text, logprobs, claim.attempt, f'"{finish_reason.value}"', more
             )
             result = result_json(
-                "".join((*self.texts, text)),
-                [*self.token_ids, *token_ids],
+                whole,
+                all_ids,
                 [*self.logprobs, *(logprobs or ())] or None,
                 finish_reason,
                 told,

@@ -24,7 +24,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     while len(parts) > num_before:  # a part may refer to another one
         num_before = len(parts)
         _note_parts(schema, "#", False, parts)
-    if not all(reference.startswith("#") for reference in parts):
+    if not all(f"{reference}/".startswith("#/") for reference in parts):
         return schema  # by a name, and finding it would need all of JSON schema
     found: dict[str, Any] = _closed(schema, "#", False, parts)
     return found

@@ -134,7 +134,7 @@ class Grammars:
             )
         ours = self._tokenizer
         style = output_style(ours.chat_template, ours.response_template).forced
-        return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.special_tokens))
+        return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
         text = self._text(wanted)
@@ -252,9 +252,7 @@ class LLGrammar:
             bits[token_id // 8] = bits[token_id // 8] & (255 - bit) | (bit if may_end else 0)
 
 
-def _tool_calls(
-    wanted: ToolCallOutput, style: OutputStyle, special_tokens: Mapping[str, int]
-) -> str:
+def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mapping[str, int]) -> str:
     """A Lark grammar. The parameters of each tool stay one whole schema, for their references."""
     calls, rules = [], []
     for index, tool in enumerate(wanted.tools):
@@ -262,20 +260,20 @@ def _tool_calls(
             head, tail = f"{tool.name}{style.middle}", ""
         else:
             head, tail = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": ', "}"
-        before = _terms(style.opening + style.before + head, special_tokens)
-        after = _terms(tail + style.after + style.closing, special_tokens)
+        before = _terms(style.opening + style.before + head, added_tokens)
+        after = _terms(tail + style.after + style.closing, added_tokens)
         schema = {**closed(tool.parameters), "x-guidance": _options(tool.strict)}
         calls.append(f"call_{index}")
         rules.append(f"call_{index}: {before} %json {json.dumps(schema)} {after}")
     return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
 
 
-def _terms(text: str, special_tokens: Mapping[str, int]) -> str:
-    """The text in a Lark grammar. The letters of a special token are not that token."""
-    names = sorted((it for it in special_tokens if it in text), key=len, reverse=True)
+def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
+    """The text in a Lark grammar, where an added token must be named: its letters are others."""
+    names = sorted((it for it in added_tokens if it in text), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     return " ".join(
-        f"<[{special_tokens[piece]}]>" if piece in special_tokens else json.dumps(piece)
+        f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
         for piece in pieces
         if piece
     )

@@ -12,7 +12,7 @@ from uuid import UUID
 from promptq.producer.gateway.openai.reading.model_text import Asked
 from promptq.producer.gateway.openai.request_bodies import MAX_CHOICES, CompletionCall, request_ids
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
-from promptq.shared.protocol.events import Usage
+from promptq.shared.protocol.events import Usage, sum_of_known
 from promptq.shared.protocol.request import Request
 from promptq.shared.queue.request_queue import new_request_id
 
@@ -72,12 +72,16 @@ class Completion:
         ]
         prompt_tokens = sum(it.prompt_tokens for it in prompts)
         completion_tokens = sum(it.completion_tokens for it in prompts)
-        return {
+        body: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(it.cached_tokens for it in prompts)},
         }
+        reasoning_tokens = sum_of_known(it.reasoning_tokens for it in prompts)
+        if reasoning_tokens is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return body
 
 
 def new_completion_id(is_chat: bool) -> str:

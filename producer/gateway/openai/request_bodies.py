@@ -108,6 +108,13 @@ class ChatOptions(CallOptions):
         None, ge=0, le=20, description="and for each, so many likeliest tokens"
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    reasoning_effort: str | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="the variable of that name in the model's chat template; `none` also sets"
+        " `enable_thinking` to false",
+    )
     parallel_tool_calls: bool | None = Field(None, description="accepted and ignored")
 
 
@@ -207,10 +214,24 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         fields["logprobs"] = options.top_logprobs or 0
     elif options.top_logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
+    if options.reasoning_effort is not None:
+        fields["chat_template_kwargs"] = _with_effort(
+            options.reasoning_effort, fields.get("chat_template_kwargs", {})
+        )
     _refuse("prompt", fields)
     _check_size(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
+
+
+def _with_effort(effort: str, given: Any) -> Any:
+    """The variables of the chat template. One that the call sets itself has precedence."""
+    if not isinstance(given, dict):
+        return given  # refused later, by its name
+    ours: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        ours["enable_thinking"] = False
+    return {**ours, **given}
 
 
 def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:

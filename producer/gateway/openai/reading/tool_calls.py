@@ -85,8 +85,8 @@ class ToolText:
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
         """What was held back when the text ended."""
-        if self._forced and not self.num_calls:
-            if self._state == self._in_head and self._name:
+        if self._forced:
+            if self._state == self._in_head and self._name and not self.num_calls:
                 self._begin_call("")
         elif self._state in (self._in_content, self._in_head):
             self._content.append(self._held if self._held.strip() or not self.num_calls else "")
