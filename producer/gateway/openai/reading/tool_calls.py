@@ -19,6 +19,7 @@ from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
 _STRING, _NAME = "", "\0"
 """Stand for the tool's name among the literals of a head: as a JSON string, and up to a mark."""
 
+_HALF_CHARACTER = "\ufffd"
 _LONGEST_NAME, _LONGEST_MARK = 256, 256
 """In letters, with white space. What is longer is content."""
 
@@ -80,6 +81,8 @@ class ToolText:
     def feed(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Read more text. Gives what is certain now: content, and pieces of calls."""
         for letter in text:
+            if letter == _HALF_CHARACTER and self._forced and self._state != self._in_arguments:
+                continue  # a mark was cut
             self._state(letter)
         return self._take()
 

@@ -69,6 +69,7 @@ def test_a_forced_call_that_is_cut_is_never_content(name: str) -> None:
     for end in range(len(text) + 1):
         _, content, calls = read(text[:end], family.style, FORCED)
         assert content == ""
+        assert read(text[:end] + "\ufffd", family.style, FORCED)[1] == "", "half a character"
         assert calls in ([], [("stop-all", "")], [("stop-all", "{")], [("stop-all", "{}")])
         assert bool(calls) >= had, "a call that was there does not go away"
         had = bool(calls)
