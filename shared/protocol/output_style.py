@@ -24,8 +24,9 @@ class OutputStyle:
     In the first two forms `opening` stands before the first call and `closing` after the last. A
     `prelude` may stand before a call that the model makes by itself.
 
-    A reader that does not know the form finds no calls. Readers of releases before 0.4 know
-    `arguments_key`, `before` and `after` alone, so these describe a forced call in each form.
+    A reader that does not know the form finds no calls. Gateways of earlier releases know
+    `arguments_key`, `before` and `after` alone, so a forced call in the form `object` is written
+    with these.
     """
 
     arguments_key: str = "arguments"

@@ -19,10 +19,10 @@ from promptq.shared.protocol.output_format import JsonOutput, Output, ToolCallOu
 from promptq.shared.protocol.output_style import NAMED, OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.text.chat_template import output_style
-from promptq.worker.text.closed_schemas import closed
 from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
-from promptq.worker.text.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
-from promptq.worker.text.schema_vetting import NotVettedError, Vetter
+from promptq.worker.text.schemas.closed_schemas import closed
+from promptq.worker.text.schemas.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
+from promptq.worker.text.schemas.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from promptq.worker.text.closed_schemas import closed
+from promptq.worker.text.schemas.closed_schemas import closed
 
 A: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: Any = {"type": "object", "properties": {"b": {"type": "integer"}}}
