@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 
 from promptq.shared.errors import ConfigurationError, ModelNotServedError
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.queue import directory, lookups
 from promptq.shared.queue.call import Call, Operation
 
@@ -29,7 +29,7 @@ class QueueView:
 
     queue: str
     model: str
-    tool_call_style: ToolCallStyle | None
+    output_style: OutputStyle | None
     num_workers: int
     num_waiting: int
     num_active: int
@@ -89,7 +89,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
     return QueueView(
         queue=keys.queue,
         model=(model or b"").decode(errors="replace"),
-        tool_call_style=ToolCallStyle.from_json(style) if style else None,
+        output_style=OutputStyle.from_json(style) if style else None,
         num_workers=len(workers),
         num_waiting=waiting,
         num_active=active,

@@ -98,7 +98,7 @@ class BatchRecord(BaseModel):
                 "input_tokens": self.usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": self.usage.cached_tokens},
                 "output_tokens": self.usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens or 0},
                 "total_tokens": self.usage.total_tokens,
             },
         }

@@ -101,11 +101,13 @@ class Journal:
 
     def _count_usage(self, body: dict[str, Any]) -> None:
         own, total = body["usage"], self.usage
+        details = own.get("completion_tokens_details", {})
         self.usage = Usage(
             prompt_tokens=total.prompt_tokens + own["prompt_tokens"],
             completion_tokens=total.completion_tokens + own.get("completion_tokens", 0),
             cached_tokens=total.cached_tokens
             + own.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+            reasoning_tokens=(total.reasoning_tokens or 0) + details.get("reasoning_tokens", 0),
         )
 
     def _write(

@@ -119,7 +119,7 @@ class LineGateway:
         view = await item.served.watch.look()
         call = _call_of(item.line).with_model_of(await self._queues.aliases())
         completion = completion_of(call, item.request_id, view.model)
-        style = view.tool_call_style if completion.with_tools else None
+        style = view.output_style
         results = [item.results[new.request_id] for new in item.requests]
         with _refusing(item.line, item.request_id):
             if call.encoding_format is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from promptq.shared.protocol.events import TokenEvent
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.output_style import OutputStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class ModelIdentity:
 
     name: str = ""
     fingerprint: str = ""
-    tool_call_style: ToolCallStyle | None = None
-    """How the model writes a tool call; None if there is no model."""
+    output_style: OutputStyle | None = None
+    """How the model writes tool calls and reasoning; None if there is no model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import base64
 import json.encoder
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -84,11 +84,16 @@ class _TellsPrompt(_Wire):
 
 
 class Usage(_Wire):
-    """Token counts. `completion_tokens` counts the emitted tokens of all attempts."""
+    """Token counts. `completion_tokens` counts the emitted tokens of all attempts.
+
+    `reasoning_tokens` are those of them between the marks of reasoning; None if the model does not
+    reason, or if it wrote a mark in other tokens than its own.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -96,9 +101,12 @@ class Usage(_Wire):
 
     def to_json(self) -> str:
         """The JSON form, written by hand as in `token_event_json`."""
+        reasoning = ""
+        if self.reasoning_tokens is not None:
+            reasoning = f',"reasoning_tokens":{self.reasoning_tokens}'
         return (
             f'{{"prompt_tokens":{self.prompt_tokens},"completion_tokens":{self.completion_tokens}'
-            f',"cached_tokens":{self.cached_tokens}}}'
+            f',"cached_tokens":{self.cached_tokens}{reasoning}}}'
         )
 
     @classmethod
@@ -110,7 +118,15 @@ class Usage(_Wire):
             prompt_tokens=max(usage.prompt_tokens for usage in usages),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=usages[0].cached_tokens,
+            reasoning_tokens=sum_of_known(usage.reasoning_tokens for usage in usages),
         )
+
+
+def sum_of_known(counts: Iterable[int | None]) -> int | None:
+    """The sum, or None if a count is unknown."""
+    found = list(counts)
+    known = [count for count in found if count is not None]
+    return sum(known) if found and len(known) == len(found) else None
 
 
 class Stats(_Wire):

@@ -83,7 +83,7 @@ def claim(
     args: list[str | bytes | int] = [worker_id, lease_ms, room.max_count, room.token_budget]
     args += [room.capacity, nonce, PROTOCOL_VERSION, model.name, model.fingerprint, preemptible]
     args += [seed_base, room.num_held, context.session, context.answered, context.skip]
-    args += [context.number, model.tool_call_style.to_json() if model.tool_call_style else ""]
+    args += [context.number, model.output_style.to_json() if model.output_style else ""]
     args.append(room.num_sharing)
 
     def parse(reply: list[Any]) -> Claims:

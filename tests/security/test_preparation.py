@@ -38,10 +38,10 @@ from promptq.worker.engine.api.messages import EngineAbilities
 from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.intake.slow_lane import SlowLane
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text import schema_vetting
 from promptq.worker.text.grammar_compiler import Vocabulary
-from promptq.worker.text.schema_patterns import num_combined_patterns
-from promptq.worker.text.schema_vetting import NotVettedError, Vetter
+from promptq.worker.text.schemas import schema_vetting
+from promptq.worker.text.schemas.schema_patterns import num_combined_patterns
+from promptq.worker.text.schemas.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.model_free import ModelFreeRunner

@@ -12,11 +12,12 @@ import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.prepared_request import PreparedRequest
-from promptq.worker.text.detokenizer import TextStream
+from promptq.worker.text.output_marks import OutputMarks
 from promptq.worker.text.structured_output import Grammars, NewGrammarError
 from promptq.worker.text.tokenizer import Tokenizer
 
@@ -80,8 +81,10 @@ class Preparation:
         ends = frozenset(request.stop_token_ids or ())
         if not request.ignore_eos:
             ends |= self.end_token_ids
-        text = TextStream(self.tokenizer.decode, prompt, request.stop_strings, request.min_tokens)
-        text.replay(emitted, "".join(event.text for event in claim.events))
+        marks = OutputMarks(
+            self.tokenizer, self.model.output_style or OutputStyle(), request, prompt
+        )
+        text = marks.text_stream(emitted, "".join(event.text for event in claim.events))
         return PreparedRequest(
             claim=claim,
             engine_request=EngineRequest(
@@ -106,6 +109,7 @@ class Preparation:
             logprobs=[item for event in claim.events for item in event.logprobs or ()],
             prompt_json=claim.events[0].prompt_json if claim.events else "",
             request=request,
+            reasoning=marks.reasoning_tokens(ends),
             resumed_inexactly=is_inexact,
         )
 

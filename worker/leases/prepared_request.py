@@ -19,6 +19,7 @@ from promptq.shared.protocol.request import FinishReason, Request
 from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.messages import EngineRequest, SequenceTiming
 from promptq.worker.text.detokenizer import TextStream
+from promptq.worker.text.output_marks import ReasoningTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +40,8 @@ class PreparedRequest:
     prompt_json: str = ""
     """What the first event tells of the prompt's tokens, as JSON; empty if they are not wanted, and
     until they are known."""
+    reasoning: ReasoningTokens | None = None
+    """Counts the tokens of reasoning; None if the output has none."""
     resumed_inexactly: bool = False
     """Whether this attempt may continue with other tokens than the first would have given."""
     timing: SequenceTiming | None = None
@@ -118,10 +121,13 @@ class PreparedRequest:
             row = Row(claim.request_id, claim.fence, index, num_emitted, event_json)
             self.rows.append(row)
         else:
+            whole = "".join((*self.texts, text))
+            all_ids = [*self.token_ids, *token_ids]
             usage = Usage(
                 prompt_tokens=self.num_prompt_tokens,
                 completion_tokens=num_emitted,
                 cached_tokens=self.timing.cached_tokens if self.timing else 0,
+                reasoning_tokens=self.reasoning.count(all_ids, whole) if self.reasoning else None,
             )
             self.stats, self.error = self._stats(num_emitted), error
             told, stats = usage.to_json(), self.stats.to_json()
@@ -141,8 +147,8 @@ class PreparedRequest:
                 more,
             )
             result = result_json(
-                "".join((*self.texts, text)),
-                [*self.token_ids, *token_ids],
+                whole,
+                all_ids,
                 [*self.logprobs, *(logprobs or ())] or None,
                 finish_reason,
                 told,

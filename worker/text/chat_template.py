@@ -1,18 +1,121 @@
-"""Finds out from a chat template how its model family writes the call of a tool."""
+"""Finds out how a model family writes tool calls and reasoning, from what comes with the model."""
 
 from __future__ import annotations
 
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from promptq.shared.protocol.output_style import NAMED, TAGGED, OutputStyle
+
+_DEEPSEEK = OutputStyle(
+    form=NAMED,
+    opening="<｜tool▁calls▁begin｜>",
+    before="<｜tool▁call▁begin｜>",
+    middle="<｜tool▁sep｜>",
+    after="<｜tool▁call▁end｜>",
+    closing="<｜tool▁calls▁end｜>",
+)
+_STYLES = (
+    # All of these are in the template of the family, and of the families the first one counts.
+    (
+        ("<｜tool▁calls▁begin｜>", "```json"),  # DeepSeek V3 and R1
+        replace(
+            _DEEPSEEK,
+            before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            middle="\n```json\n",
+            after="\n```<｜tool▁call▁end｜>",
+        ),
+    ),
+    (("<｜tool▁calls▁begin｜>",), _DEEPSEEK),  # DeepSeek V3.1
+    (
+        ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),  # Kimi K2
+        OutputStyle(
+            form=NAMED,
+            opening="<|tool_calls_section_begin|>",
+            before="<|tool_call_begin|>functions.",
+            name_end=":",
+            middle="<|tool_call_argument_begin|>",
+            after="<|tool_call_end|>",
+            closing="<|tool_calls_section_end|>",
+        ),
+    ),
+    (
+        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),  # Mistral, which may number a call
+        OutputStyle(form=NAMED, before="[TOOL_CALLS]", name_end="[CALL_ID]", middle="[ARGS]"),
+    ),
+    (("[TOOL_CALLS]", "[ARGS]"), OutputStyle(form=NAMED, before="[TOOL_CALLS]", middle="[ARGS]")),
+    (("[TOOL_CALLS] [",), OutputStyle(before="[TOOL_CALLS] [", between=", ", after="]")),
+    (("[TOOL_CALLS]",), OutputStyle(before="[TOOL_CALLS][", between=", ", after="]")),
+    (
+        ("<tool_call>", "<function=", "<parameter="),  # Qwen's coders, and Qwen 3.5
+        OutputStyle(
+            form=TAGGED,
+            opening="<tool_call>\n<function=",
+            middle=">",
+            key_before="<parameter=",
+            key_after=">",
+            value_after="</parameter>",
+            closing="</function>\n</tool_call>",
+        ),
+    ),
+    (("<tool_call>", '{"name"'), OutputStyle(before="<tool_call>\n", after="\n</tool_call>")),
+    (
+        ('"parameters": dictionary of argument',),  # Llama 3
+        OutputStyle(arguments_key="parameters", between="; ", prelude="<|python_tag|>"),
+    ),
+)
+_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
-def tool_call_style(chat_template: str) -> ToolCallStyle:
-    """The style of tool calls in a chat template, or bare JSON if it has no style known here.
+def output_style(chat_template: str, response_template: Any = None) -> OutputStyle:
+    """The style of a model's texts, with calls in bare JSON if nothing says otherwise.
 
-    Hermes and Qwen put the JSON into <tool_call> tags. Qwen's coder models put XML there, which is
-    another style. Llama 3 says `parameters` instead of `arguments`.
+    A `response_template` of `transformers` has precedence for what it says in words. What it says
+    in patterns is taken from the chat template.
     """
-    if "<tool_call>" in chat_template and "<function=" not in chat_template:
-        return ToolCallStyle(before="<tool_call>\n", after="\n</tool_call>")
-    if '"parameters": dictionary of argument' in chat_template:
-        return ToolCallStyle(arguments_key="parameters")
-    return ToolCallStyle()
+    style = next(
+        (style for marks, style in _STYLES if all(mark in chat_template for mark in marks)),
+        OutputStyle(),
+    )
+    for before, after in _REASONING:
+        if after in chat_template:
+            style = replace(style, reasoning_before=before, reasoning_after=after)
+    return _as_told(style, response_template)
+
+
+def _as_told(style: OutputStyle, response_template: Any) -> OutputStyle:
+    told = response_template.get("fields") if isinstance(response_template, Mapping) else None
+    for name, field in told.items() if isinstance(told, Mapping) else ():
+        marks = _words(field, "open"), _words(field, "close")
+        before, after = marks
+        if before is None or after is None:
+            continue
+        if name in ("thinking", "reasoning", "reasoning_content"):
+            style = replace(style, reasoning_before=before, reasoning_after=after)
+        elif name == "tool_calls" and _is_object(field):
+            style = OutputStyle(
+                before=before,
+                after=after,
+                reasoning_before=style.reasoning_before,
+                reasoning_after=style.reasoning_after,
+            )
+    return style
+
+
+def _words(field: Any, name: str) -> str | None:
+    """The mark that opens or closes a field, unless a pattern does that needs a search."""
+    if not isinstance(field, Mapping):
+        return None
+    if isinstance(words := field.get(name), str):
+        return words
+    pattern = field.get(f"{name}_pattern")
+    words = pattern.replace(r"\s*", "") if isinstance(pattern, str) else None
+    return words if words and re.escape(words).replace(r"\-", "-") == words else None
+
+
+def _is_object(field: Mapping[str, Any]) -> bool:
+    """Whether a call is the JSON {"name": NAME, "arguments": {...}}, and nothing changes that."""
+    plain = ({"type": "function", "function": "{content}"}, None)
+    return field.get("content") == "json" and field.get("transform") in plain

@@ -93,7 +93,8 @@ class IncrementalDecoder:
 class TextStream:
     """A request's output text, cut at its stop strings.
 
-    Stop strings count from output token `min_tokens` on.
+    Stop strings count from output token `min_tokens` on. The first token's text has `prefix`
+    before it, which stop strings do not see.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class TextStream:
         context: Sequence[int] = (),
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        prefix: str = "",
     ) -> None:
+        self._prefix = prefix
         self._decoder = IncrementalDecoder(decode, context)
         self._stop = StopStrings(stop)
         self._min_tokens = min_tokens
@@ -121,7 +124,8 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take the next output token and return the text that is certain."""
         self._num_tokens += 1
-        return self._release(self._decoder.push(token_id))
+        text = self._release(self._decoder.push(token_id))
+        return self._prefix + text if self._num_tokens == 1 else text
 
     def flush(self) -> str:
         """End the output. Returns the text that was held back, up to a stop string."""

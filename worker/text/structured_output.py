@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.output_format import JsonOutput, Output, ToolCallOutput
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.output_style import NAMED, OutputStyle
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
-from promptq.worker.text.chat_template import tool_call_style
+from promptq.worker.text.chat_template import output_style
 from promptq.worker.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
-from promptq.worker.text.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
-from promptq.worker.text.schema_vetting import NotVettedError, Vetter
+from promptq.worker.text.schemas.closed_schemas import closed
+from promptq.worker.text.schemas.schema_patterns import MAX_COMBINED_PATTERNS, num_combined_patterns
+from promptq.worker.text.schemas.schema_vetting import NotVettedError, Vetter
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
@@ -115,13 +117,24 @@ class Grammars:
                     f" have {MAX_COMBINED_PATTERNS} patterns at most, and this one has {count}",
                 )
         try:
-            text = _grammar_text(wanted, tool_call_style(self._tokenizer.chat_template))
+            text = self._grammar_text(wanted)
         except ValueError as error:
             raise _refusal(wanted.field, f"the schema is refused: {error}") from error
         if len(text) > _MAX_GRAMMAR_CHARS:
             reason = f"a schema of {len(text)} characters is longer than the {_MAX_GRAMMAR_CHARS}"
             raise _refusal(wanted.field, f"{reason} allowed")
         return text
+
+    def _grammar_text(self, wanted: Output) -> str:
+        from llguidance import LLMatcher
+
+        if isinstance(wanted, JsonOutput):
+            return LLMatcher.grammar_from_json_schema(
+                wanted.schema, overrides=cast("Any", _options(wanted.strict))
+            )
+        ours = self._tokenizer
+        style = output_style(ours.chat_template, ours.response_template).forced
+        return LLMatcher.grammar_from_lark(_tool_calls(wanted, style, ours.added_tokens))
 
     def _compile(self, wanted: Output, masker: LLMasker, only_known: bool) -> LLMatcher:
         text = self._text(wanted)
@@ -239,26 +252,31 @@ class LLGrammar:
             bits[token_id // 8] = bits[token_id // 8] & (255 - bit) | (bit if may_end else 0)
 
 
-def _grammar_text(wanted: Output, style: ToolCallStyle) -> str:
-    from llguidance import LLMatcher
-
-    if isinstance(wanted, JsonOutput):
-        return LLMatcher.grammar_from_json_schema(
-            wanted.schema, overrides=cast("Any", _options(wanted.strict))
-        )
-    return LLMatcher.grammar_from_lark(_tool_calls(wanted, style))
-
-
-def _tool_calls(wanted: ToolCallOutput, style: ToolCallStyle) -> str:
+def _tool_calls(wanted: ToolCallOutput, style: OutputStyle, added_tokens: Mapping[str, int]) -> str:
     """A Lark grammar. The parameters of each tool stay one whole schema, for their references."""
     calls, rules = [], []
     for index, tool in enumerate(wanted.tools):
-        start = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": '
-        schema = {**tool.parameters, "x-guidance": _options(tool.strict)}
-        before, after = json.dumps(style.before + start), json.dumps("}" + style.after)
+        if style.form == NAMED:
+            head, tail = f"{tool.name}{style.middle}", ""
+        else:
+            head, tail = f'{{"name": {json.dumps(tool.name)}, "{style.arguments_key}": ', "}"
+        before = _terms(style.opening + style.before + head, added_tokens)
+        after = _terms(tail + style.after + style.closing, added_tokens)
+        schema = {**closed(tool.parameters), "x-guidance": _options(tool.strict)}
         calls.append(f"call_{index}")
         rules.append(f"call_{index}: {before} %json {json.dumps(schema)} {after}")
     return "\n".join(["%llguidance {}", f"start: {' | '.join(calls)}", *rules])
+
+
+def _terms(text: str, added_tokens: Mapping[str, int]) -> str:
+    """The text in a Lark grammar, where an added token must be named: its letters are others."""
+    names = sorted((it for it in added_tokens if it in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    return " ".join(
+        f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
+        for piece in pieces
+        if piece
+    )
 
 
 def _schemas(wanted: Output) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
 from promptq.shared.errors import InvalidRequestError, ModelNotFoundError
 from promptq.shared.protocol.request import TEMPLATE_CALL_ARGUMENTS, Request
+from promptq.worker.text.detokenizer import Decode
 from promptq.worker.text.template_time_limit import CpuTimeLimitError, cpu_time_limit
 
 RENDER_SECONDS = 1.0
@@ -31,6 +32,14 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; incomplete characters as U+FFFD."""
+        ...
+
+    def decoder(self, marks: Sequence[str]) -> Decode:
+        """As `decode`, but the special tokens of which these marks are made are text."""
+        ...
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary for just this text, if any."""
         ...
 
     def token_text(self, token_id: int) -> str:
@@ -58,6 +67,12 @@ class ByteTokenizer:
             text = bytes(token for token in token_ids if token < 256)
         return text.decode("utf-8", "replace")
 
+    def decoder(self, marks: Sequence[str]) -> Decode:
+        return self.decode
+
+    def added_token(self, text: str) -> int | None:
+        return None
+
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id]) or f"<{token_id}>"
 
@@ -76,6 +91,7 @@ class HuggingFaceTokenizer:
             None if max_prompt_tokens is None else max_prompt_tokens * _longest_token(tokenizer)
         )
         self.decode = _decoder(tokenizer)
+        self._decoders: dict[frozenset[str], Decode] = {frozenset(): self.decode}
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -169,6 +185,16 @@ class HuggingFaceTokenizer:
         spellings = self._tokenizer(forms, add_special_tokens=False)["input_ids"]
         return [tokens for tokens in spellings if tokens]
 
+    def decoder(self, marks: Sequence[str]) -> Decode:
+        kept = frozenset(it for it in self.special_tokens if any(it in mark for mark in marks))
+        if kept not in self._decoders:
+            dropped = {token_id for it, token_id in self.special_tokens.items() if it not in kept}
+            self._decoders[kept] = _decoder(self._tokenizer, dropped)
+        return self._decoders[kept]
+
+    def added_token(self, text: str) -> int | None:
+        return self.added_tokens.get(text)
+
     def token_text(self, token_id: int) -> str:
         text = self._token_texts.get(token_id)
         if text is None:
@@ -184,6 +210,23 @@ class HuggingFaceTokenizer:
         """The chat template: empty if there is none, the default one if there are several."""
         template = self._tokenizer.chat_template or ""
         return str(template.get("default", "") if isinstance(template, dict) else template)
+
+    @property
+    def response_template(self) -> Any:
+        """What the model's files say of its output, in the form of `transformers`, or None."""
+        return getattr(self._tokenizer, "response_template", None)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the added tokens that `decode` leaves out, by what stands for them."""
+        added = self._tokenizer.added_tokens_decoder
+        return {str(it): token_id for token_id, it in added.items() if it.special}
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of all tokens that were added for a word or a mark, by what stands for them."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {str(it): token_id for token_id, it in added if not str(it).isspace()}
 
     @property
     def num_tokens(self) -> int:
@@ -206,8 +249,21 @@ def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+def _decoder(tokenizer: Any, dropped: Collection[int] | None = None) -> Decode:
+    """Leaves out the `dropped` tokens, which are all special ones unless they are given."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if dropped is not None:
+
+        def decode_some(token_ids: Sequence[int]) -> str:
+            kept = [it for it in token_ids if it not in dropped]
+            if backend is not None:
+                text: str = backend.decode(kept, skip_special_tokens=False)
+            else:
+                text = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+            return text
+
+        return decode_some
+
     if backend is not None:  # its `decode` does the same at a fraction of the cost
 
         def decode_fast(token_ids: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, event_id
 from promptq.shared.errors import PromptqError
 from promptq.shared.protocol.events import TokenEvent, Usage
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.runtime.tasks import end
 
 _COMMENT = b": waiting\n"
@@ -175,20 +175,21 @@ class _Frames:
 
 async def learned(
     served: ServedQueue, completion: Completion
-) -> tuple[Completion, ToolCallStyle | None]:
-    """Add what the queue knows as soon as there is an event: its model, and how it calls tools.
+) -> tuple[Completion, OutputStyle | None]:
+    """Add what the queue knows as soon as there is an event: its model, and how that writes.
 
     The worker that sent the event has written both before.
     """
-    if completion.model and not completion.with_tools:
+    if completion.model and not completion.is_chat:
         return completion, None
     with explained(served.client.url):
         view = await served.watch.look()
-        if not view.model or view.tool_call_style is None:  # perhaps written just now
+        is_untold = view.output_style is None and completion.asked.with_tools
+        if not view.model or is_untold:  # perhaps written just now
             view = await served.watch.look(now=True)
     if not completion.model:
         completion = replace(completion, model=view.model)
-    return completion, view.tool_call_style
+    return completion, view.output_style
 
 
 class _Out:

@@ -14,13 +14,13 @@ from promptq.producer.gateway.openai.logprobs import (
     prompt_logprobs,
     tokens_of_prompt,
 )
-from promptq.producer.gateway.openai.tool_calls import split_calls
+from promptq.producer.gateway.openai.reading.model_text import read_whole
 from promptq.shared.protocol.events import Result
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.output_style import OutputStyle
 
 
 def answer(
-    completion: Completion, results: Sequence[Result], style: ToolCallStyle | None
+    completion: Completion, results: Sequence[Result], style: OutputStyle | None
 ) -> dict[str, Any]:
     """The body of the answer. Raises ApiError if a result is no answer."""
     if (error := failure_of(results)) is not None:
@@ -48,17 +48,20 @@ def failure_of(results: Sequence[Result]) -> ApiError | None:
 
 
 def _choice(
-    completion: Completion, index: int, result: Result, style: ToolCallStyle | None
+    completion: Completion, index: int, result: Result, style: OutputStyle | None
 ) -> dict[str, Any]:
     num_calls, logprobs = 0, result.logprobs or []
     body: dict[str, Any]
     if completion.is_chat:
-        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
-        if completion.with_tools:
-            content, calls = split_calls(result.text, style, completion.request_ids[index])
-            num_calls = len(calls)
-            if calls:
-                message |= {"content": content or None, "tool_calls": calls}
+        request_id = completion.request_ids[index]
+        read = read_whole(result.text, style, completion.asked, request_id)
+        message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
+        if read.reasoning:
+            message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
+        if completion.asked.is_forced or read.calls:
+            message["content"] = read.content or None
+        if num_calls := len(read.calls):
+            message["tool_calls"] = read.calls
         body, shown = {"message": message}, chat_logprobs(logprobs)
     else:
         text, tokens = result.text, [*logprobs]

@@ -17,16 +17,17 @@ from promptq.producer.gateway.openai.logprobs import (
     tokens_of_prompt,
 )
 from promptq.producer.gateway.openai.read_positions import Position
-from promptq.producer.gateway.openai.tool_calls import ToolDelta, ToolText, call_id
+from promptq.producer.gateway.openai.reading.model_text import ModelText, Piece
+from promptq.producer.gateway.openai.reading.tool_calls import ToolDelta, call_id
 from promptq.shared.protocol.events import TokenEvent, TokenLogprob, Usage
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.shared.protocol.output_style import OutputStyle
 
 
 class ChoiceWriter:
     """Writes the chunks of one choice, from all of its events, that its client does not have."""
 
     def __init__(
-        self, completion: Completion, index: int, have: Position, style: ToolCallStyle | None
+        self, completion: Completion, index: int, have: Position, style: OutputStyle | None
     ) -> None:
         self.position = "0-0" if have.is_start else str(have)
         """The client's position after all chunks so far."""
@@ -36,7 +37,7 @@ class ChoiceWriter:
         self._is_chat = completion.is_chat
         self._with_logprobs = completion.with_logprobs
         self._request_id = completion.request_ids[index]
-        self._tools = ToolText(style) if completion.with_tools else None
+        self._reader = ModelText(style if completion.is_chat else None, completion.asked)
         self._echoes, self._echo_only = bool(completion.echoes), completion.echo_only
         self._echo = (completion.echoes[index] if completion.echoes else None) or ""
         self._is_first = have.is_start and not _tells_roles_first(completion)
@@ -57,9 +58,8 @@ class ChoiceWriter:
         if event.finish_reason is not None:
             self.usage = event.usage or Usage()
         if event.index < have.tokens or have.ended:
-            # The client has read all or a part of it. The search for tool calls reads it again.
-            if self._tools is not None:
-                self._tools.feed(text[: max(0, have.chars - chars_before)])
+            # The client has read all or a part of it. What separates its parts reads it again.
+            self._reader.feed(text[: max(0, have.chars - chars_before)])
             known = logprobs[: have.tokens - event.index]
             self._offset += text_length([*of_prompt, *known])
             of_prompt = []
@@ -72,32 +72,33 @@ class ChoiceWriter:
     def _chunk(
         self, event: TokenEvent, text: str, logprobs: list[FirstToken | TokenLogprob]
     ) -> str | None:
-        deltas: list[ToolDelta] = []
-        if self._tools is not None:
-            text, deltas = self._tools.feed(text)
-            if event.is_last:
-                text += self._tools.finish()
-        is_last = event.finish_reason is not None
-        if not (text or deltas or logprobs or is_last):
+        piece = self._reader.feed(text)
+        is_last = event.is_last
+        if is_last:
+            piece += self._reader.finish()
+        if not (piece or logprobs or is_last):
             return None
         reason = "null"
         if event.finish_reason is not None:
-            num_calls = self._tools.num_calls if self._tools is not None else 0
+            num_calls = self._reader.num_calls
             reason = f'"{finish_reason(event.finish_reason, num_calls, self._echo_only)}"'
         shown = self._logprobs(logprobs) if self._with_logprobs and logprobs else "null"
         self.position = f"{event.end}-{self._num_chars}{'e' if is_last else ''}"
-        body = self._delta(text, deltas) if self._is_chat else self._text(text)
+        body = self._delta(piece) if self._is_chat else self._text(piece.content)
         self._is_first = False
         return f'{self._before}{body},"logprobs":{shown},"finish_reason":{reason}}}{self._after}'
 
-    def _delta(self, text: str, deltas: list[ToolDelta]) -> str:
+    def _delta(self, piece: Piece) -> str:
         parts = []
         if self._is_first:
             parts.append('"role":"assistant"')
-        if text or (self._is_first and not deltas):
-            parts.append(f'"content":{quoted(text)}')
-        if deltas:
-            parts.append(f'"tool_calls":{json.dumps([self._call(delta) for delta in deltas])}')
+        if piece.reasoning:
+            reasoning = quoted(piece.reasoning)
+            parts.append(f'"reasoning_content":{reasoning},"reasoning":{reasoning}')
+        if piece.content or (self._is_first and not piece):
+            parts.append(f'"content":{quoted(piece.content)}')
+        if piece.calls:
+            parts.append(f'"tool_calls":{json.dumps([self._call(delta) for delta in piece.calls])}')
         return f'"delta":{{{",".join(parts)}}}'
 
     def _text(self, text: str) -> str:

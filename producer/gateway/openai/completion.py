@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode
 from uuid import UUID
 
 from promptq.producer.clients.request_builder import Prompt
+from promptq.producer.gateway.openai.reading.model_text import Asked
 from promptq.producer.gateway.openai.request_bodies import MAX_CHOICES, CompletionCall, request_ids
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
-from promptq.shared.protocol.events import Usage
+from promptq.shared.protocol.events import Usage, sum_of_known
 from promptq.shared.protocol.request import Request
 from promptq.shared.queue.request_queue import new_request_id
 
@@ -37,7 +38,7 @@ class Completion:
     n: int = 1
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
-    with_tools: bool = False
+    asked: Asked = field(default_factory=Asked)
     include_usage: bool = False
     detach: bool = False
     echoes: Sequence[str | None] = ()
@@ -80,12 +81,16 @@ class Completion:
         ]
         prompt_tokens = sum(it.prompt_tokens for it in prompts)
         completion_tokens = 0 if self.echo_only else sum(it.completion_tokens for it in prompts)
-        return {
+        body: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(it.cached_tokens for it in prompts)},
         }
+        reasoning_tokens = sum_of_known(it.reasoning_tokens for it in prompts)
+        if reasoning_tokens is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return body
 
 
 def new_completion_id(is_chat: bool) -> str:
@@ -115,7 +120,7 @@ def completion_of(call: CompletionCall, completion_id: str, model: str) -> Compl
         n=call.n,
         with_logprobs=call.fields.get("logprobs") is not None,
         with_prompt_logprobs=call.shows_prompt_logprobs,
-        with_tools=_with_tools(call.fields.get("tools"), call.fields.get("tool_choice")),
+        asked=Asked.of(call.fields),
         include_usage=call.include_usage,
         detach=call.detach,
         echoes=echoes if call.echo else (),
@@ -139,7 +144,7 @@ def stream_completion(
         num_choices=num_choices,
         n=n,
         with_logprobs=first.logprobs is not None,
-        with_tools=_with_tools(first.tools, first.tool_choice),
+        asked=Asked.of(vars(first)),
         include_usage=query.get("usage") == "1",
         detach=query.get("detach") == "1",
         echoes=[prompts[index // n] for index in range(num_choices)] if _echo(query) else (),
@@ -156,10 +161,6 @@ def needed_request_ids(completion_id: str, query: Mapping[str, str]) -> list[str
     num_choices, n = _number(query, "choices", 1), _number(query, "n", 1)
     ids = request_ids(completion_id, num_choices)
     return ids[::n] if _echo(query) else ids[:1]
-
-
-def _with_tools(tools: Any, tool_choice: Any) -> bool:
-    return bool(tools) and tool_choice != "none"
 
 
 def _echo(query: Mapping[str, str]) -> bool:

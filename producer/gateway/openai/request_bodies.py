@@ -18,6 +18,7 @@ from pydantic_core import from_json, to_json
 
 from promptq.producer.clients.request_builder import Prompt
 from promptq.producer.gateway.openai.messages import normalised
+from promptq.producer.gateway.openai.reading.model_text import needed_of
 from promptq.producer.gateway.openai.tolerated_fields import (
     FieldsWithoutEffect,
     FixedFields,
@@ -114,6 +115,13 @@ class ChatOptions(CallOptions):
         None, ge=0, le=20, description="and for each, so many likeliest tokens"
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="the same as max_tokens")
+    reasoning_effort: str | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="the variable of that name in the model's chat template; `none` also sets"
+        " `enable_thinking` to false",
+    )
     parallel_tool_calls: bool | None = Field(None, description="accepted without effect")
     modalities: list[Literal["text"]] | None = Field(None, description="text alone is served")
     echo: Literal[False] | None = None
@@ -172,8 +180,7 @@ class CompletionCall:
         """The call with only what its answer needs. That is little unless it echoes texts."""
         needed = ("model", "logprobs")
         kept: dict[str, Any] = {it: self.fields[it] for it in needed if it in self.fields}
-        if self.fields.get("tools") and self.fields.get("tool_choice") != "none":
-            kept["tools"] = [{}]
+        kept |= needed_of(self.fields)
         prompts: list[Prompt | None] = [None] * len(self.prompts)
         if self.echo:
             prompts = [it if isinstance(it, str) else None for it in self.prompts]
@@ -223,11 +230,25 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         fields["logprobs"] = options.top_logprobs or 0
     elif options.top_logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
+    if options.reasoning_effort is not None:
+        fields["chat_template_kwargs"] = _with_effort(
+            options.reasoning_effort, fields.get("chat_template_kwargs", {})
+        )
     _refuse("prompt", fields)
     _refuse("embed", fields)
     check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
+
+
+def _with_effort(effort: str, given: Any) -> Any:
+    """The variables of the chat template. One that the call sets itself has precedence."""
+    if not isinstance(given, dict):
+        return given  # refused later, by its name
+    ours: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        ours["enable_thinking"] = False
+    return {**ours, **given}
 
 
 def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:

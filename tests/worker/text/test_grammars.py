@@ -15,12 +15,17 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from promptq.shared.errors import InvalidRequestError
-from promptq.shared.protocol.output_format import JsonOutput, ToolCallOutput, ToolSchema
+from promptq.shared.protocol.output_format import (
+    NO_ARGUMENTS,
+    JsonOutput,
+    ToolCallOutput,
+    ToolSchema,
+)
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.shipped import MODEL_DIR
-from promptq.worker.text.chat_template import tool_call_style
 from promptq.worker.text.structured_output import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
+from tests.worker.text.families import FAMILIES
 from tests.worker.text.structured import SCHEMAS, closed, compilations
 from tests.worker.text.tiny_tokenizers import byte_fallback
 
@@ -197,6 +202,36 @@ def test_the_library_is_not_imported_before_it_is_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_styles() -> None:
-    assert tool_call_style(QWEN).before == "<tool_call>\n"
-    assert tool_call_style(LLAMA).arguments_key == "parameters"
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forced_call_is_written_as_the_family_writes_it(name: str) -> None:
+    """With the special tokens that the model was trained with, not with their letters."""
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    size = tokenizer.num_tokens
+    compiled = Grammars(tokenizer, size, frozenset({END}))
+    wanted = ToolCallOutput((ToolSchema("stop-all", NO_ARGUMENTS, True),))
+    tokens = walk(compiled.start(wanted, frozenset({END})), 0, size)
+    text = tokenizer.decoder(family.style.call_marks)(tokens)
+    assert text.replace("{ }", "{}") == family.forced
+    for mark in family.special:
+        assert (tokenizer.special_tokens[mark] in tokens) == (mark in family.forced)
+
+
+def test_the_arguments_of_a_forced_call_are_those_that_are_named() -> None:
+    """Clients leave out `additionalProperties`, and a weak model would go on with other keys."""
+    point = {"type": "object", "properties": {"x": {"enum": [1]}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/p"}, "maxItems": 2}},
+        "$defs": {"p": point},
+    }
+    compiled = grammars()
+    for seed in range(5):
+        called = ToolCallOutput((ToolSchema("f", schema, True),))
+        tokens = walk(compiled.start(called, frozenset({END})), seed)
+        arguments = json.loads(compiled._tokenizer.decode(tokens))["arguments"]
+        assert arguments.keys() <= {"a"}
+        assert all(it in ({}, {"x": 1}) for it in arguments.get("a", []))
+    free = compiled.start(JsonOutput(schema, True), frozenset({END}))
+    for token_id in compiled._tokenizer.encode_text('{"b'):
+        free.accept(token_id)

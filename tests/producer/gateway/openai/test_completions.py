@@ -256,6 +256,31 @@ def test_fields_that_mean_nothing_here_are_taken(
     assert payload == {"messages": MESSAGES}
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {
+                "reasoning_effort": "none",
+                "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": 3, "x": 1},
+            },
+            {"reasoning_effort": 3, "enable_thinking": True, "x": 1},
+        ),
+        ({"reasoning_effort": None, "chat_template_kwargs": {"x": 1}}, {"x": 1}),
+        ({"reasoning_effort": None}, None),
+    ],
+)
+def test_reasoning_effort_is_a_variable_of_the_template(
+    gateway: LiveGateway, own_worker: HandWorker, fields: dict[str, Any], expected: Any
+) -> None:
+    """One that the call sets itself has precedence; null counts as absent."""
+    payload = sent_by(gateway, own_worker, extra_body=fields)
+    assert payload.get("chat_template_kwargs") == expected
+    assert "reasoning_effort" not in payload
+
+
 def test_priority_and_deadline_as_headers(gateway: LiveGateway, own_worker: HandWorker) -> None:
     """A field of the body counts before the header."""
     headers = {"X-Priority": "-7", "X-Deadline-Ms": "5000"}

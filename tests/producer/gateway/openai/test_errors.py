@@ -128,6 +128,21 @@ def waiting_id(worker: HandWorker) -> str:
         ),
         (
             "chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": 3},
+            "reasoning_effort",
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "reasoning_effort": "low",
+                "chat_template_kwargs": "x",
+            },
+            "chat_template_kwargs",
+        ),
+        ("completions", {"prompt": "Hi", "reasoning_effort": "low"}, "reasoning_effort"),
+        (
+            "chat/completions",
             {"messages": [{"role": "user", "content": "Hi"}], "tool_choice": "required"},
             "tool_choice",
         ),

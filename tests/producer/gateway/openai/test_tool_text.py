@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from promptq.producer.gateway.openai.tool_calls import ToolDelta, ToolText
-from promptq.shared.protocol.tool_call_style import ToolCallStyle
+from promptq.producer.gateway.openai.reading.tool_calls import ToolDelta, ToolText
+from promptq.shared.protocol.output_style import OutputStyle
 
-BARE = ToolCallStyle()
-LLAMA = ToolCallStyle(arguments_key="parameters")
-TAGS = ToolCallStyle(before="<tool_call>\n", after="\n</tool_call>")
+BARE = OutputStyle()
+LLAMA = OutputStyle(arguments_key="parameters")
+TAGS = OutputStyle(before="<tool_call>\n", after="\n</tool_call>")
 
 CALL = '{"name": "f", "arguments": {"a": {"b": "}\\"{"}}}'
 ARGUMENTS = '{"a": {"b": "}\\"{"}}'
 
 
-def read(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def read(style: OutputStyle, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """The content, and name and arguments of each call."""
     tools = ToolText(style)
     content, names, arguments = "", list[str](), list[str]()
@@ -31,7 +31,9 @@ def read(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[tuple[str, 
         more, deltas = tools.feed(piece)
         content += more
         take(deltas)
-    content += tools.finish()
+    more, deltas = tools.finish()
+    content += more
+    take(deltas)
     assert tools.num_calls == len(names)
     return content, list(zip(names, arguments, strict=True))
 
@@ -63,7 +65,7 @@ def read(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[tuple[str, 
     ],
 )
 def test_calls_in_a_text(
-    style: ToolCallStyle, text: str, content: str, calls: list[tuple[str, str]]
+    style: OutputStyle, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     """The same, in whatever pieces the text comes."""
     assert read(style, [text]) == (content, calls)

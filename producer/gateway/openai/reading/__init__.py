@@ -1,0 +1,1 @@
+"""Reads what a model writes: its reasoning, the content, and calls of tools."""

@@ -1,0 +1,70 @@
+"""Schemas of tools count as closed, wherever that takes nothing away that they name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+
+from promptq.worker.text.schemas.closed_schemas import closed
+
+A: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+B: Any = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+def shut(schema: Any) -> Any:
+    return {**schema, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A, shut(A)),
+        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),
+        ({**A, "additionalProperties": True}, {**A, "additionalProperties": True}),
+        ({**A, "additionalProperties": B}, {**A, "additionalProperties": shut(B)}),
+        ({"properties": {"x": A}}, shut({"properties": {"x": shut(A)}})),
+        ({"items": A}, {"items": shut(A)}),
+        ({"prefixItems": [A, B]}, {"prefixItems": [shut(A), shut(B)]}),
+        ({"anyOf": [A, B, {"type": "null"}]}, {"anyOf": [shut(A), shut(B), {"type": "null"}]}),
+        ({"$defs": {"x": A}, "$ref": "#/$defs/x"}, {"$defs": {"x": shut(A)}, "$ref": "#/$defs/x"}),
+        ({"allOf": [A]}, {"allOf": [shut(A)]}),
+        ({"properties": {"properties": A}}, shut({"properties": {"properties": shut(A)}})),
+        ({**A, "required": ["c"]}, {**A, "required": ["c"]}),
+    ],
+)
+def test_objects_are_closed_at_all_depths(schema: Any, expected: Any) -> None:
+    given = repr(schema)
+    assert closed(schema) == expected
+    assert repr(schema) == given, "the request keeps what its client sent"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [A, B]},
+        {**A, "anyOf": [B]},
+        {"required": ["b"], "anyOf": [A, B]},
+        {"anyOf": [{"oneOf": [A]}], "oneOf": [B]},
+        {**A, "$ref": "#/$defs/x", "$defs": {"x": B}},
+        {"allOf": [{"$ref": "#/$defs/x"}, A], "$defs": {"x": {"$ref": "#/$defs/y"}, "y": B}},
+        {"allOf": [{"$ref": "#/$defs/x~1y%20"}, A], "$defs": {"x/y ": B}},
+        {"allOf": [{"$ref": "#there"}, A], "$defs": {"x": {"$anchor": "there", **B}}},
+        {"if": A, "then": B},
+        {"not": A},
+    ],
+)
+def test_what_other_schemas_add_to_stays_open(schema: Any) -> None:
+    """Closed, it would refuse what they name."""
+    assert closed(schema) == schema
+
+
+def test_only_what_a_part_describes_stays_open() -> None:
+    schema = {"allOf": [{"properties": {"x": A}}, B]}
+    expected = {"allOf": [{"properties": {"x": shut(A)}}, B]}
+    assert closed(schema) == expected
+    jsonschema.validate({"x": {"a": 1}, "b": 2}, closed(schema))
+    named = {"allOf": [{"$ref": "#there"}, A], "properties": {"x": B}}
+    assert closed(named) == named, "where a name points to is not known, so nothing is closed"

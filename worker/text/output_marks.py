@@ -1,0 +1,90 @@
+"""Keeps in the text of a chat what tells its calls and its reasoning from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.request import Request
+from promptq.worker.text.detokenizer import TextStream
+from promptq.worker.text.tokenizer import Tokenizer
+
+_TAIL_TOKENS = 16
+"""The last tokens of a prompt, among which a mark at its end is."""
+
+
+class OutputMarks:
+    """The marks of a chat's output. Special tokens that are marks are text there.
+
+    If the chat template has written the mark before the reasoning already, the text begins with it
+    all the same. Otherwise nobody could tell from a text that it begins inside of the reasoning.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, style: OutputStyle, request: Request, prompt: Sequence[int]
+    ) -> None:
+        self._tokenizer, self._style, self._prompt = tokenizer, style, prompt
+        self._request = request
+        is_chat, is_bound = request.messages is not None, request.wanted_output is not None
+        self._may_reason = is_chat and not is_bound and bool(style.reasoning_marks)
+        marks = style.reasoning_marks if self._may_reason else ()
+        if is_chat and request.tools and request.tool_choice != "none":
+            marks += style.call_marks
+        self._decode = tokenizer.decoder(marks)
+        self._prefix = style.reasoning_before if self._may_reason and self._is_open() else ""
+
+    def _is_open(self) -> bool:
+        """Whether the prompt ends with the mark before the reasoning."""
+        tail = self._decode(self._prompt[-_TAIL_TOKENS:])
+        return tail.rstrip().endswith(self._style.reasoning_before.strip())
+
+    def text_stream(self, emitted: Sequence[int], text: str) -> TextStream:
+        """The text of the output, of which earlier attempts emitted these tokens and this text."""
+        request = self._request
+        stream: TextStream
+        # Attempts of earlier releases left the marks out.
+        for decode, prefix in ((self._decode, self._prefix), (self._tokenizer.decode, "")):
+            stream = TextStream(
+                decode, self._prompt, request.stop_strings, request.min_tokens, prefix
+            )
+            if stream.replay(emitted, "").startswith(text):
+                break
+        return stream
+
+    def reasoning_tokens(self, end_token_ids: frozenset[int]) -> ReasoningTokens | None:
+        """What counts the tokens of the reasoning; None if the output has none."""
+        if not self._may_reason:
+            return None
+        return ReasoningTokens(self._style, self._tokenizer, bool(self._prefix), end_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTokens:
+    """Counts the tokens between the marks of the reasoning, without the marks."""
+
+    style: OutputStyle
+    tokenizer: Tokenizer
+    is_open: bool
+    """Whether the output begins inside of the reasoning."""
+    end_token_ids: frozenset[int]
+
+    def count(self, token_ids: Sequence[int], text: str) -> int | None:
+        """The tokens of a whole output. None if its marks are not tokens of their own."""
+        before, after = (mark.strip() for mark in self.style.reasoning_marks)
+        first, last = map(self.tokenizer.added_token, (before, after))
+        begin = 0
+        if not self.is_open:
+            if not text.lstrip().startswith(before):
+                return 0
+            if first is None or first not in token_ids:
+                return None
+            begin = token_ids.index(first) + 1
+        if last is None or token_ids.count(last) != text.count(after):
+            return None
+        if last in token_ids[begin:]:
+            end = token_ids.index(last, begin)
+        else:
+            is_ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
+            end = len(token_ids) - is_ended
+        return end - begin

@@ -1,0 +1,1 @@
+"""What is done with the JSON schemas of requests before they are compiled."""

@@ -1,0 +1,107 @@
+"""Closes the schemas of tools, whose authors mean the arguments that they name and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+_SCHEMA = ("items", "contains", "additionalProperties", "additionalItems", "propertyNames")
+_BRANCH = ("if", "then", "else", "not")
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+_LISTS = ("prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "unevaluatedProperties"))
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, in which objects have only the properties that it names, at all depths.
+
+    An object with `additionalProperties` stays as it is. So does one that other schemas add to,
+    such as a branch of `allOf`, because it would refuse what they name.
+    """
+    parts, num_before = set[str](), -1
+    while len(parts) > num_before:  # a part may refer to another one
+        num_before = len(parts)
+        _note_parts(schema, "#", False, parts)
+    if not all(f"{reference}/".startswith("#/") for reference in parts):
+        return schema  # by a name, and finding it would need all of JSON schema
+    found: dict[str, Any] = _closed(schema, "#", False, parts)
+    return found
+
+
+def _note_parts(schema: Any, path: str, is_part: bool, parts: set[str]) -> None:
+    """Note where schemas are that describe an object together with others."""
+    if not isinstance(schema, dict):
+        return
+    is_part = is_part or path in parts
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (is_part or _combines(schema)):
+        parts.add(unquote(reference).rstrip("/"))
+    for keys, child, is_branch in _children(schema):
+        is_part_too = is_branch and (is_part or _combines(schema))
+        _note_parts(child, _below(path, keys), is_part_too, parts)
+
+
+def _closed(schema: Any, path: str, is_part: bool, parts: set[str]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    is_part = is_part or path in parts
+    result = dict(schema)
+    for keys, child, is_branch in _children(schema):
+        is_part_too = is_branch and (is_part or _combines(schema))
+        value = _closed(child, _below(path, keys), is_part_too, parts)
+        first, *rest = keys
+        if not rest:
+            result[first] = value
+            continue
+        if result[first] is schema[first]:
+            result[first] = schema[first].copy()
+        result[first][rest[0]] = value
+    if _names_all(schema) and not (is_part or _COMBINING & schema.keys()):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def _names_all(schema: dict[str, Any]) -> bool:
+    """Whether it names properties, and none is required that it does not name."""
+    named, required = schema.get("properties"), schema.get("required")
+    return isinstance(named, dict) and all(
+        isinstance(it, str) and it in named for it in required or () if isinstance(required, list)
+    )
+
+
+def _below(path: str, keys: tuple[Any, ...]) -> str:
+    """The path of a child as references write it."""
+    escaped = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+    return "/".join((path, *escaped))
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+    """Each schema inside of one: where it is, and whether it describes the same value."""
+    for name in (*_SCHEMA, *_BRANCH):
+        if isinstance(child := schema.get(name), dict):
+            yield (name,), child, name in _BRANCH
+    for name in (*_BRANCHES, *_LISTS):
+        if isinstance(children := schema.get(name), list):
+            for index, child in enumerate(children):
+                yield (name, index), child, name in _BRANCHES
+    for name in (*_NAMED, "dependentSchemas"):
+        if isinstance(named := schema.get(name), dict):
+            for key, child in named.items():
+                yield (name, key), child, name == "dependentSchemas"
+
+
+def _combines(schema: dict[str, Any]) -> bool:
+    """Whether an object must match several schemas at once."""
+    if {
+        "properties",
+        "patternProperties",
+        "required",
+        "dependentSchemas",
+        *_BRANCH,
+    } & schema.keys():
+        return True
+    combining = [name for name in (*_BRANCHES, "$ref") if name in schema]
+    all_of = schema.get("allOf")
+    return len(combining) > 1 or (isinstance(all_of, list) and len(all_of) > 1)
