@@ -37,7 +37,7 @@ from tests.worker.engine.tiny_models import make_model
 
 TEXTS = ["Once upon a time", "A fox.", "There was an old baker who loved the snow " * 9]
 POOLINGS: list[Any] = ["last", "mean"]
-LONG = [5 + place % 700 for place in range(1900)]
+LONG = [5 + place % 700 for place in range(600)]
 
 
 @pytest.fixture

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Pool:
@@ -19,6 +22,8 @@ class Pool:
 
     def add(self, rows: npt.NDArray[np.float32]) -> None:
         """Add rows [N, size], in the order of their tokens."""
+        import numpy as np  # an engine without a model starts without it
+
         terms = rows.astype(np.float64)
         if self._sum is not None:
             terms = np.concatenate([self._sum[None], terms])
@@ -29,4 +34,4 @@ class Pool:
     def mean(self) -> npt.NDArray[np.float32]:
         """[size]. There must be a row."""
         assert self._sum is not None
-        return (self._sum / self._num_rows).astype(np.float32)
+        return (self._sum / self._num_rows).astype("float32")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -146,8 +146,7 @@ class PackedModel:
             if states is not None:
                 found.append(states[0].index_select(0, kept))
 
-        # Not every family calls its `base_model`.
-        hook = cast("Any", self._model).get_decoder().register_forward_hook(keep)
+        hook = _body(self._model).register_forward_hook(keep)
         try:
             logits = self._forward(step, rows)
         finally:
@@ -196,6 +195,13 @@ class PackedModel:
                     yield from within(child)
 
         return list(within(self._model))
+
+
+def _body(model: Any) -> nn.Module:
+    """The part of the model that ends with the final norm. Not every family calls its
+    `base_model`, and to some the whole model is the decoder."""
+    decoder: nn.Module = model.get_decoder()
+    return getattr(model, "model", decoder) if decoder is model else decoder
 
 
 def leave_seam(modules: Sequence[nn.Module]) -> None:

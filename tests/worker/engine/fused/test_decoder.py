@@ -129,6 +129,14 @@ class Tiny:
             for each in self.sequences
         ]
 
+    def states_alone(self) -> list[torch.Tensor]:
+        """The library's final hidden states of each sequence, [length, hidden size]."""
+        device, body = self.library.device, self.library.get_decoder()
+        return [
+            body(torch.tensor([each.token_ids], device=device)).last_hidden_state[0]
+            for each in self.sequences
+        ]
+
 
 def all_logits(decoder: FusedDecoder, step: PackedStep) -> torch.Tensor:
     rows = torch.arange(step.input_ids.shape[1], device=step.input_ids.device)
@@ -150,7 +158,7 @@ def test_packed_steps_equal_the_library(family: str, dtype: torch.dtype, seed: i
     """Chunks of prompts, a chunk beside a decode, then decodes alone."""
     num_layers = 2 if dtype == torch.float32 else 1
     tiny = Tiny(family, seed, dtype=dtype, num_hidden_layers=num_layers)
-    expected = tiny.alone()
+    expected, states_alone = tiny.alone(), tiny.states_alone()
     decoder = tiny.decoder()
     steps: list[dict[int, tuple[int, int]]] = [
         {0: (0, 3), 1: (0, 1)},
@@ -162,6 +170,12 @@ def test_packed_steps_equal_the_library(family: str, dtype: torch.dtype, seed: i
         step = tiny.pack(cuts)
         logits = all_logits(decoder, step)
         starts = step.layout.query_starts
+        ends = torch.tensor(starts[1:], device=logits.device) - 1
+        some_logits, states = decoder.logits_and_states(step, ends, ends)
+        torch.testing.assert_close(some_logits, logits[ends], atol=1e-5, rtol=1e-2)
+        for item, state in zip(step.items, states, strict=True):
+            wanted = states_alone[item.sequence.sequence_id][item.start + item.num_tokens - 1]
+            assert off_by(state.float()[None], wanted.float()[None]).item() < tolerance
         for item, first, last in zip(step.items, starts[:-1], starts[1:], strict=True):
             wanted = expected[item.sequence.sequence_id][item.start : item.start + last - first]
             assert (off_by(logits[first:last].float(), wanted.float()) < tolerance).all()

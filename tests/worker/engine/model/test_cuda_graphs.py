@@ -15,6 +15,7 @@ from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.engine.attention.packed_step import PackedStep, Packer
 from promptq.worker.engine.attention.step_buffers import StepKind
+from promptq.worker.engine.core.llm_engine import LLMEngine
 from promptq.worker.engine.core.sequence import Batch, ScheduledSequence, Sequence
 from promptq.worker.engine.device.current_device import on_device
 from promptq.worker.engine.model import model_runner
@@ -120,6 +121,11 @@ class OnePlace:
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         return self._logits.add_(torch.arange(self._logits.shape[1]))[: len(rows)]
 
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.logits(step, rows), torch.zeros(len(kept), 1)
+
 
 def test_a_warm_up_compares_results_that_graphs_write_to_one_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -210,6 +216,30 @@ class Toy:
         positions = step.positions[0].index_select(0, rows)
         found = self._of_tokens.index_select(0, tokens) + self._of_positions[positions]
         return found.bfloat16()
+
+    def logits_and_states(
+        self, step: PackedStep, rows: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.logits(step, rows), step.positions[0].index_select(0, kept).unsqueeze(1)
+
+
+def test_a_step_that_needs_hidden_states_replays_no_graph(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
+) -> None:
+    """A graph gives logits alone. Steps beside it are replayed as ever."""
+    runner = load_tiny(tmp_path)
+    toy = Toy(runner.vocab_size, seed)
+    limits = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16}
+    monkeypatch.setattr(runner, "_model", GraphedModel(toy, KINDS, **limits, device=CPU))
+    engine = LLMEngine(runner, max_num_seqs=4, max_num_batched_tokens=16)
+    engine.add(EngineRequest(1, [5, 6, 7], SamplingParams(), 0, max_tokens=1, pooling="mean"))
+    [output] = engine.step().outputs
+    assert output.embedding is not None
+    assert output.embedding.tolist() == [1.0]
+    assert cuda.replayed == []
+    engine.add(EngineRequest(2, [5, 6, 7], SamplingParams(), 0, max_tokens=1))
+    engine.step()
+    assert len(cuda.replayed) == 1
 
 
 _ids = count(1000)
