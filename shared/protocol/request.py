@@ -263,6 +263,21 @@ class TraceContext(BaseModel):
         return {name: value for name, value in found.items() if value}
 
 
+class OutputPrefix(BaseModel):
+    """What an output begins with: these tokens, and then those of the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: TokenIds = []
+    text: str = Field("", description="tokenised by the worker, without special tokens")
+
+    @model_validator(mode="after")
+    def _check_is_some(self) -> Self:
+        if not self.token_ids and not self.text:
+            raise ValueError("has neither token_ids nor text, so leave it out")
+        return self
+
+
 class Request(SamplingParams):
     """A request's payload.
 
@@ -289,6 +304,9 @@ class Request(SamplingParams):
         None,
         description="`exact_only`: where another attempt cannot continue with exactly the tokens"
         " that the first would have given, the request ends with an error instead",
+    )
+    output_prefix: OutputPrefix | None = Field(
+        None, description="what the output begins with; the model goes on behind it"
     )
 
     @field_validator("chat_template_kwargs")
@@ -393,7 +411,8 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
             return _unknown_field(misspelt[0])
         return InvalidRequestError(f"{field}: is missing", field=field)
     if first["type"] == "extra_forbidden":
-        return _unknown_field(field)
+        *outer, name = map(str, first["loc"])
+        return _unknown_field(name, within=".".join(outer))
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
         message = f"must be {_PATTERNS_IN_WORDS[pattern]}"
     return InvalidRequestError(f"{field}: {message}, got {_shown(first.get('input'))}", field=field)
@@ -411,8 +430,10 @@ def _shown(value: Any) -> str:
     return text
 
 
-def _unknown_field(name: str) -> InvalidRequestError:
+def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
     field = name[:_LONGEST_NAME]
+    if within:
+        return InvalidRequestError(f"{within}: has no field {field!r}", field=within)
     meant = get_close_matches(field, Request.model_fields, n=1, cutoff=_ALIKE)
     hint = f"; do you mean {meant[0]}?" if meant else ""
     return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
@@ -431,6 +452,18 @@ class TokenAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where a request goes on from another one: behind so many tokens of its output."""
+
+    request_id: str
+    position: int
+
+    def __str__(self) -> str:
+        """The form in the request's hash."""
+        return f"{self.position} {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request that is to be enqueued.
 
@@ -443,6 +476,7 @@ class NewRequest:
     delay_ms: int = 0
     account: TokenAccount | None = None
     payload: bytes | memoryview | None = None
+    forked_from: ForkPoint | None = None
 
     def to_payload(self) -> str | bytes | memoryview:
         """The JSON form."""
