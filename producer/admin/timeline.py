@@ -68,6 +68,10 @@ class Timeline(BaseModel):
     crashes: int = 0
     requeued_from: str = ""
     """The id of the dead letter from which it was made."""
+    forked_from: str = ""
+    """The id of the request from whose output it goes on."""
+    forked_at: int | None = None
+    """Behind how many tokens of that output."""
     worker: str = ""
     """The worker that holds it, or held it last."""
     slot: SlotStats | None = None
@@ -89,6 +93,7 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
         _, slots = yield statistics.slots(keys, worker)
         slot = next((it for it in slots if it.request_id == request_id), None)
     last = json_object(record.get("last_event"))
+    forked_at, _, forked_from = record.get("forked_from", "").partition(" ")
     found = Timeline(
         request_id=request_id,
         state=state,
@@ -98,6 +103,8 @@ def timeline(keys: Keys, /, request_id: str) -> Operation[Timeline]:
         attempts=whole(record.get("attempt")),
         crashes=whole(record.get("crashes")),
         requeued_from=record.get("requeued_from", ""),
+        forked_from=forked_from,
+        forked_at=whole(forked_at) if forked_from else None,
         worker=worker,
         slot=slot,
         finish_reason=record.get("finish_reason", ""),

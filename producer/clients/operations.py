@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from promptq.producer.admin.api_keys import api_keys as api_keys
@@ -34,6 +34,7 @@ from promptq.producer.admin.queue_views import set_alias as set_alias
 from promptq.producer.admin.scaling import scaling as scaling
 from promptq.producer.admin.scaling import scalings as scalings
 from promptq.producer.admin.timeline import timeline as timeline
+from promptq.producer.clients.forks import fork_source
 from promptq.producer.clients.request_builder import (
     Messages,
     Prompt,
@@ -137,6 +138,38 @@ def enqueue_samples(
     """
     request = call_fields(prompt, messages, request_id, delay_ms, fields)
     return (yield from enqueue_composed(keys, compose_samples(n, request)))
+
+
+def fork(
+    keys: Keys,
+    /,
+    request_id: str,
+    *,
+    at: int | None = None,
+    append: str = "",
+    fork_id: str | None = None,
+    delay_ms: int = 0,
+    **changes: Any,
+) -> Operation[str]:
+    """Put a request in that goes on from the first `at` tokens of another one, and give its id.
+
+    The other request, `request_id`, may run or have ended; without `at` it is forked at the end of
+    what it has so far. The output of the fork begins with these tokens and the text `append`, and
+    the model goes on behind them. They are cheap: the prompt and they are found in the prefix
+    cache if their worker still has them. The id is `fork_id`, or a UUIDv7. The fork has the payload
+    of the other request but for its seed and its idempotency key, and `changes` are further fields
+    of it, such as `temperature`. `max_tokens` counts what is generated behind the prefix.
+
+    Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for a
+    request that is unknown or has expired, and what `enqueue` raises.
+    """
+    source = yield from fork_source(keys, check_request_id(request_id))
+    if source.tenant:
+        changes = {"tenant": source.tenant, **changes}
+    fields, point = source.fork(at, append, changes)
+    [new] = compose([{**fields, "request_id": fork_id, "delay_ms": delay_ms}])
+    (own_id,) = yield from enqueue_composed(keys, [replace(new, forked_from=point)])
+    return own_id
 
 
 def result(

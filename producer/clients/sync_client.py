@@ -119,6 +119,7 @@ class Client:
     enqueue_many = _method(operations.enqueue_many)
     enqueue_composed = _method(operations.enqueue_composed)
     enqueue_samples = _method(operations.enqueue_samples)
+    fork = _method(operations.fork)
     result = _method(operations.result)
     generate = _method(operations.generate)
     sample = _method(operations.sample)

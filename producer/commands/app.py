@@ -17,7 +17,7 @@ from promptq.producer.commands.admin.server_access import acl, url
 from promptq.producer.commands.admin.webhooks import webhooks
 from promptq.producer.commands.batches import batch, jobs
 from promptq.producer.commands.queue import dead, drain, pause, reprioritise, resume, scaling, stats
-from promptq.producer.commands.requests import cancel, embed, submit, watch
+from promptq.producer.commands.requests import cancel, embed, fork, submit, watch
 from promptq.producer.commands.settings import settings
 from promptq.producer.commands.starting import demo, server, supervise, up, worker
 from promptq.producer.commands.top import top
@@ -67,9 +67,9 @@ def promptq(
     """
 
 
-_PANELS = {
+_PANELS: dict[str, tuple[Any, ...]] = {
     "Processes": (up, worker, supervise, gateway, jobs, server, demo),
-    "Requests": (submit, watch, embed, cancel, reprioritise, batch),
+    "Requests": (submit, fork, watch, embed, cancel, reprioritise, batch),
     "Queue": (
         *(stats, top, scaling, models, pause, resume, drain, dead, keys, webhooks),
         *(acl, settings, url),

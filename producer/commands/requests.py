@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from promptq.producer.clients.sync_client import Client
 from promptq.producer.command_options import Queue, Redis, RequestId, open_client, open_client_of
 from promptq.producer.commands.screens.printing import StreamPrinter
 from promptq.producer.commands.screens.terminal import write
@@ -98,10 +99,65 @@ def submit(
         except KeyboardInterrupt:
             client.cancel(request_id)
             raise
-        if detach:
-            write(json.dumps({"id": request_id}) if as_json else request_id)
-            return
-        raise typer.Exit(StreamPrinter(client, request_id, as_json).submit())
+        _print_or_leave(client, request_id, detach=detach, as_json=as_json)
+
+
+def fork(
+    request_id: RequestId,
+    at: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Go on behind its first N tokens; default: behind all it has so far."
+        ),
+    ] = None,
+    append: Annotated[str, typer.Option(metavar="TEXT", help="Add this text behind them.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens behind these; default: its own.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: its own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: a new one.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Default: its own.")] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=JSON", help="Any other field that is to be different."),
+    ] = None,
+    fork_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="Id of the fork; default: a new one."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Print the id and leave; see `promptq watch`.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON.")] = False,
+    redis: Redis = None,
+    queue: Queue = None,
+) -> None:
+    """Go on from the first tokens of a request, as a new one, and print its text.
+
+    The request may run or have ended. The fork repeats these tokens and goes on with a seed of its
+    own. Ctrl-C cancels the fork.
+
+    Examples:
+
+    promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 120
+    promptq fork 0197d3c2-7e6b-7f7c-9d2a-8f1e5b7c4a10 --at 40 --append " But then" --temperature 0
+    """
+    changes = _parse_params(param or [])
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "priority": priority,
+    }
+    changes |= {name: value for name, value in given.items() if value is not None}
+    fork_id = fork_id or new_request_id()
+    with open_client_of(redis, queue, request_id) as client:
+        try:
+            client.fork(request_id, at=at, append=append, fork_id=fork_id, **changes)
+        except KeyboardInterrupt:
+            client.cancel(fork_id)
+            raise
+        _print_or_leave(client, fork_id, detach=detach, as_json=as_json)
 
 
 def embed(
@@ -201,6 +257,14 @@ def cancel(request_id: RequestId, redis: Redis = None, queue: Queue = None) -> N
             CancelStatus.FINISHED: "it had already ended",
         }[status]
     )
+
+
+def _print_or_leave(client: Client, request_id: str, *, detach: bool, as_json: bool) -> None:
+    """What a command does with a request that it has enqueued."""
+    if detach:
+        write(json.dumps({"id": request_id}) if as_json else request_id)
+        return
+    raise typer.Exit(StreamPrinter(client, request_id, as_json).submit())
 
 
 def _prompt_fields(prompt: str | None, chat: bool, system: str | None) -> dict[str, Any]:

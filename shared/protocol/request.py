@@ -289,6 +289,21 @@ class Embed(BaseModel):
     dimensions: int | None = Field(None, ge=1)
 
 
+class OutputPrefix(BaseModel):
+    """What an output begins with: these tokens, and then those of the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: TokenIds = []
+    text: str = Field("", description="tokenised by the worker, without special tokens")
+
+    @model_validator(mode="after")
+    def _check_is_some(self) -> Self:
+        if not self.token_ids and not self.text:
+            raise ValueError("has neither token_ids nor text, so leave it out")
+        return self
+
+
 class Request(SamplingParams):
     """A request's payload.
 
@@ -317,6 +332,9 @@ class Request(SamplingParams):
         " that the first would have given, the request ends with an error instead",
     )
     embed: Embed | None = None
+    output_prefix: OutputPrefix | None = Field(
+        None, description="what the output begins with; the model goes on behind it"
+    )
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -356,12 +374,14 @@ class Request(SamplingParams):
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             field = "tools" if self.tools else "chat_template_kwargs"
             raise ValueError(f"{field}: needs messages, and there is a prompt")
+        if self.output_prefix is not None and self.prompt_logprobs is not None:
+            raise ValueError("output_prefix: cannot be combined with prompt_logprobs")
         _ = self.wanted_output  # raises if it is not well-formed
         return self
 
     def _check_alone(self) -> None:
         """Raise ValueError for a field that has no meaning beside `embed`."""
-        for name in (*SamplingParams.model_fields, *_OF_CHATS):
+        for name in (*SamplingParams.model_fields, *_OF_CHATS, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
                 raise ValueError(f"{name}: has no meaning with embed, which generates nothing")
 
@@ -445,7 +465,8 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
             return _unknown_field(misspelt[0])
         return InvalidRequestError(f"{field}: is missing", field=field)
     if first["type"] == "extra_forbidden":
-        return _unknown_field(field)
+        *outer, name = map(str, first["loc"])
+        return _unknown_field(name, within=".".join(outer))
     if (pattern := first.get("ctx", {}).get("pattern")) in _PATTERNS_IN_WORDS:
         message = f"must be {_PATTERNS_IN_WORDS[pattern]}"
     return InvalidRequestError(f"{field}: {message}, got {_shown(first.get('input'))}", field=field)
@@ -463,8 +484,10 @@ def _shown(value: Any) -> str:
     return text
 
 
-def _unknown_field(name: str) -> InvalidRequestError:
+def _unknown_field(name: str, within: str = "") -> InvalidRequestError:
     field = name[:_LONGEST_NAME]
+    if within:
+        return InvalidRequestError(f"{within}: has no field {field!r}", field=within)
     meant = get_close_matches(field, Request.model_fields, n=1, cutoff=_ALIKE)
     hint = f"; do you mean {meant[0]}?" if meant else ""
     return InvalidRequestError(f"{field}: is not a field of a request{hint}", field=field)
@@ -483,6 +506,18 @@ class TokenAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where a request goes on from another one: behind so many tokens of its output."""
+
+    request_id: str
+    position: int
+
+    def __str__(self) -> str:
+        """The form in the request's hash."""
+        return f"{self.position} {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request that is to be enqueued.
 
@@ -495,6 +530,7 @@ class NewRequest:
     delay_ms: int = 0
     account: TokenAccount | None = None
     payload: bytes | memoryview | None = None
+    forked_from: ForkPoint | None = None
 
     def to_payload(self) -> str | bytes | memoryview:
         """The JSON form."""

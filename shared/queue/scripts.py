@@ -36,15 +36,14 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     RequestExistsError, QueueFullError.
     """
     new = list(new)
-    has_accounts = any(item.account is not None for item in new)
-    args: list[str | bytes | int | memoryview] = [f"{idempotency_ms} {8 if has_accounts else 7}"]
+    num_fields = max((_num_fields(item) for item in new), default=0)
+    args: list[str | bytes | int | memoryview] = [f"{idempotency_ms} {num_fields}"]
     for item in new:
         request = item.request
         args += [item.request_id, item.to_payload(), request.priority]
         args += [request.deadline_ms or 0, item.delay_ms, request.idempotency_key or ""]
         args.append(request.tenant or "")
-        if has_accounts:
-            args.append(str(item.account or ""))
+        args += [str(item.account or ""), str(item.forked_from or "")][: num_fields - 7]
     if nonce:
         args.append(nonce)
 
@@ -63,6 +62,11 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
         return rest
 
     return Call("enqueue", args, parse)
+
+
+def _num_fields(item: NewRequest) -> int:
+    """How many arguments a request needs. The last ones are left out if none needs them."""
+    return 9 if item.forked_from is not None else 8 if item.account is not None else 7
 
 
 def claim(

@@ -14,7 +14,16 @@ Command = tuple[Any, ...]
 
 _FIELDS = ["state", "attempt", "fence", "worker", "cancelled", "score", "priority", "enqueued_at"]
 _FIELDS += ["claimed_at", "finished_at", "seed", "prompt_tokens", "crashes", "passed"]
-_FIELDS += ["finish_reason", "last_event", "result", "requeued_from", "suspect", "history", "alone"]
+_FIELDS += [
+    "finish_reason",
+    "last_event",
+    "result",
+    "requeued_from",
+    "forked_from",
+    "suspect",
+    "history",
+    "alone",
+]
 _FIELDS += ["tenant", "nonce"]
 
 _WORDS: list[Any] = ["", "x", "-1", "0", "1", "1e400", "nan", "inf", "9" * 30, "1.5", "active"]

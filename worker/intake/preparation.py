@@ -12,8 +12,10 @@ import numpy as np
 
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.claims import Claim, ModelIdentity
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import MAX_PROMPT_LOGPROBS, Embed, Pooling, Request
+from promptq.shared.protocol.rows import Row
 from promptq.worker.engine.api.grammar import Grammar, GrammarError
 from promptq.worker.engine.api.messages import EngineAbilities, EngineLimits, EngineRequest
 from promptq.worker.leases.prepared_request import PreparedRequest
@@ -24,7 +26,7 @@ from promptq.worker.text.tokenizer import Tokenizer
 _QUICK_BYTES = 32 * 1024
 _QUICK_MESSAGES = 128
 _QUICK_TOKENS = 1024
-"""Tokens of earlier attempts, which have to be decoded again."""
+"""Tokens of earlier attempts, or given ones, which have to be decoded."""
 
 _MAX_VALUES = 100_000
 """The most JSON values in a payload, without the token ids of its prompt. The parser makes an
@@ -71,26 +73,34 @@ class Preparation:
             raise TakesLongError
         prompt = self.tokenizer.encode_prompt(request)
         self._check_tokens(request, prompt)
-        emitted = [token_id for event in claim.events for token_id in event.token_ids]
-        is_inexact = bool(emitted) and not self.abilities.resumes_exactly(request)
+        ends = frozenset(request.stop_token_ids or ())
+        if not request.ignore_eos:
+            ends |= self.end_token_ids
+        prefix = self._prefix(request, ends, len(prompt))
+        if only_quick and len(prefix) > _QUICK_TOKENS:
+            raise TakesLongError
+        is_inexact = bool(claim.events) and not self.abilities.resumes_exactly(request)
         if is_inexact and request.resume == "exact_only":
             raise self._cannot_resume(request)
         room = self.limits.max_model_len - len(prompt)
         pooling = self._pooling(request.embed)
-        max_tokens = min(request.max_tokens or room, room) if pooling is None else 1
-        ends = frozenset(request.stop_token_ids or ())
-        if not request.ignore_eos:
-            ends |= self.end_token_ids
-        marks = OutputMarks(
-            self.tokenizer, self.model.output_style or OutputStyle(), request, prompt
-        )
-        text = marks.text_stream(emitted, "".join(event.text for event in claim.events))
+        if pooling is not None:
+            max_tokens = 1
+        else:
+            max_tokens = min(len(prefix) + request.max_tokens, room) if request.max_tokens else room
+        min_tokens = len(prefix) + request.min_tokens
+        style = self.model.output_style or OutputStyle()
+        marks = OutputMarks(self.tokenizer, style, request, prompt)
+        text, begun = marks.text_stream(prefix, claim.events, min_tokens)
+        unsent = self._event_of(prefix, begun, claim)
+        events = [*unsent, *claim.events]
+        emitted = [token_id for event in events for token_id in event.token_ids]
         return PreparedRequest(
             claim=claim,
             engine_request=EngineRequest(
                 sequence_id=next(_sequence_ids),
                 prompt_token_ids=prompt,
-                params=request,
+                params=request.model_copy(update={"min_tokens": min_tokens}) if prefix else request,
                 seed=claim.seed if request.seed is None else request.seed,
                 max_tokens=max_tokens,
                 end_token_ids=ends,
@@ -100,18 +110,49 @@ class Preparation:
                 order=claim.order,
                 cache_salt=request.cache_salt or "",
                 tenant=claim.tenant,
-                grammar=self._grammar(request, ends, emitted, only_quick),
+                grammar=self._grammar(request, ends, emitted, bool(unsent), only_quick),
                 pooling=pooling,
             ),
             text=text,
             token_ids=list(emitted),
-            texts=[event.text for event in claim.events],
-            logprobs=[item for event in claim.events for item in event.logprobs or ()],
+            texts=[event.text for event in events],
+            logprobs=[item for event in events for item in event.logprobs or ()],
             prompt_json=claim.events[0].prompt_json if claim.events else "",
             request=request,
             reasoning=marks.reasoning_tokens(ends),
             resumed_inexactly=is_inexact,
+            rows=(rows := [Row.of(claim.request_id, claim.fence, event) for event in unsent]),
+            unsent=list(rows),
         )
+
+    def _prefix(self, request: Request, ends: frozenset[int], num_prompt: int) -> list[int]:
+        """The tokens that the output begins with, whoever publishes them.
+
+        An end token at the end of the given ones is left out, as the output goes on in its place.
+        """
+        given = request.output_prefix
+        if given is None:
+            return []
+        token_ids = (
+            given.token_ids[:-1] if ends.intersection(given.token_ids[-1:]) else given.token_ids
+        )
+        prefix = [*token_ids, *(self.tokenizer.encode_output(given.text) if given.text else ())]
+        longest = self.limits.max_model_len - 1 - num_prompt
+        if len(prefix) > longest:
+            raise InvalidRequestError(
+                f"output_prefix: this model's maximum context length is"
+                f" {self.limits.max_model_len} tokens, and behind the {num_prompt} of the prompt at"
+                f" most {longest} can be given; these are {len(prefix)}",
+                field="output_prefix",
+                code="context_length_exceeded",
+            )
+        return prefix
+
+    def _event_of(self, prefix: list[int], text: str, claim: Claim) -> list[TokenEvent]:
+        """The event that publishes the prefix, unless an earlier attempt did that."""
+        if not prefix or claim.events:
+            return []
+        return [TokenEvent(index=0, token_ids=prefix, text=text, attempt=claim.attempt)]
 
     def _check_values(self, payload: bytes) -> None:
         """Refuse a payload of too many JSON values before they are parsed."""
@@ -139,6 +180,11 @@ class Preparation:
         lowest = self.abilities.lowest_temperature
         if 0.0 < request.temperature < lowest:
             raise _unsupported("temperature", f"takes 0, or {lowest} and more")
+        if request.output_prefix is not None:
+            # Whether the random numbers begin anew does not matter: there were none before.
+            for name in self.abilities.inexact_fields(request):
+                if name != "temperature":
+                    raise _unsupported(name, "would not count the tokens of output_prefix")
 
     def _pooling(self, embed: Embed | None) -> Pooling | None:
         """How the prompt becomes a vector; None if it does not."""
@@ -196,6 +242,8 @@ class Preparation:
         named: list[tuple[str, list[int]]] = [(field_name, prompt)]
         if request.stop_token_ids:
             named.append(("stop_token_ids", request.stop_token_ids))
+        if request.output_prefix is not None and request.output_prefix.token_ids:
+            named.append(("output_prefix", request.output_prefix.token_ids))
         if request.logit_bias:
             named.append(("logit_bias", [int(key) for key in request.logit_bias]))
         for name, token_ids in named:
@@ -208,8 +256,14 @@ class Preparation:
                 )
 
     def _grammar(
-        self, request: Request, ends: frozenset[int], emitted: list[int], only_quick: bool
+        self,
+        request: Request,
+        ends: frozenset[int],
+        emitted: list[int],
+        is_given: bool,
+        only_quick: bool,
     ) -> Grammar | None:
+        """The grammar behind what was emitted. `is_given`: the request itself gave that."""
         wanted = request.wanted_output
         if wanted is None:
             return None
@@ -223,6 +277,10 @@ class Preparation:
             for token_id in emitted:
                 grammar.accept(token_id)
         except GrammarError as error:
+            if is_given:
+                raise InvalidRequestError(
+                    f"output_prefix: does not fit {wanted.field}: {error}", field="output_prefix"
+                ) from error
             raise InvalidRequestError(
                 f"{wanted.field}: what was emitted before does not fit: {error}",
                 field=wanted.field,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from promptq.shared.protocol.claims import Claim, Held
+from promptq.shared.protocol.rows import Row
 from promptq.worker.leases.prepared_request import PreparedRequest
 
 
@@ -73,6 +74,11 @@ class Lease:
     def has_untold_length(self) -> bool:
         """Whether this worker knows the exact prompt length and the server does not yet."""
         return self.prepared_or_none is not None and not self.is_length_told
+
+    def with_unsent(self, row: Row) -> list[Row]:
+        """A row, behind those that were to go with it."""
+        prepared = self.prepared_or_none
+        return [row] if prepared is None else prepared.with_unsent(row)
 
     def as_held(self) -> Held:
         """The form that renews it or gives it back. It has the prompt length if that is untold."""

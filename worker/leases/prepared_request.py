@@ -53,6 +53,9 @@ class PreparedRequest:
     """When the last token of this attempt came; `time.monotonic()` in seconds."""
     rows: list[Row] = field(default_factory=list)
     """The rows of this attempt in order. They are sent again if the server loses some."""
+    unsent: list[Row] = field(default_factory=list)
+    """Of these rows, the one with what the request itself gave of its output. It goes with the next
+    row, as a request that waits here has not begun."""
 
     @property
     def request_id(self) -> str:
@@ -91,6 +94,11 @@ class PreparedRequest:
         """Whether a stop string was found or the grammar is complete. Only used before it runs."""
         grammar = self.engine_request.grammar
         return self.text.stopped or (grammar is not None and grammar.is_complete)
+
+    def with_unsent(self, row: Row) -> list[Row]:
+        """The row, behind those that were to go with it."""
+        unsent, self.unsent = self.unsent, []
+        return [*unsent, row]
 
     def rows_until(self, row: Row) -> list[Row]:
         """All rows of the log up to this one, with those of earlier attempts."""

@@ -155,6 +155,7 @@ class Publisher:
 
         Raises the last error of the server if it has taken nothing for `retry_seconds`.
         """
+        rows = [(lease, each) for lease, row in rows for each in lease.with_unsent(row)]
         untold = list(dict.fromkeys(lease for lease, _ in rows if lease.has_untold_length))
         lengths = [lease.as_held() for lease in untold]
         started = time.monotonic()

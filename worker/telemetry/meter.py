@@ -97,7 +97,7 @@ class Meter:
         return taken
 
     def _note_first_token(self, held: PreparedRequest, at: float) -> None:
-        if held.engine_request.output_token_ids:
+        if held.claim.num_logged:
             return  # the first token came in an earlier attempt
         enqueued_at = held.claim.enqueued_at_ms
         first_token_ms = max(0, held.claim.server_ms(at) - enqueued_at)

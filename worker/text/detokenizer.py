@@ -121,6 +121,16 @@ class TextStream:
         """Whether there are stop strings, so that each token must be checked as it comes."""
         return bool(self._stop)
 
+    def begin(self, token_ids: Sequence[int]) -> str:
+        """Begin the output with tokens that are given. Returns the text that is certain.
+
+        A stop string may begin in that text, but not end in it.
+        """
+        self._num_tokens += len(token_ids)
+        text = "".join(map(self._decoder.push, token_ids))
+        self._stop.begin_after(text)
+        return self._prefix + text if token_ids else text
+
     def push(self, token_id: int) -> str:
         """Take the next output token and return the text that is certain."""
         self._num_tokens += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 from promptq.shared.protocol.request import Request
 from promptq.worker.text.detokenizer import TextStream
@@ -39,18 +40,25 @@ class OutputMarks:
         tail = self._decode(self._prompt[-_TAIL_TOKENS:])
         return tail.rstrip().endswith(self._style.reasoning_before.strip())
 
-    def text_stream(self, emitted: Sequence[int], text: str) -> TextStream:
-        """The text of the output, of which earlier attempts emitted these tokens and this text."""
-        request = self._request
+    def text_stream(
+        self, given: Sequence[int], events: Sequence[TokenEvent], min_tokens: int
+    ) -> tuple[TextStream, str]:
+        """The text of the output, and the text of the `given` tokens, with which it begins.
+
+        `events` are those of earlier attempts. Stop strings count from token `min_tokens` on.
+        """
+        emitted = [token_id for event in events for token_id in event.token_ids]
+        text = "".join(event.text for event in events)
         stream: TextStream
+        begun = ""
         # Attempts of earlier releases left the marks out.
         for decode, prefix in ((self._decode, self._prefix), (self._tokenizer.decode, "")):
-            stream = TextStream(
-                decode, self._prompt, request.stop_strings, request.min_tokens, prefix
-            )
-            if stream.replay(emitted, "").startswith(text):
+            stop = self._request.stop_strings
+            stream = TextStream(decode, self._prompt, stop, min_tokens, prefix)
+            begun = stream.begin(given)
+            if (begun + stream.replay(emitted[len(given) :], "")).startswith(text):
                 break
-        return stream
+        return stream, begun
 
     def reasoning_tokens(self, end_token_ids: frozenset[int]) -> ReasoningTokens | None:
         """What counts the tokens of the reasoning; None if the output has none."""

@@ -16,6 +16,12 @@ class StopStrings:
     def __bool__(self) -> bool:
         return bool(self._strings)
 
+    def begin_after(self, text: str) -> None:
+        """The part before the first one, which is out already. A stop string may begin in it, but
+        not end in it."""
+        for it in self._strings:
+            it.begin_after(text)
+
     def release(self, text: str, *, look: bool) -> str:
         """Take the next part and return the text that is certain. `look`: stop strings count."""
         if not self._strings:
@@ -29,10 +35,10 @@ class StopStrings:
             begins = [num_held + at for it in self._strings if (at := it.find(text)) is not None]
             if begins:
                 self.found = True
-                self._held, text = "", self._held[: min(begins)]
+                self._held, text = "", self._held[: max(0, min(begins))]
                 return text
             hold = max(it.num_matched for it in self._strings)
-        cut = len(self._held) - hold
+        cut = max(0, len(self._held) - hold)
         released, self._held = self._held[:cut], self._held[cut:]
         return released
 
@@ -60,6 +66,10 @@ class _StopString:
                 matched = self._borders[matched - 1]
             matched += string[length] == string[matched]
             self._borders.append(matched)
+
+    def begin_after(self, text: str) -> None:
+        """Match its first characters with the end of a text."""
+        self.find(text[max(0, len(text) - len(self._string) + 1) :])
 
     def find(self, text: str) -> int | None:
         """Where it begins, if it ends in this next part; negative if it begins before the part."""

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
         """The request's prompt or rendered messages. Raises InvalidRequestError."""
         ...
 
+    def encode_output(self, text: str) -> list[int]:
+        """A text that an output begins with, without special tokens. Raises InvalidRequestError."""
+        ...
+
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """All ways in which any of these words may appear in an output."""
         ...
@@ -56,6 +60,9 @@ class ByteTokenizer:
         if request.prompt is not None:
             return list(request.prompt.encode())
         return list("\n".join(str(m.get("content", "")) for m in request.messages or ()).encode())
+
+    def encode_output(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         return [list(word.encode()) for word in words]
@@ -125,6 +132,21 @@ class HuggingFaceTokenizer:
         # The template writes the special tokens itself.
         return self.encode_text(text, add_special_tokens=False)
 
+    def encode_output(self, text: str) -> list[int]:
+        self._check_length("output_prefix", text)
+        token_ids = self.encode_text(text)
+        if not self._adds_space:
+            return token_ids
+        # In the middle of a line the space would be too much. Behind a line break none is added.
+        lead = self.encode_text("\n")
+        behind = self.encode_text("\n" + text)
+        return behind[len(lead) :] if behind[: len(lead)] == lead else token_ids
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether it puts a space in front of each text, as SentencePiece does."""
+        return self.decode(self.encode_text("a") * 2) != "aa"
+
     def _render(self, request: Request) -> str:
         """The messages as the model's template writes them."""
         given = request.chat_template_kwargs or {}
@@ -171,8 +193,7 @@ class HuggingFaceTokenizer:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
             raise InvalidRequestError(
                 f"{field}: this model's maximum context length is {self._max_prompt_tokens} tokens,"
-                f" which have at most {self._max_prompt_chars} characters; this prompt has"
-                f" {len(text)}",
+                f" which have at most {self._max_prompt_chars} characters; this has {len(text)}",
                 field=field,
                 code="context_length_exceeded",
             )

@@ -3,7 +3,7 @@
 -- ARGV  1 idempotency time (ms), then a space and how many arguments each request has (6 if left out)
 --       then for each request: id, payload, priority, deadline_ms (0: none), delay_ms,
 --       idempotency key ('' for none), tenant ('' for none), account ('' for none, else LIMIT HOLDER of
---       the token rate that its output is charged to)
+--       the token rate that its output is charged to), forked_from ('' for none, else POSITION ID)
 --       then the call's nonce, or nothing. It identifies a call that is sent again because its reply was
 --       lost
 -- Reply {'ok', id, ...}, with the older id where an idempotency key is known
@@ -41,6 +41,7 @@ for n = 0, count - 1 do
         deadline_ms = tonumber(ARGV[at + 3]), delay_ms = tonumber(ARGV[at + 4]), key = key,
         tenant = keys.tenant_name(num_fields > 6 and ARGV[at + 6]),
         account = num_fields > 7 and ARGV[at + 7] or '', tokens = requests.estimated_tokens(ARGV[at + 1]),
+        forked_from = num_fields > 8 and ARGV[at + 8] or '',
       }
     elseif not nonce or (fields or {}).nonce ~= nonce then
       return {'exists', id}
@@ -66,6 +67,9 @@ for _, request in ipairs(fresh) do
   redis.call('PERSIST', keys.request(id)) -- an earlier cancel may have set an expiry
   if tenant ~= '' then redis.call('HSET', keys.request(id), 'tenant', tenant) end
   if request.account ~= '' then redis.call('HSET', keys.request(id), 'account', request.account) end
+  if request.forked_from ~= '' then
+    redis.call('HSET', keys.request(id), 'forked_from', request.forked_from)
+  end
   waiting.count_later('tokens', tenant, request.tokens)
   if request.deadline_ms > 0 then
     redis.call('ZADD', keys.deadlines, numbers.exact(server.now + request.deadline_ms), id)

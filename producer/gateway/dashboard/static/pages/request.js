@@ -86,6 +86,7 @@ function facets(it, now) {
       ["Speed", it.stats && `${rate(it.stats.tokens_per_second)} tokens/s`],
       ["Recomputed", it.stats?.recomputed_tokens ? `${count(it.stats.recomputed_tokens)} tokens` : null],
       ["Requeued from", it.requeued_from && requestLink(it.requeued_from)],
+      ["Forked from", it.forked_from && [requestLink(it.forked_from), ` behind ${count(it.forked_at)} tokens`]],
       ["Has waited", it.state === "waiting" && it.moments.length ? duration(Math.max(0, now - it.moments[0].at)) : null],
     ])),
   ];

@@ -1,0 +1,112 @@
+"""Forks: requests that go on from the first tokens of another one, running or finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import from_json
+
+from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
+from promptq.shared.protocol.keys import Keys
+from promptq.shared.protocol.request import ForkPoint
+from promptq.shared.queue import lookups
+from promptq.shared.queue.call import Call, Operation
+
+OF_ITS_OWN = frozenset({"seed", "idempotency_key", "trace_context"})
+"""Fields of the source that a fork does not take over. With its seed it would repeat its tokens."""
+
+FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")
+"""Fields that a fork cannot change, since its tokens are those behind the same prompt."""
+
+
+class _Output(BaseModel):
+    """The tokens of an event or of a result."""
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSource:
+    """A request that is to be forked: its payload as it was enqueued, and its tokens so far."""
+
+    request_id: str
+    fields: dict[str, Any]
+    tenant: str
+    token_ids: list[int]
+
+    def fork(
+        self, at: int | None, append: str, changes: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], ForkPoint]:
+        """The fields of a request that goes on behind `at` tokens and a text, and where that is.
+
+        Raises InvalidRequestError that names the wrong field.
+        """
+        for name in FIXED:
+            if name in changes:
+                raise InvalidRequestError(
+                    f"{name}: cannot be changed, as a fork goes on from tokens of the same prompt",
+                    field=name,
+                )
+        if not isinstance(append, str):
+            raise InvalidRequestError("append: must be text", field="append")
+        point = ForkPoint(self.request_id, self._position(at))
+        prefix: dict[str, Any] = {"token_ids": self.token_ids[: point.position]}
+        given = self.fields.get("output_prefix")
+        if at is None and not self.token_ids and isinstance(given, dict):
+            prefix |= given  # it has not begun, and will begin with this
+        if append:
+            prefix["text"] = f"{prefix.get('text', '')}{append}"
+        kept = {name: it for name, it in self.fields.items() if name not in OF_ITS_OWN}
+        kept.pop("output_prefix", None)
+        if prefix != {"token_ids": []}:
+            kept["output_prefix"] = prefix
+        return {**kept, **changes}, point
+
+    def _position(self, at: int | None) -> int:
+        has = len(self.token_ids)
+        if at is None:
+            return has
+        if type(at) is not int or not 0 <= at <= has:
+            raise InvalidRequestError(
+                f"at: the request {self.request_id!r} has {has} tokens so far, so it can be forked"
+                f" at 0 to {has}, not at {at!r:.40}",
+                field="at",
+            )
+        return at
+
+
+def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:
+    """Read a request that is to be forked.
+
+    Raises RequestNotFoundError for one that is unknown or has expired, InvalidRequestError for one
+    that no worker could run.
+    """
+    # The log first: when it is folded, the result is there before the log is gone.
+    events, record = yield [lookups.log_after(keys, request_id, 0), _record(keys, request_id)]
+    payload, tenant, result = record
+    if payload is None:
+        raise RequestNotFoundError(
+            f"no request {request_id!r} is known; it was never enqueued in the queue"
+            f" {keys.queue!r}, or its record has expired"
+        )
+    try:
+        fields = from_json(payload)
+        logged = [_Output.model_validate_json(event) for event in events or [result] if event]
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise InvalidRequestError(
+            f"payload: that of the request {request_id!r}, or its log, is not JSON as the protocol"
+            " has it, so it cannot be forked",
+            field="payload",
+        )
+    token_ids = [token_id for it in logged for token_id in it.token_ids]
+    return ForkSource(request_id, fields, (tenant or b"").decode("utf-8", "replace"), token_ids)
+
+
+def _record(keys: Keys, request_id: str) -> Call[list[bytes | None]]:
+    name = keys.request(request_id)
+    return Call("", ["HMGET", name, "payload", "tenant", "result"], list, lambda: [None] * 3)
