@@ -11,8 +11,9 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from promptq.producer.clients.request_builder import compose
+from promptq.producer.gateway.answering.completion_stream import CompletionStream, learned
 from promptq.producer.gateway.answering.disconnects import while_present
-from promptq.producer.gateway.answering.event_stream import EventStream, learned
+from promptq.producer.gateway.answering.event_stream import EventStream
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import (
     Caller,
@@ -22,7 +23,7 @@ from promptq.producer.gateway.context.access import (
 )
 from promptq.producer.gateway.context.caller_rates import account_of, rates_of, take
 from promptq.producer.gateway.context.gateway import Gateway
-from promptq.producer.gateway.context.served_queues import ServedQueue
+from promptq.producer.gateway.context.served_queues import Found, ServedQueue
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
@@ -34,6 +35,7 @@ from promptq.producer.gateway.openai.completion import (
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
+from promptq.producer.gateway.responses.request_body import AskedResponse
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
@@ -55,10 +57,16 @@ class Prepared:
     rates: list[Rate]
     completion_id: str
     taken: int = 0
+    asked: AskedResponse | None = None
+    """Of a call of /v1/responses."""
 
 
 def prepare(
-    call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
+    call: CompletionCall,
+    caller: Caller,
+    completion_id: str,
+    aliases: Mapping[str, str],
+    asked: AskedResponse | None = None,
 ) -> Prepared:
     """Compose a call's requests, as far as its caller may make them. Slow for a large body.
 
@@ -72,7 +80,7 @@ def prepare(
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
     new = compose(requests, account_of(caller, caller.name))
-    return Prepared(call.for_answer(), new, rates, completion_id)
+    return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)
 
 
 async def respond(
@@ -92,17 +100,19 @@ async def respond(
     prepared.new.clear()
     hold.release()
     if call.stream:
-        return _with(rates, EventStream(gateway, served, completion, is_new=True))
+        stream = EventStream(gateway, served, CompletionStream(completion), is_new=True)
+        return with_headers(rates, stream)
     try:
         async with while_present(request.receive):
-            return _with(rates, await _whole_answer(gateway, served, completion))
+            return with_headers(rates, await _whole_answer(gateway, served, completion))
     except ClientLeftError:
         if not completion.detach:
             gateway.cancels.cancel(served.client, completion.request_ids)
         raise
 
 
-def _with(headers: Mapping[str, str], response: Response) -> Response:
+def with_headers(headers: Mapping[str, str], response: Response) -> Response:
+    """The same answer with more headers."""
     response.headers.update(headers)
     return response
 
@@ -111,6 +121,17 @@ async def _begin(
     gateway: Gateway, caller: Caller, prepared: Prepared
 ) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
     """What was enqueued and where, and the headers that report the caller's rates."""
+    call = prepared.call
+    served, view = await place_of(gateway, caller, prepared)
+    enqueued, rates = await enqueue(gateway, served, caller, prepared)
+    # If the idempotency key was known, these are the ids of the first call with that key.
+    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    bind(request_id=completion_id)
+    return served, completion_of(call, completion_id, view.model), rates
+
+
+async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Found:
+    """The queue for a call. Raises ApiError, ModelNotServedError."""
     call = prepared.call
     if call.model:
         check_model(caller, call.model)
@@ -123,11 +144,7 @@ async def _begin(
             code="no_worker",
             headers={"Retry-After": "5"},
         )
-    enqueued, rates = await enqueue(gateway, served, caller, prepared)
-    # If the idempotency key was known, these are the ids of the first call with that key.
-    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
-    bind(request_id=completion_id)
-    return served, completion_of(call, completion_id, view.model), rates
+    return served, view
 
 
 def _known_as(new: NewRequest) -> Callable[[Keys], str] | None:
@@ -195,7 +212,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
     completion = completion_of(call, completion_id, (await served.watch.look()).model)
     check_positions(completion, have)
-    return EventStream(gateway, served, completion, have)
+    return EventStream(gateway, served, CompletionStream(completion, have))
 
 
 def check_positions(completion: Completion, have: list[Position]) -> None:

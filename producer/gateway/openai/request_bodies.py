@@ -49,7 +49,7 @@ _SWITCHES = {"detach", "wait_for_worker"}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
-T = TypeVar("T", bound="CallOptions")
+T = TypeVar("T", bound="SharedOptions")
 
 
 def _known_options(given: Any) -> Any:
@@ -66,22 +66,27 @@ StreamOptions = Annotated[
 ]
 
 
-class CallOptions(BaseModel):
-    """What both endpoints take beside a payload's fields."""
+class SharedOptions(BaseModel):
+    """What all endpoints that enqueue take beside a payload's fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = Field(None, description="null or empty: that of the gateway's own queue")
     version: int = Field(1, ge=1, le=PROTOCOL_VERSION, description="version of the payload")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
-    stream_options: StreamOptions | None = Field(
-        None, description='{"include_usage": true}: a last chunk has the usage'
-    )
     detach: bool = Field(
         False, description="go on when the client leaves; it comes back for the rest"
     )
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
+
+
+class CallOptions(SharedOptions):
+    """What completions and chats take beside a payload's fields."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}: a last chunk has the usage'
+    )
     user: str | None = Field(None, description="accepted and ignored, like the next four")
     store: bool | None = None
     service_tier: str | None = None
@@ -112,7 +117,10 @@ class ChatOptions(CallOptions):
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None."""
+    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None.
+
+    A call of /v1/responses is a chat that is answered in another form.
+    """
 
     is_chat: bool
     fields: dict[str, Any]
@@ -124,6 +132,7 @@ class CompletionCall:
     detach: bool = False
     wait_for_worker: bool = True
     body_bytes: int = 0
+    is_response: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -182,7 +191,8 @@ class CompletionCall:
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
             return self
-        own = f"{tenant}\n{caller}\n{self.is_chat} {len(self.prompts)} {self.n}\n{key}"
+        form = "response" if self.is_response else self.is_chat
+        own = f"{tenant}\n{caller}\n{form} {len(self.prompts)} {self.n}\n{key}"
         hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
         return self.with_fields(idempotency_key=hashed)
 
@@ -200,7 +210,7 @@ def read_call(is_chat: bool, body: bytes, headers: Mapping[str, str]) -> Complet
 
 
 def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    options, fields = _read(ChatOptions, body, headers)
+    options, fields = read_options(ChatOptions, body, headers)
     if options.max_completion_tokens is not None:
         fields["max_tokens"] = options.max_completion_tokens
     if options.logprobs:
@@ -214,7 +224,7 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 
 
 def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    options, fields = _read(CompletionOptions, body, headers)
+    options, fields = read_options(CompletionOptions, body, headers)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     _refuse("messages", fields)
     prompts = _prompts(options.prompt)
@@ -231,7 +241,10 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     return replace(call, echo=options.echo)
 
 
-def _read(kind: type[T], body: bytes, headers: Mapping[str, str]) -> tuple[T, dict[str, Any]]:
+def read_options(
+    kind: type[T], body: bytes, headers: Mapping[str, str]
+) -> tuple[T, dict[str, Any]]:
+    """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:

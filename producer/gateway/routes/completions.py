@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.call_reader import CallReader, ThisCallReader
+from promptq.producer.gateway.answering.call_reader import CallReader, Endpoint, ThisCallReader
 from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
 from promptq.producer.gateway.context.caller_rates import admit_call
@@ -19,9 +19,9 @@ from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.request_bodies import (
     DEFAULT_MAX_TOKENS,
     HEADERS,
-    CallOptions,
     ChatOptions,
     CompletionOptions,
+    SharedOptions,
 )
 from promptq.shared.protocol.request import Request
 
@@ -32,7 +32,7 @@ router = APIRouter(
 )
 
 
-def _operation(kind: type[CallOptions]) -> dict[str, Any]:
+def operation(kind: type[SharedOptions]) -> dict[str, Any]:
     """The headers and the body of an endpoint, for FastAPI's `openapi_extra`."""
     schema = _body_schema(kind)
     parameters = [
@@ -50,7 +50,7 @@ def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, An
     return {"name": name, "in": "header", "schema": schema, "description": description}
 
 
-def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
+def _body_schema(kind: type[SharedOptions]) -> dict[str, Any]:
     """The endpoint's options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
@@ -64,22 +64,20 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
-@router.post("/v1/chat/completions", openapi_extra=_operation(ChatOptions), response_class=Response)
+@router.post("/v1/chat/completions", openapi_extra=operation(ChatOptions), response_class=Response)
 async def create_chat_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Answer a chat, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, is_chat=True)
+    return await _create(request, gateway, caller, call_reader, "chats")
 
 
-@router.post(
-    "/v1/completions", openapi_extra=_operation(CompletionOptions), response_class=Response
-)
+@router.post("/v1/completions", openapi_extra=operation(CompletionOptions), response_class=Response)
 async def create_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
     """Continue one prompt or several, in one piece or, with `stream`, as it is generated."""
-    return await _create(request, gateway, caller, call_reader, is_chat=False)
+    return await _create(request, gateway, caller, call_reader, "completions")
 
 
 async def _create(
@@ -87,8 +85,7 @@ async def _create(
     gateway: Gateway,
     caller: Caller,
     call_reader: CallReader,
-    *,
-    is_chat: bool,
+    endpoint: Endpoint,
 ) -> Response:
     headers = request.headers
     if last_event_id := headers.get("last-event-id"):
@@ -101,7 +98,7 @@ async def _create(
         most = gateway.settings.http_max_body_bytes
         body = [piece async for piece in body_pieces(request, most, hold)]
         aliases = await gateway.queues.aliases()
-        prepared = await call_reader.prepare(is_chat, body, headers, caller, aliases)
+        prepared = await call_reader.prepare(endpoint, body, headers, caller, aliases)
         hold.grow_to(sum(len(it.payload or b"") for it in prepared.new))
         prepared = replace(prepared, taken=taken)
         return await respond(request, gateway, caller, prepared, hold)
