@@ -119,7 +119,7 @@ class CallReader:
         except HistoryNeededError as needed:
             assert history_of is not None
             history = await history_of(needed.previous_response_id)
-            return await self._read(reading, body, history)
+        return await self._read(reading, body, history)
 
     async def aclose(self) -> None:
         while self._idle:

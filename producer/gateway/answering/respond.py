@@ -35,6 +35,7 @@ from promptq.producer.gateway.openai.completion import (
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
+from promptq.producer.gateway.responses.field_names import named_as_asked
 from promptq.producer.gateway.responses.request_body import AskedResponse
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
@@ -79,7 +80,13 @@ def prepare(
         tenant = ""  # as in earlier releases, whose gateways may have taken the same call
     requests = call.with_key_of(caller.name, tenant).requests(completion_id)
     rates = rates_of(caller, requests)
-    new = compose(requests, account_of(caller, caller.name))
+    try:
+        new = compose(requests, account_of(caller, caller.name))
+    except InvalidRequestError as error:
+        if asked is None:
+            raise
+        message, field = named_as_asked(str(error), error.field)
+        raise InvalidRequestError(message, field=field or "") from None
     return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)
 
 

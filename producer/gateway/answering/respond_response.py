@@ -55,7 +55,8 @@ async def respond_response(
         return with_headers(rates, stream)
     headers = {"X-Request-Id": call.id, **({"X-Stream-Url": call.url} if call.url else {})}
     if call.background and answering.stored is not None:
-        whole = await records.current(answering.stored)
+        is_new = call.id == prepared.completion_id
+        whole = call.object("queued") if is_new else await records.current(answering.stored)
     else:
         try:
             async with while_present(request.receive):

@@ -15,6 +15,7 @@ from promptq.producer.gateway.openai.request_bodies import (
     StreamOptions,
     read_options,
 )
+from promptq.producer.gateway.responses.field_names import NAMES
 from promptq.producer.gateway.responses.input_items import messages_of, read_items
 from promptq.producer.gateway.responses.response_call import ResponseCall
 from promptq.producer.gateway.responses.tool_fields import payload_format, payload_tools
@@ -33,14 +34,6 @@ _OTHER_INCLUDES = (
 )
 """What `include` may name without effect: items of which there are none here."""
 
-_ELSEWHERE = {
-    "messages": "input",
-    "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
-    "logprobs": f"include: [{LOGPROBS!r}] and top_logprobs",
-    "prompt": "input",
-}
-"""Fields of a payload that have another name here."""
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 
@@ -111,7 +104,7 @@ def read_response(
     None and the call continues one, InvalidRequestError naming the field that is wrong.
     """
     options, fields = read_options(ResponseOptions, body, headers)
-    for name, other in _ELSEWHERE.items():
+    for name, other in NAMES.items():
         if name in fields:
             raise InvalidRequestError(
                 f"{name}: is not a field of this endpoint; use {other}", field=name

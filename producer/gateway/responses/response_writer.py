@@ -17,6 +17,7 @@ from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.logprobs import chat_logprobs
 from promptq.producer.gateway.openai.tool_calls import call_id
 from promptq.producer.gateway.responses.ended_output import EndedOutput, Ending
+from promptq.producer.gateway.responses.field_names import named_as_asked
 from promptq.producer.gateway.responses.output_text import Kind, OutputText
 from promptq.producer.gateway.responses.output_text import Piece as TextPiece
 from promptq.producer.gateway.responses.response_call import ResponseCall, Status
@@ -117,7 +118,11 @@ class ResponseWriter:
     def failure_of(self, ending: Ending) -> ApiError | None:
         """The error of a request that ended without an answer."""
         num_tokens = ending.usage.completion_tokens
-        return failure(ending.finish_reason, ending.error, num_tokens)
+        error = failure(ending.finish_reason, ending.error, num_tokens)
+        if error is not None and error.param is not None:
+            message, error.param = named_as_asked(str(error), error.param)
+            error.args = (message,)
+        return error
 
     def _object(self, status: Status) -> str:
         return self._call.object(status, model=self._model)
