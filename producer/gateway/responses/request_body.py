@@ -34,6 +34,7 @@ _OTHER_INCLUDES = (
 )
 """What `include` may name without effect: items of which there are none here."""
 
+_LONGEST_EFFORT = 100
 _REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 
@@ -182,6 +183,12 @@ def _check_options(options: ResponseOptions) -> None:
             raise InvalidRequestError(
                 f"reasoning: {name[:80]!r} is not one of {', '.join(_REASONING)}", field="reasoning"
             )
+    effort = (options.reasoning or {}).get("effort")
+    if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
+        raise InvalidRequestError(
+            f"reasoning.effort: must be a text of 1 to {_LONGEST_EFFORT} characters",
+            field="reasoning.effort",
+        )
 
 
 def _template_variables(
@@ -191,7 +198,10 @@ def _template_variables(
     given = fields.get("chat_template_kwargs")
     if effort is None or not (given is None or isinstance(given, dict)):
         return None
-    return {"reasoning_effort": effort, **(given or {})}
+    ours: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":  # what templates with a switch instead of levels know
+        ours["enable_thinking"] = False
+    return {**ours, **(given or {})}
 
 
 def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:

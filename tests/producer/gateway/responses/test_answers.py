@@ -272,6 +272,7 @@ def test_an_answer_by_schema(stories: OpenAI) -> None:
         ({"max_output_tokens": 3, "min_tokens": 4}, "min_tokens", "more than max_tokens"),
         ({"background": True, "store": False}, "background", "needs store"),
         ({"reasoning": {"depth": 3}}, "reasoning", "'depth' is not one of"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort", "must be a text"),
         ({"input": []}, "input", "is empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0: type 'item_ref"),
         ({"input": [{"role": "boss", "content": "x"}]}, "input", "role 'boss' is not one of"),
