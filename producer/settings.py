@@ -44,6 +44,19 @@ class GatewaySettings(FilesSettings):
         100, ge=0, description="most unfinished batches of a tenant; 0: no limit"
     )
 
+    responses_seconds: int = Field(
+        86_400,
+        ge=60,
+        description="how long a stored response is kept, from its creation",
+    )
+    responses_per_tenant: int = Field(
+        100_000, ge=0, description="most stored responses of a tenant; 0: no limit"
+    )
+    responses_bytes_per_tenant: int = Field(
+        256 << 20,
+        ge=0,
+        description="most bytes of stored responses that a tenant may keep; 0: no limit",
+    )
     queues: tuple[str, ...] = Field(
         (),
         description="the queues that the gateway serves, as a JSON list; the first one holds API"

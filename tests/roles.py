@@ -43,6 +43,7 @@ _ROLE_OF_SCRIPT = {
     "sweep": "worker",
     "heartbeat": "worker",
     "hold_lease": "jobs",
+    "store_response": "gateway",
 }
 """Who calls it; the worker calls `cancel` too."""
 

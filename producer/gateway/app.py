@@ -16,6 +16,7 @@ from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
 from promptq.producer.gateway.answering.call_reader import CallReader
+from promptq.producer.gateway.answering.response_records import ResponseRecords
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.key_uses import KeyUses
@@ -34,10 +35,12 @@ from promptq.producer.gateway.routes import (
     health,
     metrics,
     models,
+    responses,
     scaling,
     streams,
 )
 from promptq.producer.settings import GatewaySettings
+from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import start_tracing
 from promptq.shared.server.connection import make_async_redis
 
@@ -47,6 +50,7 @@ _ROUTERS = (
     scaling.router,
     completions.router,
     streams.router,
+    responses.router,
     models.router,
     files.router,
     batches.router,
@@ -94,9 +98,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             KeyUses(queues.own.queue),
             Refusals(),
         )
+        keeping = asyncio.create_task(ResponseRecords(app.state.gateway).keep_all())
         try:
             yield
         finally:
+            await end([keeping])
             await app.state.call_reader.aclose()
             await cancels.aclose()
             await queues.aclose()

@@ -101,6 +101,8 @@ class Keys:
     statistics_minutes = _Name("statistics:minutes")
     """A sample for each minute, made of those in the stream `statistics`."""
     unfinished_batches = _Name("batches:unfinished")
+    unfinished_responses = _Name("responses:unfinished")
+    """Stored responses without a result, by the time (ms) at which somebody last looked at them."""
 
     def __post_init__(self) -> None:
         if not _QUEUE_NAME.fullmatch(self.queue):
@@ -137,6 +139,10 @@ class Keys:
     def batch_runner(self, batch_id: str) -> str:
         """The lease of the process that runs a batch."""
         return f"{self.prefix}batch:{batch_id}:runner"
+
+    def response(self, response_id: str) -> str:
+        """What is stored of a response of the HTTP API."""
+        return f"{self.prefix}response:{response_id}"
 
     def idempotency(self, key: str) -> str:
         """The id of the request that was sent with an idempotency key."""

@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "used": ("api_keys:*",),
     "rates": ("rate:*",),
     "batches": ("batch:*", "batches:*"),
+    "responses": ("response:*", "responses:*"),
     "upkeep": ("jobs:*", "upkeep", "webhooks:*"),
 }
 """The queue's keys by their subject, as patterns that follow the queue's prefix."""
@@ -115,7 +116,7 @@ ROLES: dict[str, Role] = {
         others=(f"~{QUEUES}",),
     ),
     "gateway": Role(
-        writes=(*_ENQUEUEING, "config", "used", "rates", "batches"),
+        writes=(*_ENQUEUEING, "config", "used", "rates", "batches", "responses"),
         reads=("outputs", "workers", "statistics", "model", "api_keys"),
         channels=("control", "drain", "events:*"),
         commands=f"{_READ} {_WRITE} {_SCRIPTS} {_LISTEN} {_LOOK_THROUGH}"

@@ -13,9 +13,10 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -28,6 +29,12 @@ from promptq.producer.gateway.http.errors import ApiError
 from promptq.producer.gateway.openai.completion import new_completion_id, new_embedding_id
 from promptq.producer.gateway.openai.embeddings import read_embedding_call
 from promptq.producer.gateway.openai.request_bodies import HEADERS, CompletionCall, read_call
+from promptq.producer.gateway.responses.request_body import (
+    AskedResponse,
+    HistoryNeededError,
+    read_response,
+)
+from promptq.producer.gateway.responses.response_call import ResponseCall, new_response_id
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.request import NewRequest, TokenAccount, TraceContext
 from promptq.shared.protocol.request import Request as PayloadRequest
@@ -49,11 +56,36 @@ gets no memory."""
 _INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables that find the interpreter and this package. Others may hold passwords."""
 
-Endpoint = Literal["completions", "chats", "embeddings"]
+Endpoint = Literal["completions", "chats", "embeddings", "responses"]
 """What a call may be one of."""
 
 Payload = bytes | memoryview
 """A request's payload as JSON. A large one is a `memoryview`."""
+
+
+Parts = list[list[bytes]]
+"""What a process reads of a call, each part in pieces: the body, and perhaps the history."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A call to be read, but for its body."""
+
+    endpoint: Endpoint
+    headers: Mapping[str, str]
+    caller: Caller
+    new_id: str
+    aliases: Mapping[str, str]
+
+    def call(
+        self, body: bytes, history: bytes | None
+    ) -> tuple[CompletionCall, AskedResponse | None]:
+        """Raises InvalidRequestError, HistoryNeededError."""
+        if self.endpoint == "responses":
+            return read_response(body, self.headers, self.new_id, history)
+        if self.endpoint == "embeddings":
+            return read_embedding_call(body, self.headers), None
+        return read_call(self.endpoint == "chats", body, self.headers), None
 
 
 class CallReader:
@@ -74,66 +106,77 @@ class CallReader:
         headers: Mapping[str, str],
         caller: Caller,
         aliases: Mapping[str, str],
+        history_of: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> Prepared:
         """Read a call whose body is given in pieces. `aliases` are those of models.
 
-        Raises InvalidRequestError, ApiError.
+        `history_of` gives the items of a response and of those before it, one a line. Raises
+        InvalidRequestError, ApiError, and what `history_of` raises.
         """
-        completion_id = _new_id(endpoint)
-        if sum(map(len, body)) <= _SMALL_BYTES:
-            call = _read_call(endpoint, b"".join(body), headers)
-            if call.num_bytes <= _SMALL_BYTES:
-                return prepare(call, caller, completion_id, aliases)
-        own_turn = self._turns_of_tenants.setdefault(caller.party, asyncio.Lock())
-        async with own_turn, self._turns:
-            return await self._prepare(endpoint, body, headers, caller, completion_id, aliases)
+        reading = _Reading(endpoint, headers, caller, _new_id(endpoint), aliases)
+        try:
+            return await self._read(reading, body, None)
+        except HistoryNeededError as needed:
+            assert history_of is not None
+            history = await history_of(needed.previous_response_id)
+        return await self._read(reading, body, history)
 
     async def aclose(self) -> None:
         while self._idle:
             await _end(self._idle.pop())
 
-    async def _prepare(
-        self,
-        endpoint: Endpoint,
-        body: list[bytes],
-        headers: Mapping[str, str],
-        caller: Caller,
-        completion_id: str,
-        aliases: Mapping[str, str],
+    async def _read(self, reading: _Reading, body: list[bytes], history: bytes | None) -> Prepared:
+        """Raises HistoryNeededError if `history` is None and the call needs it."""
+        if sum(map(len, body)) + len(history or b"") <= _SMALL_BYTES:
+            call, asked = reading.call(b"".join(body), history)
+            if call.num_bytes <= _SMALL_BYTES:
+                return prepare(call, reading.caller, reading.new_id, reading.aliases, asked)
+        own_turn = self._turns_of_tenants.setdefault(reading.caller.party, asyncio.Lock())
+        async with own_turn, self._turns:
+            return await self._read_elsewhere(reading, body, history)
+
+    async def _read_elsewhere(
+        self, reading: _Reading, body: list[bytes], history: bytes | None
     ) -> Prepared:
+        caller = reading.caller
         asked = {
-            "endpoint": endpoint,
-            "headers": {it: headers[it] for it in HEADERS.values() if it in headers},
+            "endpoint": reading.endpoint,
+            "headers": {
+                it: reading.headers[it] for it in HEADERS.values() if it in reading.headers
+            },
             "caller": caller.model_dump(mode="json"),
-            "completion_id": completion_id,
-            "aliases": dict(aliases),
+            "new_id": reading.new_id,
+            "aliases": dict(reading.aliases),
             "cpu_seconds": _MOST_CPU_SECONDS,
         }
+        parts = [body] if history is None else [body, [history]]
         try:
             async with asyncio.timeout(_MOST_SECONDS):
-                told, payloads = await self._ask_one_or_another(asked, body)
+                told, payloads = await self._ask_one_or_another(asked, parts)
         except (EOFError, OSError, TimeoutError):
             raise _not_read() from None
         if "error" in told:
             raise _error_of(told["error"])
+        if "previous_response_id" in told:
+            raise HistoryNeededError(told["previous_response_id"])
         return _prepared_of(told, payloads, account_of(caller, caller.name))
 
     async def _ask_one_or_another(
-        self, asked: Mapping[str, Any], body: list[bytes]
+        self, asked: Mapping[str, Any], parts: Parts
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises as `_ask_one`; EOFError and OSError only if a new process ended, too."""
         try:
-            return await self._ask_one(asked, body)
+            return await self._ask_one(asked, parts)
         except (EOFError, OSError):
-            return await self._ask_one(asked, body, is_new=True)
+            return await self._ask_one(asked, parts, is_new=True)
 
     async def _ask_one(
-        self, asked: Mapping[str, Any], body: list[bytes], *, is_new: bool = False
+        self, asked: Mapping[str, Any], parts: Parts, *, is_new: bool = False
     ) -> tuple[dict[str, Any], list[Payload]]:
         """Raises ApiError 400 if the process ended at its bounds, else EOFError and OSError."""
         process = await _start() if is_new or not self._idle else self._idle.pop()
         try:
-            answered = await _ask(process, asked, body)
+            answered = await _ask(process, asked, parts)
         except (EOFError, OSError):  # the process has ended, or is about to
             if await process.wait() in _TOO_MUCH_CODES:
                 raise _too_much() from None
@@ -155,12 +198,22 @@ def call_reader_of(request: Request) -> CallReader:
 ThisCallReader = Annotated[CallReader, Depends(call_reader_of)]
 
 
-def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """What a process gives back: a header that is JSON, and payloads behind it."""
+def answer(
+    asked: Mapping[str, Any], body: bytes, history: bytes | None = None
+) -> tuple[dict[str, Any], list[bytes]]:
+    """What a process gives back: a header that is JSON, and payloads behind it.
+
+    Behind the payload of a response come its echo and its input.
+    """
+    caller = Caller.model_validate(asked["caller"])
+    reading = _Reading(
+        asked["endpoint"], asked["headers"], caller, asked["new_id"], asked["aliases"]
+    )
     try:
-        call = _read_call(asked["endpoint"], body, asked["headers"])
-        caller = Caller.model_validate(asked["caller"])
-        prepared = prepare(call, caller, asked["completion_id"], asked["aliases"])
+        call, response = reading.call(body, history)
+        prepared = prepare(call, caller, reading.new_id, reading.aliases, response)
+    except HistoryNeededError as needed:
+        return {"previous_response_id": needed.previous_response_id}, []
     except InvalidRequestError as error:
         return {"error": {"message": str(error), "field": error.field}}, []
     except ApiError as error:
@@ -175,19 +228,18 @@ def answer(asked: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], list[
     call_told = asdict(prepared.call)
     rates = [asdict(rate) for rate in prepared.rates]
     told = {"call": call_told, "new": new, "rates": rates, "id": prepared.completion_id}
+    if response is not None:
+        told["response"] = {**asdict(response.call), "echo": ""}
+        payloads += [response.call.echo.encode(), response.input_lines]
     return told, payloads
 
 
 def _new_id(endpoint: Endpoint) -> str:
+    if endpoint == "responses":
+        return new_response_id()
     return (
         new_embedding_id() if endpoint == "embeddings" else new_completion_id(endpoint == "chats")
     )
-
-
-def _read_call(endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> CompletionCall:
-    if endpoint == "embeddings":
-        return read_embedding_call(body, headers)
-    return read_call(endpoint == "chats", body, headers)
 
 
 def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:
@@ -199,12 +251,18 @@ def head(told: Mapping[str, Any], sizes: list[int]) -> bytes:
 def _prepared_of(
     told: Mapping[str, Any], payloads: list[Payload], account: TokenAccount | None
 ) -> Prepared:
+    response = None
+    if "response" in told:
+        *payloads, echo, lines = payloads
+        call = ResponseCall(**{**told["response"], "echo": bytes(echo).decode()})
+        response = AskedResponse(call, bytes(lines))
     new = [
         NewRequest(request_id, _looked_at(fields), delay_ms, account, payload)
         for (request_id, fields, delay_ms), payload in zip(told["new"], payloads, strict=True)
     ]
     rates = [Rate(**rate) for rate in told["rates"]]
-    return Prepared(CompletionCall(**told["call"]), new, rates, told["id"])
+    completion_call = CompletionCall(**told["call"])
+    return Prepared(completion_call, new, rates, told["id"], asked=response)
 
 
 def _looked_at(fields: dict[str, Any]) -> PayloadRequest:
@@ -254,13 +312,13 @@ async def _start() -> Process:
 
 
 async def _ask(
-    process: Process, asked: Mapping[str, Any], body: list[bytes]
+    process: Process, asked: Mapping[str, Any], parts: Parts
 ) -> tuple[dict[str, Any], list[Payload]]:
     """Raises EOFError and OSError if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(head(asked, [sum(map(len, body))]))
-    for piece in body:
+    process.stdin.write(head(asked, [sum(map(len, part)) for part in parts]))
+    for piece in chain.from_iterable(parts):
         process.stdin.write(piece)
         await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")

@@ -32,15 +32,15 @@ def main() -> None:
     while length := incoming.read(LENGTH_BYTES):
         asked = json.loads(incoming.read(int.from_bytes(length, "big")))
         try:
-            _answer_one(asked, incoming.read(asked["sizes"][0]), outgoing)
+            _answer_one(asked, [incoming.read(size) for size in asked["sizes"]], outgoing)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
 
 
-def _answer_one(asked: dict[str, Any], body: bytes, outgoing: BinaryIO) -> None:
+def _answer_one(asked: dict[str, Any], parts: list[bytes], outgoing: BinaryIO) -> None:
     """Answer a call. SIGPROF ends the process if that takes too much CPU time."""
     signal.setitimer(signal.ITIMER_PROF, asked["cpu_seconds"])
-    told, payloads = answer(asked, body)
+    told, payloads = answer(asked, *parts)
     outgoing.write(head(told, [len(it) for it in payloads]))
     outgoing.writelines(payloads)
     outgoing.flush()

@@ -9,48 +9,68 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from promptq.producer.clients.connecting import explained
 from promptq.producer.gateway.answering.disconnects import while_present
 from promptq.producer.gateway.context.gateway import Gateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
 from promptq.producer.gateway.http.connection_limits import PIECES, Unfinished
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError, as_api_error
-from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
-from promptq.producer.gateway.openai.completion import Completion
-from promptq.producer.gateway.openai.endings import failure
-from promptq.producer.gateway.openai.read_positions import Position, event_id
 from promptq.shared.errors import PromptqError
-from promptq.shared.protocol.events import TokenEvent, Usage
-from promptq.shared.protocol.output_style import OutputStyle
+from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.runtime.tasks import end
 
 _COMMENT = b": waiting\n"
 """Without a blank line after it, which OpenAI's client would take for the end of an event."""
-_DONE = b"data: [DONE]\n\n"
+
+
+class Frames(Protocol):
+    """Makes the frames (server-sent events) of an answer from the events of its requests."""
+
+    async def begin(self) -> None:
+        """Write what comes before all output, if that is to be sent at once."""
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        """Write an event of the request at `place`. Raises ApiError for one that failed."""
+
+    async def finish(self) -> None:
+        """Write what comes after the last event of all requests."""
+
+    def error(self, error: ApiError) -> bytes:
+        """The last frame of an answer that breaks off."""
+
+
+class Streamed(Protocol):
+    """An answer that can be streamed."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def url(self) -> str:
+        """The path at which it can be read again, or ''."""
+
+    @property
+    def request_ids(self) -> list[str]: ...
+    @property
+    def detach(self) -> bool:
+        """Whether it goes on when its client leaves."""
+
+    def frames(self, served: ServedQueue, out: Out) -> Frames: ...
 
 
 class EventStream(Response):
-    """Streams a completion. When its client leaves, it is cancelled, unless the client detached.
+    """Streams an answer. When its client leaves, it is cancelled, unless the client detached.
 
     The status of a new stream waits some time for the first token, so that it can still report
     an error.
     """
 
     def __init__(
-        self,
-        gateway: Gateway,
-        served: ServedQueue,
-        completion: Completion,
-        have: Sequence[Position] = (),
-        *,
-        is_new: bool = False,
+        self, gateway: Gateway, served: ServedQueue, streamed: Streamed, *, is_new: bool = False
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -59,25 +79,25 @@ class EventStream(Response):
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
-                "X-Request-Id": completion.id,
-                "X-Stream-Url": completion.url,
+                "X-Request-Id": streamed.id,
+                **({"X-Stream-Url": streamed.url} if streamed.url else {}),
             }
         )
         self._gateway = gateway
         self._served = served
-        self._completion = completion
+        self._streamed = streamed
         self._header_seconds = gateway.settings.http_header_seconds if is_new else 0.0
-        self._have = have or [Position()] * completion.num_choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_ids = self._completion.request_ids
+        request_ids = self._streamed.request_ids
         write_piece = scope.get("extensions", {}).get(PIECES, {}).get("write")
-        out = _Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
+        out = Out(self, send, write_piece, self._gateway.settings.http_keepalive_seconds)
         try:
             async with while_present(receive) as presence:
                 out.begin_after(self._header_seconds)
+                frames = self._streamed.frames(self._served, out)
                 try:
-                    await self._stream(out, request_ids)
+                    await self._stream(frames, request_ids)
                 except (ApiError, PromptqError) as error:
                     told = as_api_error(error) if isinstance(error, PromptqError) else error
                     # If one answer failed, nobody reads the others. But if the gateway failed, such
@@ -86,11 +106,11 @@ class EventStream(Response):
                         self._cancel(request_ids)
                     if not out.has_begun:
                         raise told from None
-                    await out.write_all(_error_frame(told))
+                    await out.write_all(frames.error(told))
                 presence.is_over = True
                 await out.end()
         except ClientLeftError:
-            if not self._completion.detach:
+            if not self._streamed.detach:
                 self._cancel(request_ids)
             if not out.has_begun:
                 raise  # so that it is counted as a client that left
@@ -100,8 +120,8 @@ class EventStream(Response):
     def _cancel(self, request_ids: Sequence[str]) -> None:
         self._gateway.cancels.cancel(self._served.client, request_ids)
 
-    async def _stream(self, out: _Out, request_ids: list[str]) -> None:
-        frames = _Frames(self._served, self._completion, self._have, out)
+    async def _stream(self, frames: Frames, request_ids: list[str]) -> None:
+        await frames.begin()
         following = [
             asyncio.create_task(self._served.client.follow(it, partial(frames.write, place)))
             for place, it in enumerate(request_ids)
@@ -113,86 +133,7 @@ class EventStream(Response):
         await frames.finish()
 
 
-class _Frames:
-    """The frames of a completion: chunks of all its choices, then its usage and the end."""
-
-    def __init__(
-        self, served: ServedQueue, completion: Completion, have: Sequence[Position], out: _Out
-    ) -> None:
-        self._served = served
-        self._completion = completion
-        self._have = have
-        self._out = out
-        self._learning = asyncio.Lock()
-        self._writers: list[ChoiceWriter] = []
-        self._positions: list[str] = []
-        self._num_tokens = 0
-
-    def write(self, place: int, event: TokenEvent) -> Unfinished:
-        """Write an event of the choice at `place`."""
-        if event.finish_reason is not None:
-            so_far = self._num_tokens + event.end
-            if (error := failure(event.finish_reason, event.error, so_far)) is not None:
-                raise error
-        self._num_tokens += len(event.token_ids)
-        if not self._writers:
-            return partial(self._learn_and_write, place, event)
-        return self._write_chunk(place, event)
-
-    async def finish(self) -> None:
-        if self._completion.include_usage:
-            usages = [writer.usage or Usage() for writer in self._writers]
-            chunk = usage_chunk(self._completion, usages)
-            await self._out.write_all(f"data: {chunk}\n\n".encode("ascii"))
-        await self._out.write_all(_DONE)
-
-    def _write_chunk(self, place: int, event: TokenEvent) -> Unfinished:
-        writer = self._writers[place]
-        chunk = writer.chunk(event)
-        if chunk is None:
-            return None
-        self._positions[place] = writer.position
-        last_id = event_id(self._completion.id, self._positions)
-        return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
-
-    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
-        async with self._learning:
-            if not self._writers:
-                self._completion, style = await learned(self._served, self._completion)
-                self._writers = [
-                    ChoiceWriter(self._completion, index, have, style)
-                    for index, have in enumerate(self._have)
-                ]
-                self._positions = [writer.position for writer in self._writers]
-                if roles := role_chunks(self._completion, self._have):
-                    # They have no ids: a client that has read nothing else begins anew. They go
-                    # out together, as nothing may come between them.
-                    frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
-                    await self._out.write_all(frames.encode("ascii"))
-        if (finish := self._write_chunk(place, event)) is not None:
-            await finish()
-
-
-async def learned(
-    served: ServedQueue, completion: Completion
-) -> tuple[Completion, OutputStyle | None]:
-    """Add what the queue knows as soon as there is an event: its model, and how that writes.
-
-    The worker that sent the event has written both before.
-    """
-    if completion.model and not completion.is_chat:
-        return completion, None
-    with explained(served.client.url):
-        view = await served.watch.look()
-        is_untold = view.output_style is None and completion.asked.with_tools
-        if not view.model or is_untold:  # perhaps written just now
-            view = await served.watch.look(now=True)
-    if not completion.model:
-        completion = replace(completion, model=view.model)
-    return completion, view.output_style
-
-
-class _Out:
+class Out:
     """Writes to the client: a status, frames, and comments after some time without frames."""
 
     def __init__(
@@ -265,7 +206,3 @@ class _Out:
     async def _comment(self) -> None:
         if not self._is_over:
             await self.write_all(_COMMENT)
-
-
-def _error_frame(error: ApiError) -> bytes:
-    return b"data: " + cast(bytes, error.response().body) + b"\n\n"

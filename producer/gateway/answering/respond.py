@@ -11,8 +11,9 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from promptq.producer.clients.request_builder import compose
+from promptq.producer.gateway.answering.completion_stream import CompletionStream, learned
 from promptq.producer.gateway.answering.disconnects import while_present
-from promptq.producer.gateway.answering.event_stream import EventStream, learned
+from promptq.producer.gateway.answering.event_stream import EventStream
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import (
     Caller,
@@ -22,7 +23,7 @@ from promptq.producer.gateway.context.access import (
 )
 from promptq.producer.gateway.context.caller_rates import account_of, rates_of, take
 from promptq.producer.gateway.context.gateway import Gateway
-from promptq.producer.gateway.context.served_queues import ServedQueue
+from promptq.producer.gateway.context.served_queues import Found, ServedQueue
 from promptq.producer.gateway.http.body_budget import Hold
 from promptq.producer.gateway.http.errors import ApiError, ClientLeftError
 from promptq.producer.gateway.openai.answers import answer
@@ -35,6 +36,8 @@ from promptq.producer.gateway.openai.embeddings import as_asked
 from promptq.producer.gateway.openai.endings import failure
 from promptq.producer.gateway.openai.read_positions import Position, read_event_id
 from promptq.producer.gateway.openai.request_bodies import CompletionCall, request_ids
+from promptq.producer.gateway.responses.field_names import named_as_asked
+from promptq.producer.gateway.responses.request_body import AskedResponse
 from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import Result
 from promptq.shared.protocol.keys import Keys
@@ -56,10 +59,16 @@ class Prepared:
     rates: list[Rate]
     completion_id: str
     taken: int = 0
+    asked: AskedResponse | None = None
+    """Of a call of /v1/responses."""
 
 
 def prepare(
-    call: CompletionCall, caller: Caller, completion_id: str, aliases: Mapping[str, str]
+    call: CompletionCall,
+    caller: Caller,
+    completion_id: str,
+    aliases: Mapping[str, str],
+    asked: AskedResponse | None = None,
 ) -> Prepared:
     """Compose a call's requests, as far as its caller may make them. Slow for a large body.
 
@@ -75,8 +84,11 @@ def prepare(
     try:
         new = compose(requests, account_of(caller, caller.name))
     except InvalidRequestError as error:
+        if asked is not None:
+            message, field = named_as_asked(str(error), error.field)
+            raise InvalidRequestError(message, field=field or "") from None
         raise error if call.encoding_format is None else as_asked(error) from None
-    return Prepared(call.for_answer(), new, rates, completion_id)
+    return Prepared(call.for_answer(), new, rates, completion_id, asked=asked)
 
 
 async def respond(
@@ -96,7 +108,8 @@ async def respond(
     prepared.new.clear()
     hold.release()
     if call.stream:
-        return with_headers(rates, EventStream(gateway, served, completion, is_new=True))
+        stream = EventStream(gateway, served, CompletionStream(completion), is_new=True)
+        return with_headers(rates, stream)
     try:
         async with while_present(request.receive):
             return with_headers(rates, await _whole_answer(gateway, served, completion))
@@ -117,6 +130,17 @@ async def begin(
 ) -> tuple[ServedQueue, Completion, Mapping[str, str]]:
     """Enqueue a call. Gives where, its answer to be, and headers that report the caller's rates."""
     call = prepared.call
+    served, view = await place_of(gateway, caller, prepared)
+    enqueued, rates = await enqueue(gateway, served, caller, prepared)
+    # If the idempotency key was known, these are the ids of the first call with that key.
+    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
+    bind(request_id=completion_id)
+    return served, completion_of(call, completion_id, view.model), rates
+
+
+async def place_of(gateway: Gateway, caller: Caller, prepared: Prepared) -> Found:
+    """The queue for a call. Raises ApiError, ModelNotServedError."""
+    call = prepared.call
     if call.model:
         check_model(caller, call.model)
     served, view = await gateway.queues.of_model(call.model, _known_as(prepared.new[0]))
@@ -128,11 +152,7 @@ async def begin(
             code="no_worker",
             headers={"Retry-After": "5"},
         )
-    enqueued, rates = await enqueue(gateway, served, caller, prepared)
-    # If the idempotency key was known, these are the ids of the first call with that key.
-    completion_id = enqueued[0] if call.num_choices == 1 else enqueued[0].removesuffix(":0")
-    bind(request_id=completion_id)
-    return served, completion_of(call, completion_id, view.model), rates
+    return served, view
 
 
 def _known_as(new: NewRequest) -> Callable[[Keys], str] | None:
@@ -200,7 +220,7 @@ async def _resume(gateway: Gateway, call: CompletionCall, last_event_id: str) ->
     served = await gateway.queues.holding(request_ids(completion_id, len(have))[0])
     completion = completion_of(call, completion_id, (await served.watch.look()).model)
     check_positions(completion, have)
-    return EventStream(gateway, served, completion, have)
+    return EventStream(gateway, served, CompletionStream(completion, have))
 
 
 def check_positions(completion: Completion, have: list[Position]) -> None:

@@ -7,8 +7,8 @@ import asyncio
 from fastapi import Request
 from starlette.responses import Response
 
+from promptq.producer.gateway.answering.completion_stream import learned
 from promptq.producer.gateway.answering.disconnects import while_present
-from promptq.producer.gateway.answering.event_stream import learned
 from promptq.producer.gateway.answering.respond import Prepared, begin, with_headers
 from promptq.producer.gateway.context.access import Caller
 from promptq.producer.gateway.context.gateway import Gateway

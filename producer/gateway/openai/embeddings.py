@@ -44,6 +44,7 @@ class EmbeddingOptions(BodyOptions):
     )
     pooling: Pooling | None = Field(None, description="left out: as the worker has it")
     normalize: bool = Field(True, description="give each vector the length 1")
+    user: str | None = Field(None, description="accepted without effect")
 
 
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from promptq.producer.clients.request_builder import Prompt
@@ -72,8 +72,8 @@ _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_sta
 StreamOptions = Annotated[dict[str, bool], BeforeValidator(_known_options)]
 
 
-class BodyOptions(FieldsWithoutEffect):
-    """What all endpoints take beside a payload's fields."""
+class BodyOptions(BaseModel):
+    """What all endpoints that enqueue take beside a payload's fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -82,16 +82,21 @@ class BodyOptions(FieldsWithoutEffect):
     wait_for_worker: bool = Field(True, description="false: 503 while no worker is alive")
 
 
-class CallOptions(BodyOptions, FixedFields):
-    """What the endpoints that generate take."""
+class GeneratingOptions(BodyOptions):
+    """What the endpoints that generate take, too."""
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
     stream: bool = Field(False, description="send tokens as they come, as server-sent events")
-    stream_options: StreamOptions | None = Field(
-        None, description='{"include_usage": true}: a last chunk has the usage'
-    )
     detach: bool = Field(
         False, description="go on when the client leaves; it comes back for the rest"
+    )
+
+
+class CallOptions(GeneratingOptions, FieldsWithoutEffect, FixedFields):
+    """What completions and chats take, too."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="how many answers each prompt gets")
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}: a last chunk has the usage'
     )
 
 
@@ -129,7 +134,10 @@ class ChatOptions(CallOptions):
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None."""
+    """One call. `fields` are those of a payload. For a chat, `prompts` is a single None.
+
+    A call of /v1/responses is a chat that is answered in another form.
+    """
 
     is_chat: bool
     fields: dict[str, Any]
@@ -146,6 +154,7 @@ class CompletionCall:
     body_bytes: int = 0
     encoding_format: Literal["float", "base64"] | None = None
     """How vectors are written, for a call that asks for them; None: it asks for text."""
+    is_response: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -203,7 +212,9 @@ class CompletionCall:
         key = self.fields.get("idempotency_key")
         if not isinstance(key, str):
             return self
-        kind = self.is_chat if self.encoding_format is None else "embeddings"
+        kind: bool | str = self.is_chat
+        if self.is_response or self.encoding_format is not None:
+            kind = "response" if self.is_response else "embeddings"
         own = f"{tenant}\n{caller}\n{kind} {len(self.prompts)} {self.n}\n{key}"
         hashed = hashlib.sha256(own.encode("utf-8", "surrogatepass")).hexdigest()
         return self.with_fields(idempotency_key=hashed)
@@ -231,7 +242,7 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     elif options.top_logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs: true", field="top_logprobs")
     if options.reasoning_effort is not None:
-        fields["chat_template_kwargs"] = _with_effort(
+        fields["chat_template_kwargs"] = with_effort(
             options.reasoning_effort, fields.get("chat_template_kwargs", {})
         )
     _refuse("prompt", fields)
@@ -241,7 +252,7 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
 
 
-def _with_effort(effort: str, given: Any) -> Any:
+def with_effort(effort: str, given: Any) -> Any:
     """The variables of the chat template. One that the call sets itself has precedence."""
     if not isinstance(given, dict):
         return given  # refused later, by its name
@@ -281,7 +292,7 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
 def read_options(
     kind: type[T], body: bytes, headers: Mapping[str, str]
 ) -> tuple[T, dict[str, Any]]:
-    """An endpoint's options, and the other fields. Raises InvalidRequestError."""
+    """The options of an endpoint in a body, and all other fields. Raises InvalidRequestError."""
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -292,12 +303,15 @@ def read_options(
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in _from_headers(headers).items():
         given.setdefault(name, value)
+    if issubclass(kind, CallOptions):
+        given = in_our_words(given)
     try:
-        options = kind.model_validate(in_our_words(given))
+        options = kind.model_validate(given)
     except ValidationError as error:
         raise invalid_request(error) from None
-    for name in options.model_fields_set & _WITHOUT_EFFECT:
-        warn_of(name)
+    if isinstance(options, FieldsWithoutEffect):
+        for name in options.model_fields_set & _WITHOUT_EFFECT:
+            warn_of(name)
     fields = dict(options.model_extra or {})
     if options.model:  # OpenAI's clients cannot leave it out, so it may be empty
         fields["model"] = options.model

@@ -34,7 +34,7 @@ router = APIRouter(
 )
 
 
-def _operation(kind: type[BodyOptions]) -> dict[str, Any]:
+def operation(kind: type[BodyOptions]) -> dict[str, Any]:
     """The headers and the body of an endpoint, for FastAPI's `openapi_extra`."""
     schema = _body_schema(kind)
     parameters = [
@@ -72,7 +72,7 @@ def _body_schema(kind: type[BodyOptions]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
-@router.post("/v1/chat/completions", openapi_extra=_operation(ChatOptions), response_class=Response)
+@router.post("/v1/chat/completions", openapi_extra=operation(ChatOptions), response_class=Response)
 async def create_chat_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
@@ -80,9 +80,7 @@ async def create_chat_completion(
     return await _create(request, gateway, caller, call_reader, "chats")
 
 
-@router.post(
-    "/v1/completions", openapi_extra=_operation(CompletionOptions), response_class=Response
-)
+@router.post("/v1/completions", openapi_extra=operation(CompletionOptions), response_class=Response)
 async def create_completion(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:
@@ -90,7 +88,7 @@ async def create_completion(
     return await _create(request, gateway, caller, call_reader, "completions")
 
 
-@router.post("/v1/embeddings", openapi_extra=_operation(EmbeddingOptions), response_class=Response)
+@router.post("/v1/embeddings", openapi_extra=operation(EmbeddingOptions), response_class=Response)
 async def create_embeddings(
     request: HttpRequest, gateway: ThisGateway, caller: ThisCaller, call_reader: ThisCallReader
 ) -> Response:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
+from promptq.producer.gateway.answering.completion_stream import CompletionStream
 from promptq.producer.gateway.answering.event_stream import EventStream
 from promptq.producer.gateway.answering.respond import check_positions
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
@@ -44,12 +45,12 @@ async def read_stream(
     """
     served, completion = await _find(gateway, caller, completion_id, request)
     if not last_event_id:
-        return EventStream(gateway, served, completion)
+        return EventStream(gateway, served, CompletionStream(completion))
     of_completion, have = read_event_id(last_event_id)
     if of_completion != completion_id:
         raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
     check_positions(completion, have)
-    return EventStream(gateway, served, completion, have)
+    return EventStream(gateway, served, CompletionStream(completion, have))
 
 
 @router.delete("/v1/streams/{completion_id}")

@@ -24,6 +24,8 @@ CALLS = {
     "completions": [
         ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
         ("GET", "/v1/streams/x"), ("DELETE", "/v1/streams/x"),
+        ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x"),
+        ("POST", "/v1/responses/x/cancel"), ("GET", "/v1/responses/x/input_items"),
     ],
     "files": [
         ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/x"),

@@ -22,7 +22,7 @@ from promptq.shared.protocol.request import FinishReason, NewRequest, Request, R
 from promptq.shared.protocol.rows import Row, RowStatus
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import lookups, request_queue, scripts, statistics
-from promptq.shared.queue.call import SCRIPT_NAMES, script_text
+from promptq.shared.queue.call import SCRIPT_NAMES, Call, script_text
 from promptq.shared.queue.rate_limits import Rate, take_of_rates
 from promptq.shared.queue.request_queue import RequestQueue
 from promptq.shared.queue.statistics import Contribution
@@ -183,6 +183,8 @@ def live_through_everything(client: Any, name: str) -> None:
     client.hset(queue.keys.prefix + "statistics:open", "bucket", "5000")  # it is over
     assert queue.run(statistics.sample(Contribution())) == 1
     assert queue.run(scripts.hold(queue.keys, queue.keys.jobs_leader, "me", 60_000))
+    keep = ["add", "t", "resp_1", 1, 60_000, 0, 0, "call", "{}"]
+    assert queue.run(Call("store_response", keep, list)) == [b"ok"]
     assert queue.run(take_of_rates("key", [Rate("requests", 1, 60)])).wait_ms == 0
     assert queue.state("done") is RequestState.COMPLETED
     assert len(queue.run(lookups.log_after(queue.keys, "done", 0))) == 2

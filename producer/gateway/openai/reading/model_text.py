@@ -81,6 +81,11 @@ class ModelText:
             self._tools = ToolText(style, forced=asked.is_forced, types=asked.types)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all of the text is content."""
+        return self._reasoning is None and self._tools is None
+
+    @property
     def num_calls(self) -> int:
         """How many calls there are so far."""
         return self._tools.num_calls if self._tools is not None else 0

@@ -1,0 +1,144 @@
+"""The stream of a completion: chunks of all its choices, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+from promptq.producer.clients.connecting import explained
+from promptq.producer.gateway.answering.event_stream import Out
+from promptq.producer.gateway.context.served_queues import ServedQueue
+from promptq.producer.gateway.http.connection_limits import Unfinished
+from promptq.producer.gateway.http.errors import ApiError
+from promptq.producer.gateway.openai.chunks import ChoiceWriter, role_chunks, usage_chunk
+from promptq.producer.gateway.openai.completion import Completion
+from promptq.producer.gateway.openai.endings import failure
+from promptq.producer.gateway.openai.read_positions import Position, event_id
+from promptq.shared.protocol.events import TokenEvent, Usage
+from promptq.shared.protocol.output_style import OutputStyle
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionStream:
+    """A completion for `EventStream`, from where its client stopped reading."""
+
+    completion: Completion
+    have: Sequence[Position] = ()
+
+    @property
+    def id(self) -> str:
+        return self.completion.id
+
+    @property
+    def url(self) -> str:
+        return self.completion.url
+
+    @property
+    def request_ids(self) -> list[str]:
+        return self.completion.request_ids
+
+    @property
+    def detach(self) -> bool:
+        return self.completion.detach
+
+    def frames(self, served: ServedQueue, out: Out) -> CompletionFrames:
+        have = self.have or [Position()] * self.completion.num_choices
+        return CompletionFrames(served, self.completion, have, out)
+
+
+class CompletionFrames:
+    """The frames of a completion: chunks of all its choices, then its usage and the end."""
+
+    def __init__(
+        self, served: ServedQueue, completion: Completion, have: Sequence[Position], out: Out
+    ) -> None:
+        self._served = served
+        self._completion = completion
+        self._have = have
+        self._out = out
+        self._learning = asyncio.Lock()
+        self._writers: list[ChoiceWriter] = []
+        self._positions: list[str] = []
+        self._num_tokens = 0
+
+    async def begin(self) -> None:
+        """Nothing comes before the first token."""
+
+    def write(self, place: int, event: TokenEvent) -> Unfinished:
+        """Write an event of the choice at `place`."""
+        if event.finish_reason is not None:
+            so_far = self._num_tokens + event.end
+            if (error := failure(event.finish_reason, event.error, so_far)) is not None:
+                raise error
+        self._num_tokens += len(event.token_ids)
+        if not self._writers:
+            return partial(self._learn_and_write, place, event)
+        return self._write_chunk(place, event)
+
+    async def finish(self) -> None:
+        if self._completion.include_usage:
+            usages = [writer.usage or Usage() for writer in self._writers]
+            chunk = usage_chunk(self._completion, usages)
+            await self._out.write_all(f"data: {chunk}\n\n".encode("ascii"))
+        await self._out.write_all(_DONE)
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + cast(bytes, error.response().body) + b"\n\n"
+
+    def _write_chunk(self, place: int, event: TokenEvent) -> Unfinished:
+        writer = self._writers[place]
+        chunk = writer.chunk(event)
+        if chunk is None:
+            return None
+        self._positions[place] = writer.position
+        last_id = event_id(self._completion.id, self._positions)
+        return self._out.write(f"id: {last_id}\ndata: {chunk}\n\n".encode("ascii"))
+
+    async def _learn_and_write(self, place: int, event: TokenEvent) -> None:
+        async with self._learning:
+            if not self._writers:
+                self._completion, style = await learned(self._served, self._completion)
+                self._writers = [
+                    ChoiceWriter(self._completion, index, have, style)
+                    for index, have in enumerate(self._have)
+                ]
+                self._positions = [writer.position for writer in self._writers]
+                if roles := role_chunks(self._completion, self._have):
+                    # They have no ids: a client that has read nothing else begins anew. They go
+                    # out together, as nothing may come between them.
+                    frames = "".join(f"data: {chunk}\n\n" for chunk in roles)
+                    await self._out.write_all(frames.encode("ascii"))
+        if (finish := self._write_chunk(place, event)) is not None:
+            await finish()
+
+
+async def learned(
+    served: ServedQueue, completion: Completion
+) -> tuple[Completion, OutputStyle | None]:
+    """Add what the queue knows as soon as there is an event: its model, and how that writes."""
+    if completion.model and not completion.is_chat:
+        return completion, None
+    model, style = await model_and_style(served, needs_style=completion.asked.with_tools)
+    if not completion.model:
+        completion = replace(completion, model=model)
+    return completion, style
+
+
+async def model_and_style(
+    served: ServedQueue, *, needs_style: bool = True
+) -> tuple[str, OutputStyle | None]:
+    """The queue's model and how it writes.
+
+    Both are known once there is an event, as the worker that sent it has written them before.
+    """
+    with explained(served.client.url):
+        view = await served.watch.look()
+        is_untold = view.output_style is None and needs_style
+        if not view.model or is_untold:  # perhaps written just now
+            view = await served.watch.look(now=True)
+    return view.model, view.output_style

@@ -1,0 +1,148 @@
+"""The items of a conversation, from what clients send to what chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from promptq.shared.errors import InvalidRequestError
+
+_ROLES = ("user", "assistant", "system", "developer")
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+"""How the ids of items begin, by the types that are served."""
+
+
+def read_items(given: str | Sequence[Any], unique: str) -> list[dict[str, Any]]:
+    """The items of an `input`, in their full form. `unique` makes their ids unique.
+
+    The id is the first member of each, so that it is found without reading the rest.
+
+    Raises InvalidRequestError for what is not text, a function call, its output or reasoning.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not given:
+        raise InvalidRequestError("input: is empty, and there is nothing to answer", field="input")
+    items = []
+    for index, item in enumerate(given):
+        checked = _checked(index, item)
+        item_id = f"{_PREFIXES[checked['type']]}_{unique}_in{index}"
+        items.append({"id": item_id, **checked} | {"id": item_id})
+    return items
+
+
+def id_of(line: bytes) -> bytes:
+    """The id of an item of `read_items` that was written as JSON."""
+    return line.split(b'"', 4)[3]
+
+
+def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat. Reasoning and calls belong to the assistant's message around them."""
+    messages: list[dict[str, Any]] = []
+    reasoning = ""
+    for item in items:
+        match item["type"]:
+            case "reasoning":
+                reasoning += _text_of_parts(item.get("content") or ())
+                continue
+            case "function_call_output":
+                content = _text_of_parts(item["output"])
+                messages.append(
+                    {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+                )
+            case "function_call":
+                if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(_tool_call(item))
+            case _:
+                role = "system" if item["role"] == "developer" else item["role"]
+                messages.append({"role": role, "content": _text_of_parts(item["content"])})
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    return messages
+
+
+def _checked(index: int, item: Any) -> dict[str, Any]:
+    """The item in its full form. Raises InvalidRequestError."""
+    if not isinstance(item, Mapping):
+        raise _wrong(index, "is not an object")
+    kind = item.get("type") or ("message" if "role" in item else None)
+    match kind:
+        case "message":
+            role = item.get("role")
+            if role not in _ROLES:
+                raise _wrong(index, f"role {str(role)[:80]!r} is not one of {', '.join(_ROLES)}")
+            part = "output_text" if role == "assistant" else "input_text"
+            content = _parts(index, "content", item.get("content"), part)
+            return {"status": "completed", **item, "type": kind, "content": content}
+        case "function_call":
+            for name in ("call_id", "name", "arguments"):
+                if not isinstance(item.get(name), str):
+                    raise _wrong(index, f"a function_call needs {name}, a text")
+            if item.get("status") != "incomplete" and not _is_json(item["arguments"]):
+                raise _wrong(index, "the arguments of a function_call are not JSON")
+            return {"status": "completed", **item, "type": kind}
+        case "function_call_output":
+            if not isinstance(item.get("call_id"), str):
+                raise _wrong(index, "a function_call_output needs call_id, a text")
+            output = item.get("output")
+            if not isinstance(output, str):
+                output = _parts(index, "output", output, "input_text")
+            return {"status": "completed", **item, "type": kind, "output": output}
+        case "reasoning":
+            texts = item.get("content")
+            if texts is not None:
+                texts = _parts(index, "content", texts, "reasoning_text")
+            return {"summary": [], **item, "type": kind, "content": texts}
+    known = ", ".join(_PREFIXES)
+    raise _wrong(index, f"type {str(kind)[:80]!r} is not served; served are {known}")
+
+
+def _parts(index: int, name: str, content: Any, default: str) -> list[dict[str, Any]]:
+    """The parts of a content. A text is one part, of the type `default`."""
+    if isinstance(content, str):
+        content = [{"type": default, "text": content}]
+    if not isinstance(content, list):
+        raise _wrong(index, f"{name} must be text or a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if not isinstance(part, Mapping) or not isinstance(_text_of(part), str):
+            raise _wrong(index, f"a part of type {str(kind)[:80]!r} is not served, only text is")
+    return content
+
+
+def _text_of(part: Mapping[str, Any]) -> Any:
+    return part.get("refusal" if part.get("type") == "refusal" else "text")
+
+
+def _text_of_parts(content: str | Iterable[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(map(_text_of, content))
+
+
+def _tool_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as in chats. Templates get arguments as an object, unless they were cut off."""
+    arguments = item["arguments"]
+    if _is_json(arguments):
+        arguments = from_json(arguments or "{}", allow_inf_nan=False)
+    function = {"name": item["name"], "arguments": arguments}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _wrong(index: int, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"input: item {index}: {what}", field="input")

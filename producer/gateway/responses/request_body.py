@@ -1,0 +1,230 @@
+"""A call of /v1/responses: its body and headers, as a chat and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json, to_json
+
+from promptq.producer.gateway.openai.reading.model_text import needed_of
+from promptq.producer.gateway.openai.request_bodies import (
+    CompletionCall,
+    GeneratingOptions,
+    StreamOptions,
+    read_options,
+    with_effort,
+)
+from promptq.producer.gateway.responses.field_names import NAMES
+from promptq.producer.gateway.responses.input_items import messages_of, read_items
+from promptq.producer.gateway.responses.response_call import ResponseCall
+from promptq.producer.gateway.responses.tool_fields import payload_format, payload_tools
+from promptq.shared.errors import InvalidRequestError
+from promptq.shared.protocol.request import MAX_PAYLOAD_BYTES, Objects
+
+LOGPROBS = "message.output_text.logprobs"
+_OTHER_INCLUDES = (
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+)
+"""What `include` may name without effect: items of which there are none here."""
+
+_LONGEST_EFFORT = 100
+_REASONING = ("effort", "summary", "generate_summary", "context", "mode")
+
+
+class ResponseOptions(GeneratingOptions):
+    """The fields of /v1/responses."""
+
+    input: str | list[Any] = Field(description="a text, or a list of items")
+    instructions: str | None = Field(
+        None, description="a system message before the conversation, for this response alone"
+    )
+    previous_response_id: str | None = Field(
+        None, description="the stored response that this one continues"
+    )
+    tools: Objects | None = Field(None, description="functions, in the flat form of this API")
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = Field(True, description="accepted and ignored")
+    text: dict[str, Any] | None = Field(
+        None, description='{"format": ...}: text, json_object or json_schema'
+    )
+    max_output_tokens: int | None = Field(None, ge=1)
+    include: list[str] | None = Field(None, description=f"`{LOGPROBS}`")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many likeliest tokens of each; needs `include`"
+    )
+    reasoning: dict[str, Any] | None = Field(
+        None, description="`effort` becomes the template's variable `reasoning_effort`"
+    )
+    truncation: Literal["disabled"] | None = Field(None, description="`disabled`")
+    store: bool = Field(True, description="keep it, so that it can be read and continued later")
+    background: bool = Field(False, description="answer at once, and go on without the client")
+    stream_options: StreamOptions | None = Field(
+        None, description="accepted and ignored, like the next seven"
+    )
+    max_tool_calls: int | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+class HistoryNeededError(Exception):
+    """The call continues an earlier response, whose conversation is to be read first."""
+
+    def __init__(self, previous_response_id: str) -> None:
+        super().__init__(previous_response_id)
+        self.previous_response_id = previous_response_id
+
+
+@dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """What the payload of a response does not have: the response, and its own input.
+
+    `input_lines` are its items as JSON, one a line.
+    """
+
+    call: ResponseCall
+    input_lines: bytes
+
+
+def read_response(
+    body: bytes, headers: Mapping[str, str], response_id: str, history: bytes | None
+) -> tuple[CompletionCall, AskedResponse]:
+    """The chat that a call becomes, and what is kept of it.
+
+    `history` has the items of earlier responses, one a line. Raises HistoryNeededError if it is
+    None and the call continues one, InvalidRequestError naming the field that is wrong.
+    """
+    options, fields = read_options(ResponseOptions, body, headers)
+    for name, other in NAMES.items():
+        if name in fields:
+            raise InvalidRequestError(
+                f"{name}: is not a field of this endpoint; use {other}", field=name
+            )
+    _check_options(options)
+    unique = response_id.removeprefix("resp_")
+    own = read_items(options.input, unique)
+    if options.previous_response_id and history is None:
+        raise HistoryNeededError(options.previous_response_id)
+    earlier = [from_json(line) for line in (history or b"").splitlines()]
+    messages = messages_of([*earlier, *own])
+    if options.instructions:
+        messages.insert(0, {"role": "system", "content": options.instructions})
+    fields["messages"] = messages
+    tools, tool_choice = payload_tools(options.tools, options.tool_choice)
+    with_logprobs = LOGPROBS in (options.include or ())
+    own_fields = {
+        "tools": tools or None,
+        "tool_choice": tool_choice,
+        "response_format": payload_format(options.text),
+        "max_tokens": options.max_output_tokens,
+        "logprobs": (options.top_logprobs or 0) if with_logprobs else None,
+        "chat_template_kwargs": _template_variables(options, fields),
+    }
+    fields |= {name: value for name, value in own_fields.items() if value is not None}
+    completion = CompletionCall(
+        is_chat=True,
+        fields=fields,
+        prompts=[None],
+        stream=options.stream,
+        detach=options.detach or options.background,
+        wait_for_worker=options.wait_for_worker,
+        body_bytes=len(body) + len(history or b""),
+        is_response=True,
+    )
+    call = ResponseCall(
+        id=response_id,
+        model=options.model or "",
+        echo=_echo(options, fields),
+        background=options.background,
+        store=options.store,
+        detach=completion.detach,
+        reading=needed_of(fields),
+        with_logprobs=with_logprobs,
+        previous_response_id=options.previous_response_id,
+    )
+    lines = b"\n".join(to_json(item) for item in own) if options.store else b""
+    return completion, AskedResponse(call, lines)
+
+
+def check_history(num_bytes: int) -> None:
+    """Raises InvalidRequestError if a conversation is longer than a payload may be."""
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise InvalidRequestError(
+            f"previous_response_id: the conversation has more than the {MAX_PAYLOAD_BYTES} bytes"
+            " allowed",
+            field="previous_response_id",
+        )
+
+
+def _check_options(options: ResponseOptions) -> None:
+    for name in options.include or ():
+        if name != LOGPROBS and name not in _OTHER_INCLUDES:
+            raise InvalidRequestError(
+                f"include: {name[:80]!r} is not served; {LOGPROBS!r} is", field="include"
+            )
+    if options.top_logprobs and LOGPROBS not in (options.include or ()):
+        raise InvalidRequestError(
+            f"top_logprobs: needs include: [{LOGPROBS!r}]", field="top_logprobs"
+        )
+    if options.background and not options.store:
+        raise InvalidRequestError("background: needs store: true", field="background")
+    for name in options.reasoning or ():
+        if name not in _REASONING:
+            raise InvalidRequestError(
+                f"reasoning: {name[:80]!r} is not one of {', '.join(_REASONING)}", field="reasoning"
+            )
+    effort = (options.reasoning or {}).get("effort")
+    if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= _LONGEST_EFFORT):
+        raise InvalidRequestError(
+            f"reasoning.effort: must be a text of 1 to {_LONGEST_EFFORT} characters",
+            field="reasoning.effort",
+        )
+
+
+def _template_variables(
+    options: ResponseOptions, fields: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    effort = (options.reasoning or {}).get("effort")
+    given = fields.get("chat_template_kwargs")
+    if effort is None:
+        return None
+    variables: dict[str, Any] = with_effort(effort, {} if given is None else given)
+    return variables
+
+
+def _echo(options: ResponseOptions, fields: Mapping[str, Any]) -> str:
+    """The members of the response object that repeat what was asked for."""
+    told = {
+        "instructions": options.instructions,
+        "max_output_tokens": options.max_output_tokens,
+        "max_tool_calls": options.max_tool_calls,
+        "metadata": fields.get("metadata") or {},
+        "parallel_tool_calls": options.parallel_tool_calls,
+        "previous_response_id": options.previous_response_id,
+        "prompt_cache_key": options.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **(options.reasoning or {})},
+        "safety_identifier": options.safety_identifier,
+        "service_tier": "default",
+        "store": options.store,
+        "temperature": fields.get("temperature", 1.0),
+        "text": {"format": {"type": "text"}, **(options.text or {})},
+        "tool_choice": options.tool_choice or "auto",
+        "tools": options.tools or [],
+        "top_logprobs": options.top_logprobs or 0,
+        "top_p": fields.get("top_p", 1.0),
+        "truncation": "disabled",
+        "user": options.user,
+    }
+    return to_json(told).decode()[1:-1]

@@ -1,0 +1,178 @@
+"""Responses, as in the OpenAI API: made, read again, continued, cancelled and deleted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from promptq.producer.gateway.answering.call_reader import ThisCallReader
+from promptq.producer.gateway.answering.event_stream import EventStream
+from promptq.producer.gateway.answering.respond import Prepared
+from promptq.producer.gateway.answering.respond_response import (
+    JSON,
+    AnsweredResponse,
+    respond_response,
+)
+from promptq.producer.gateway.answering.response_records import ResponseRecords
+from promptq.producer.gateway.context.access import ThisCaller, needs
+from promptq.producer.gateway.context.caller_rates import admit_call
+from promptq.producer.gateway.context.gateway import ThisGateway
+from promptq.producer.gateway.http.bodies import body_pieces
+from promptq.producer.gateway.http.errors import ApiError, described
+from promptq.producer.gateway.responses.input_items import id_of
+from promptq.producer.gateway.responses.request_body import ResponseOptions
+from promptq.producer.gateway.responses.response_writer import written
+from promptq.producer.gateway.routes.completions import operation
+from promptq.shared.runtime.logs import bind
+
+router = APIRouter(
+    tags=["responses"],
+    responses=described(400, 401, 403, 404, 503),
+    dependencies=[needs("completions")],
+)
+
+_MAX_LIST = 100
+_MAX_NUMBER = 2**53
+
+
+def records_of(gateway: ThisGateway) -> ResponseRecords:
+    """The stored responses of the gateway."""
+    return ResponseRecords(gateway)
+
+
+def _num_kept(prepared: Prepared) -> int:
+    """Bytes that a call holds beside its payload."""
+    asked = prepared.asked
+    return len(asked.call.echo) + len(asked.input_lines) if asked is not None else 0
+
+
+TheseRecords = Annotated[ResponseRecords, Depends(records_of)]
+
+
+@router.post(
+    "/v1/responses",
+    openapi_extra=operation(ResponseOptions),
+    response_class=Response,
+    responses=described(408, 409, 413, 429, 500),
+)
+async def create_response(
+    request: HttpRequest,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    call_reader: ThisCallReader,
+    records: TheseRecords,
+) -> Response:
+    """Answer a conversation: whole, with `stream` as it is generated, or in the background."""
+    await admit_call(gateway, caller)
+    with gateway.bodies.hold(caller.party) as hold:
+        most = gateway.settings.http_max_body_bytes
+        body = [piece async for piece in body_pieces(request, most, hold)]
+        num_bytes = sum(map(len, body))
+
+        async def history_of(response_id: str) -> bytes:
+            return await records.history(
+                response_id, caller, lambda size: hold.grow_to(num_bytes + size)
+            )
+
+        aliases = await gateway.queues.aliases()
+        prepared = await call_reader.prepare(
+            "responses", body, request.headers, caller, aliases, history_of
+        )
+        hold.grow_to(sum(len(it.payload or b"") for it in prepared.new) + _num_kept(prepared))
+        prepared = replace(prepared, taken=1)
+        return await respond_response(request, gateway, caller, prepared, hold)
+
+
+@router.get("/v1/responses/{response_id}", response_class=Response)
+async def retrieve_response(
+    response_id: str,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    records: TheseRecords,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, le=_MAX_NUMBER)] = None,
+) -> Response:
+    """Read a stored response, or with `stream` its events after the number `starting_after`."""
+    bind(request_id=response_id)
+    if starting_after is not None and not stream:
+        raise ApiError(400, "starting_after: needs stream=true", param="starting_after")
+    stored = await records.get(response_id, caller)
+    if not stream:
+        return Response(await records.current(stored), media_type=JSON)
+    after = -1 if starting_after is None else starting_after
+    output = await records.output(stored)
+    if output is not None:
+        _, frames = written(stored.call, output, after)
+        return Response(frames, media_type="text/event-stream")
+    served = await records.served(stored)
+    call = replace(stored.call, detach=True)  # who only reads it does not cancel it
+    answering = AnsweredResponse(records, served, call, stored, after, at_once=True)
+    return EventStream(gateway, served, answering)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    response_id: str, caller: ThisCaller, records: TheseRecords
+) -> dict[str, object]:
+    """Delete a stored response. One that is not over is cancelled."""
+    bind(request_id=response_id)
+    stored = await records.get(response_id, caller)
+    if await records.output(stored) is None:
+        await (await records.served(stored)).client.cancel(response_id)
+    await records.stored.forget(response_id, stored.tenant)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_class=Response)
+async def cancel_response(response_id: str, caller: ThisCaller, records: TheseRecords) -> Response:
+    """Cancel a response in the background. One that is over stays as it is."""
+    bind(request_id=response_id)
+    stored = await records.get(response_id, caller)
+    if not stored.call.background:
+        raise ApiError(
+            400,
+            "only a response with background: true can be cancelled; to cancel another one, close"
+            " its connection or delete it",
+        )
+    if await records.output(stored) is None:
+        await (await records.served(stored)).client.cancel(response_id)
+    return Response(await records.current(stored), media_type=JSON)
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_class=Response)
+async def list_input_items(
+    response_id: str,
+    caller: ThisCaller,
+    records: TheseRecords,
+    limit: Annotated[int, Query(ge=1, le=_MAX_LIST)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """List the items that a stored response was given, without those of earlier responses."""
+    bind(request_id=response_id)
+    stored = await records.get(response_id, caller)
+    lines = await records.stored.input_lines(stored)
+    if order == "desc":
+        lines.reverse()
+    begin = 0
+    if after is not None:
+        ids = [id_of(line) for line in lines]
+        if after.encode("utf-8", "replace") not in ids:
+            raise ApiError(400, f"after: no item {after[:80]!r} is known", param="after")
+        begin = ids.index(after.encode()) + 1
+    page = lines[begin : begin + limit]
+    first, last = "null", "null"
+    if page:
+        first, last = (quoted(id_of(it).decode()) for it in (page[0], page[-1]))
+    has_more = "true" if len(lines) > begin + limit else "false"
+    data = b",".join(page).decode()
+    return Response(
+        f'{{"object":"list","data":[{data}],"first_id":{first},"last_id":{last}'
+        f',"has_more":{has_more}}}',
+        media_type=JSON,
+    )
