@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from promptq.worker.text.stop_strings import StopStrings
-from promptq.worker.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from promptq.worker.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
