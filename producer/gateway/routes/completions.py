@@ -23,7 +23,7 @@ from promptq.producer.gateway.openai.request_bodies import (
     ChatOptions,
     CompletionOptions,
 )
-from promptq.shared.protocol.request import Request
+from promptq.shared.protocol.request import OutputPrefix, Request
 
 router = APIRouter(
     tags=["completions"],
@@ -54,6 +54,7 @@ def _body_schema(kind: type[CallOptions]) -> dict[str, Any]:
     """The endpoint's options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
+    fields["output_prefix"] = OutputPrefix.model_json_schema()
     hidden = {"messages", "prompt", "trace_context"}
     if kind is CompletionOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
