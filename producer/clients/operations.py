@@ -34,7 +34,7 @@ from promptq.producer.admin.queue_views import set_alias as set_alias
 from promptq.producer.admin.scaling import scaling as scaling
 from promptq.producer.admin.scaling import scalings as scalings
 from promptq.producer.admin.timeline import timeline as timeline
-from promptq.producer.clients.forks import check_changes, fork_source
+from promptq.producer.clients import forks
 from promptq.producer.clients.request_builder import (
     Messages,
     Prompt,
@@ -162,8 +162,8 @@ def fork(
     Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for a
     request that is unknown or has expired, and what `enqueue` raises.
     """
-    check_changes(changes)
-    source = yield from fork_source(keys, check_request_id(request_id))
+    forks.check_changes(changes)
+    source = yield from forks.fork_source(keys, check_request_id(request_id))
     fields, point = source.fork(at, append)
     if source.tenant:
         fields["tenant"] = source.tenant
