@@ -37,19 +37,11 @@ class ForkSource:
     tenant: str
     token_ids: list[int]
 
-    def fork(
-        self, at: int | None, append: str, changes: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], ForkPoint]:
+    def fork(self, at: int | None, append: str) -> tuple[dict[str, Any], ForkPoint]:
         """The fields of a request that goes on behind `at` tokens and a text, and where that is.
 
-        Raises InvalidRequestError that names the wrong field.
+        Raises InvalidRequestError that names the wrong one of both.
         """
-        for name in FIXED:
-            if name in changes:
-                raise InvalidRequestError(
-                    f"{name}: cannot be changed, as a fork goes on from tokens of the same prompt",
-                    field=name,
-                )
         if not isinstance(append, str):
             raise InvalidRequestError("append: must be text", field="append")
         point = ForkPoint(self.request_id, self._position(at))
@@ -63,7 +55,7 @@ class ForkSource:
         kept.pop("output_prefix", None)
         if prefix != {"token_ids": []}:
             kept["output_prefix"] = prefix
-        return {**kept, **changes}, point
+        return kept, point
 
     def _position(self, at: int | None) -> int:
         has = len(self.token_ids)
@@ -76,6 +68,16 @@ class ForkSource:
                 field="at",
             )
         return at
+
+
+def check_changes(changes: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError that names a field that a fork cannot change."""
+    for name in FIXED:
+        if name in changes:
+            raise InvalidRequestError(
+                f"{name}: cannot be changed, as a fork goes on from tokens of the same prompt",
+                field=name,
+            )
 
 
 def fork_source(keys: Keys, request_id: str) -> Operation[ForkSource]:

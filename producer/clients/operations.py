@@ -34,7 +34,7 @@ from promptq.producer.admin.queue_views import set_alias as set_alias
 from promptq.producer.admin.scaling import scaling as scaling
 from promptq.producer.admin.scaling import scalings as scalings
 from promptq.producer.admin.timeline import timeline as timeline
-from promptq.producer.clients.forks import fork_source
+from promptq.producer.clients import forks
 from promptq.producer.clients.request_builder import (
     Messages,
     Prompt,
@@ -163,11 +163,12 @@ def fork(
     Raises InvalidRequestError, also for an `at` beyond what there is, RequestNotFoundError for a
     request that is unknown or has expired, and what `enqueue` raises.
     """
-    source = yield from fork_source(keys, check_request_id(request_id))
+    forks.check_changes(changes)
+    source = yield from forks.fork_source(keys, check_request_id(request_id))
+    fields, point = source.fork(at, append)
     if source.tenant:
-        changes = {"tenant": source.tenant, **changes}
-    fields, point = source.fork(at, append, changes)
-    [new] = compose([{**fields, "request_id": fork_id, "delay_ms": delay_ms}])
+        fields["tenant"] = source.tenant
+    [new] = compose([{**fields, **changes, "request_id": fork_id, "delay_ms": delay_ms}])
     (own_id,) = yield from enqueue_composed(keys, [replace(new, forked_from=point)])
     return own_id
 

@@ -245,8 +245,8 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         fields["chat_template_kwargs"] = with_effort(
             options.reasoning_effort, fields.get("chat_template_kwargs", {})
         )
-    _refuse("prompt", fields)
-    _refuse("embed", fields)
+    refuse("prompt", fields)
+    refuse("embed", fields)
     check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
@@ -266,8 +266,8 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     options, fields = read_options(CompletionOptions, body, headers)
     _check_streaming(options, fields)
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
-    _refuse("messages", fields)
-    _refuse("embed", fields)
+    refuse("messages", fields)
+    refuse("embed", fields)
     prompts = prompts_of("prompt", options.prompt)
     check_size_of_call(len(body), fields, len(prompts), options.n)
     shows_prompt_logprobs = "prompt_logprobs" in fields
@@ -317,7 +317,7 @@ def read_options(
         fields["model"] = options.model
     if fields.get("idempotency_key") == "":  # all callers that send it would share one answer
         raise InvalidRequestError("idempotency_key: is empty", field="idempotency_key")
-    _refuse("request_id", fields)
+    refuse("request_id", fields)
     return options, fields
 
 
@@ -392,7 +392,8 @@ def _min_tokens(fields: Mapping[str, Any]) -> int:
     return given if isinstance(given, int) else 0
 
 
-def _refuse(name: str, fields: Mapping[str, Any]) -> None:
+def refuse(name: str, fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for a field of a payload that an endpoint does not have."""
     if name in fields:
         raise InvalidRequestError(f"{name}: is not a field of this endpoint", field=name)
 

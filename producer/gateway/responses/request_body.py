@@ -15,6 +15,7 @@ from promptq.producer.gateway.openai.request_bodies import (
     GeneratingOptions,
     StreamOptions,
     read_options,
+    refuse,
     with_effort,
 )
 from promptq.producer.gateway.responses.field_names import NAMES
@@ -112,6 +113,8 @@ def read_response(
             raise InvalidRequestError(
                 f"{name}: is not a field of this endpoint; use {other}", field=name
             )
+    for name in ("embed", "prompt_logprobs"):
+        refuse(name, fields)
     _check_options(options)
     unique = response_id.removeprefix("resp_")
     own = read_items(options.input, unique)

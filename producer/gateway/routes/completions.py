@@ -25,7 +25,7 @@ from promptq.producer.gateway.openai.request_bodies import (
     ChatOptions,
     CompletionOptions,
 )
-from promptq.shared.protocol.request import Request, SamplingParams
+from promptq.shared.protocol.request import OutputPrefix, Request, SamplingParams
 
 router = APIRouter(
     tags=["completions"],
@@ -59,11 +59,12 @@ def _body_schema(kind: type[BodyOptions]) -> dict[str, Any]:
     """The endpoint's options and the fields of a payload."""
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
+    fields["output_prefix"] = OutputPrefix.model_json_schema()
     hidden = {"messages", "prompt", "trace_context", "embed"}
     if kind is not ChatOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
     if kind is EmbeddingOptions:
-        hidden |= {*SamplingParams.model_fields, "resume"}
+        hidden |= {*SamplingParams.model_fields, "resume", "output_prefix"}
     if kind is CompletionOptions:
         fields["max_tokens"]["description"] = f"default: {DEFAULT_MAX_TOKENS}"
     rest = {name: value for name, value in fields.items() if name not in hidden}

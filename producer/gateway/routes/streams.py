@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
+from promptq.producer.clients.forks import fork_source
+from promptq.producer.gateway.answering.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.completion_stream import CompletionStream
 from promptq.producer.gateway.answering.event_stream import EventStream
-from promptq.producer.gateway.answering.respond import check_positions
+from promptq.producer.gateway.answering.forks import (
+    MOST_BYTES,
+    ForkOptions,
+    fork_call,
+    read_fork,
+)
+from promptq.producer.gateway.answering.respond import check_positions, respond
 from promptq.producer.gateway.answering.stored_payloads import payloads_of
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
+from promptq.producer.gateway.context.caller_rates import admit_call
 from promptq.producer.gateway.context.gateway import Gateway, ThisGateway
 from promptq.producer.gateway.context.served_queues import ServedQueue
+from promptq.producer.gateway.http.bodies import read_body
 from promptq.producer.gateway.http.errors import described
 from promptq.producer.gateway.openai.completion import (
     Completion,
+    check_completion_id,
     needed_request_ids,
     stream_completion,
 )
 from promptq.producer.gateway.openai.read_positions import read_event_id
 from promptq.shared.errors import InvalidRequestError
+from promptq.shared.queue.call import carry_out_async
 from promptq.shared.runtime.logs import bind
 
 router = APIRouter(
@@ -51,6 +64,58 @@ async def read_stream(
         raise InvalidRequestError("Last-Event-ID: belongs to another stream", field="Last-Event-ID")
     check_positions(completion, have)
     return EventStream(gateway, served, CompletionStream(completion, have))
+
+
+@router.post(
+    "/v1/streams/{completion_id}/fork",
+    openapi_extra={
+        "requestBody": {
+            "content": {"application/json": {"schema": ForkOptions.model_json_schema()}}
+        }
+    },
+    responses=described(403, 408, 409, 413, 429),
+    response_class=Response,
+)
+async def fork_stream(
+    completion_id: str,
+    request: Request,
+    gateway: ThisGateway,
+    caller: ThisCaller,
+    call_reader: ThisCallReader,
+) -> Response:
+    """Go on from the first tokens of a completion, as a new one that is answered like the first.
+
+    The completion may run or have ended. The fork's output begins with the tokens and the text that
+    it goes on from, and the header `X-Forked-From` says where that is.
+    """
+    if request.headers.get("last-event-id"):
+        raise InvalidRequestError(
+            "Last-Event-ID: continue a fork at the address of its own stream", field="Last-Event-ID"
+        )
+    await admit_call(gateway, caller)
+    with gateway.bodies.hold(caller.party) as hold:
+        options = read_fork(await read_body(request, MOST_BYTES, hold))
+        check_completion_id(completion_id)
+        request_id = options.request_id(completion_id)
+        served = await gateway.queues.holding(request_id)
+        await payloads_of(served, caller, [request_id])
+        source = await carry_out_async(fork_source(served.queue.keys, request_id), served.queue.run)
+        model = (await served.watch.look()).model
+        call = fork_call(source, options, request.headers, caller, model)
+        hold.grow_to(len(call.body))
+        aliases = await gateway.queues.aliases()
+        prepared = await call_reader.prepare(
+            "chats" if call.is_chat else "completions",
+            [call.body],
+            request.headers,
+            caller,
+            aliases,
+        )
+        new = [replace(it, forked_from=call.point) for it in prepared.new]
+        prepared = replace(prepared, new=new, taken=1)
+        response = await respond(request, gateway, caller, prepared, hold)
+    response.headers["X-Forked-From"] = str(call.point)
+    return response
 
 
 @router.delete("/v1/streams/{completion_id}")

@@ -182,3 +182,40 @@ def test_submit_to_a_real_worker(run: Run, start: Start) -> None:
     assert len(texts[0]) == 31
     process.terminate()
     process.wait()
+
+
+def test_fork_sends_what_is_to_be_different(run: Run, own_worker: HandWorker) -> None:
+    run("submit", "Hi", "--detach", "--id", "mine", "--max-tokens", "5", "--seed", "7")
+    claim = own_worker.take()
+    own_worker.send(claim, "abc")
+    done = run(
+        *("fork", "mine", "--at", "2", "--append", " z", "--id", "fork", "--temperature", "0"),
+        *("--priority", "-2", "--param", 'metadata={"a": 1}', "--detach"),
+    )
+    assert done.stdout == "fork\n"
+    assert own_worker.payload("fork") == {
+        "prompt": "Hi",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "priority": -2,
+        "metadata": {"a": 1},
+        "output_prefix": {"token_ids": [97, 98], "text": " z"},
+    }
+    assert own_worker.redis.hget(KEYS.request("fork"), "forked_from") == b"2 mine"
+    wrong = run("fork", "mine", "--at", "4")
+    assert wrong.returncode == 1
+    assert "'mine' has 3 tokens so far" in wrong.stderr
+
+
+def test_fork_prints_the_text(start: Start, run: Run, own_worker: HandWorker) -> None:
+    """Of a source that waits, what it will begin with is kept."""
+    given = 'output_prefix={"text": "Oh"}'
+    run("submit", "Hi", "--detach", "--id", "mine", "--param", given)
+    own_worker.take()
+    process = start("fork", "mine", "--append", " no")
+    claim = own_worker.queue.take()
+    assert claim is not None
+    assert own_worker.payload(claim.request_id)["output_prefix"] == {"text": "Oh no"}
+    own_worker.adopt(claim)
+    own_worker.finish(claim, "abc")
+    assert process.communicate() == ("abc\n", "")

@@ -82,6 +82,33 @@ def test_what_an_engine_cannot_do_is_refused_by_name(
     preparation(**abilities).prepare(claim(logprobs=None, top_k=0))
 
 
+def test_a_penalty_that_would_not_count_a_prefix_is_refused_by_name() -> None:
+    """That random numbers begin anew refuses nothing, as none were drawn for it."""
+    abilities = {"inexact_with": frozenset({"temperature", "presence_penalty"})}
+    given = {"output_prefix": {"text": "ab"}}
+    with pytest.raises(
+        InvalidRequestError, match=r"^presence_penalty: .* output_prefix"
+    ) as refused:
+        preparation(**abilities).prepare(claim(**given, presence_penalty=1.0))
+    assert refused.value.error_type == "unsupported"
+    preparation(**abilities).prepare(claim(**given))
+    preparation(**abilities).prepare(claim(presence_penalty=1.0))
+
+
+def test_a_prefix_is_the_first_row_and_counts_beside_max_tokens() -> None:
+    """Also for a later attempt, which does not send it again."""
+    fields: dict[str, Any] = {"output_prefix": {"token_ids": [97], "text": "b"}, "max_tokens": 5}
+    first, later = prepare(**fields), prepare(emitted("abc"), **fields)
+    for held, output in ((first, "ab"), (later, "abc")):
+        assert held.engine_request.output_token_ids == list(output.encode())
+        assert held.engine_request.max_tokens == 7
+    rows = first.with_unsent(first.next_row([99], "c"))
+    assert [(it.start, it.end) for it in rows] == [(0, 2), (2, 3)]
+    assert later.with_unsent(row := later.next_row([100], "d")) == [row]
+    assert (row.start, row.end) == (3, 4)
+    assert prepare(**{**fields, "output_prefix": {"token_ids": [97, END]}}).token_ids == [97]
+
+
 def test_a_later_attempt_goes_on_behind_what_was_emitted() -> None:
     held = prepare(emitted("ab"), max_tokens=5)
     assert held.engine_request.output_token_ids == [97, 98]

@@ -11,6 +11,7 @@ from itertools import count
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, normalizers
 
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.detokenizer import REPLACEMENT, Decode, TextStream
@@ -90,6 +91,44 @@ def test_an_attempt_goes_on_where_an_earlier_one_stopped(
     assert second.replay(tokens[:at], emitted) == ""
     rest = "" if second.stopped else "".join(run(second, tokens[at:]))
     assert emitted + rest == undisturbed
+
+
+@given(texts, stops, st.integers(0, 60))
+def test_a_stop_string_may_begin_in_what_is_given_but_not_end_there(
+    text: str, stop: list[str], at: int
+) -> None:
+    tokens = text.encode()
+    stream = TextStream(decode, stop=stop)
+    begin = stream.begin(tokens[:at])
+    assert not stream.stopped
+    got = begin + "".join(run(stream, tokens[at:]))
+    lengths = range(len(begin) + 1, len(text) + 1)
+    ends = [text[:n] for n in lengths if any(text[:n].endswith(s) for s in stop)]
+    if ends:
+        found = min(len(ends[0]) - len(s) for s in stop if ends[0].endswith(s))
+        assert got == ends[0][: max(len(begin), found)]
+        assert stream.stopped
+    else:
+        assert got == text
+
+
+def test_a_text_is_tokenised_as_it_stands_in_a_line() -> None:
+    """Some tokenizers put a space in front of a text, which would part a word."""
+    fast = byte_fallback()
+    fast.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    fast.backend_tokenizer.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    for tokenizer in (HuggingFaceTokenizer(fast), HuggingFaceTokenizer.load(str(MODEL_DIR))):
+        before = tokenizer.encode_text("a b")
+        for text in ("cat", " cat", "\ncat", "\n\n a", "1", "  "):
+            joined = tokenizer.decode([*before, *tokenizer.encode_output(text)])
+            assert joined == f"{tokenizer.decode(before)}{text}"
 
 
 # --- bytes that are no characters, and tokens without a text, for as long as it pleases the model

@@ -234,7 +234,7 @@ def test_every_field_of_a_payload_goes_through(
         "stop_token_ids": [3], "ignore_eos": True, "speculative_tokens": 0, "priority": -3,
         "deadline_ms": 60000, "cache_salt": "s", "tenant": "them", "max_tokens": 9,
         "chat_template_kwargs": {"x": 1}, "webhook_url": "http://127.0.0.1:9/",
-        "resume": "exact_only", "prompt_logprobs": 3,
+        "resume": "exact_only", "output_prefix": {"token_ids": [7], "text": "It"},
     }  # fmt: skip
     payload = sent_by(
         gateway, own_worker, **known, logprobs=True, top_logprobs=2, user="me", max_tokens=None,
@@ -243,6 +243,7 @@ def test_every_field_of_a_payload_goes_through(
     expected = {**known, **extra, "messages": MESSAGES, "logprobs": 2}
     assert payload == expected
     other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
+    other_ways |= {"prompt_logprobs"}  # not with an output_prefix
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 

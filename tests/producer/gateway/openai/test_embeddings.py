@@ -67,7 +67,7 @@ WRONG = [
     ({"input": [["a"]]}, "input", "Input should be a valid"),
     ({"input": [1, -1]}, "input", "greater than or equal to 0"),
     ({"input": ["a"] * 2049}, "input", "2049 inputs are more than the 2048"),
-    ({"input": "a " * 3000}, "input", "tokens are more than the 2047"),
+    ({"input": "a " * 3000}, "input", "maximum context length is 2048 tokens"),
     ({"input": [2048]}, "input", "outside the vocabulary"),
     ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
     ({"input": "a", "dimensions": 193}, "dimensions", "193 is more than the 192"),

@@ -106,6 +106,7 @@ def test_every_field_becomes_that_of_a_payload(
         "deadline_ms": 60000, "cache_salt": "s", "tenant": "them", "seed": 7, "stop": ["x"],
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"65": 3},
         "webhook_url": "http://127.0.0.1:9/", "resume": "exact_only",
+        "output_prefix": {"text": "It"},
     }  # fmt: skip
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     described = {"name": "tale", "schema": schema, "strict": True}
@@ -123,7 +124,8 @@ def test_every_field_becomes_that_of_a_payload(
         "chat_template_kwargs": {"reasoning_effort": "low"},
     }  # fmt: skip
     assert payload == expected
-    other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context"}
+    other_ways = {"prompt", "model", "version", "idempotency_key", "trace_context", "embed"}
+    other_ways |= {"prompt_logprobs"}
     assert expected.keys() | other_ways == Request.model_fields.keys()
 
 
