@@ -15,6 +15,7 @@ from promptq.shared.errors import ConfigurationError
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime.logs import get_logger
 from promptq.shared.runtime.tasks import end
+from promptq.worker.engine.api.limit_checks import check_request
 from promptq.worker.engine.api.messages import (
     EngineLimits,
     EngineRequest,
@@ -26,7 +27,6 @@ from promptq.worker.engine.api.messages import (
     SequenceTiming,
     StepOutput,
 )
-from promptq.worker.engine.core.limit_checks import check_request
 from promptq.worker.upstream.dialect import Chunk, Dialect
 from promptq.worker.upstream.faults import (
     OverloadedError,

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from promptq.shared.protocol.request import FinishReason
+from promptq.worker.engine.api.limit_checks import check_request, check_settings
 from promptq.worker.engine.api.messages import (
     EngineLimits,
     EngineRequest,
@@ -22,7 +23,6 @@ from promptq.worker.engine.api.messages import (
 )
 from promptq.worker.engine.core.block_manager import BlockManager
 from promptq.worker.engine.core.drafting import Drafter
-from promptq.worker.engine.core.limit_checks import check_request, check_settings
 from promptq.worker.engine.core.prefill_pacing import Pacing
 from promptq.worker.engine.core.recovery import Collected, Recovery, collect, is_out_of_memory
 from promptq.worker.engine.core.runner import Runner, SampledToken
