@@ -15,7 +15,7 @@ from promptq.producer.batch_store.files import FileStore
 from promptq.producer.batch_store.input_file import MAX_FILE_BYTES
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.producer.clients.connecting import server_url
-from promptq.producer.gateway.answering.call_reader import CallReader
+from promptq.producer.gateway.answering.reading.call_reader import CallReader
 from promptq.producer.gateway.answering.response_records import ResponseRecords
 from promptq.producer.gateway.context.background_cancels import BackgroundCancels
 from promptq.producer.gateway.context.gateway import Gateway
@@ -30,15 +30,13 @@ from promptq.producer.gateway.http.tracing import trace_http
 from promptq.producer.gateway.routes import (
     batches,
     completions,
-    docs,
     files,
-    health,
-    metrics,
     models,
     responses,
-    scaling,
     streams,
+    tokens,
 )
+from promptq.producer.gateway.routes.monitoring import docs, health, metrics, scaling
 from promptq.producer.settings import GatewaySettings
 from promptq.shared.runtime.tasks import end
 from promptq.shared.runtime.tracing import start_tracing
@@ -52,6 +50,7 @@ _ROUTERS = (
     streams.router,
     responses.router,
     models.router,
+    tokens.router,
     files.router,
     batches.router,
     docs.router,

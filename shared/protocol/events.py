@@ -66,21 +66,23 @@ class TokenLogprob(_Wire):
 
 
 class _TellsPrompt(_Wire):
-    """What a request with `prompt_logprobs` is told of its prompt, in its first event and result.
+    """What a request with `prompt_logprobs` or `tokenize` is told of its prompt, in its first event
+    and its result.
 
-    Both lists have an entry for each token of the prompt. The first token follows nothing, so it
+    The lists have an entry for each token of the prompt. The first token follows nothing, so it
     has no log-probability, and null in its place. All texts together are the prompt.
     """
 
+    prompt_token_ids: list[_TokenId] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prompt_texts: list[str] | None = None
 
     @property
     def prompt_json(self) -> str:
-        """Both fields with a comma in front, or nothing if they are not set."""
-        if self.prompt_logprobs is None or self.prompt_texts is None:
+        """The fields that are set, with a comma in front."""
+        if self.prompt_texts is None:
             return ""
-        return prompt_json(self.prompt_logprobs, self.prompt_texts)
+        return prompt_json(self.prompt_texts, self.prompt_logprobs, self.prompt_token_ids)
 
 
 class Usage(_Wire):
@@ -268,14 +270,23 @@ class Result(_TellsPrompt):
             error=last.error,
             prompt_logprobs=events[0].prompt_logprobs,
             prompt_texts=events[0].prompt_texts,
+            prompt_token_ids=events[0].prompt_token_ids,
             embedding=last.embedding,
         )
 
 
-def prompt_json(logprobs: Sequence[TokenLogprob | None], texts: list[str]) -> str:
-    """`prompt_logprobs` and `prompt_texts` as JSON, for the end of an event or a result."""
-    quoted = ",".join(map(_quoted, texts))
-    return f',"prompt_logprobs":{_array(logprobs)},"prompt_texts":[{quoted}]'
+def prompt_json(
+    texts: list[str],
+    logprobs: Sequence[TokenLogprob | None] | None = None,
+    token_ids: list[int] | None = None,
+) -> str:
+    """What is told of a prompt's tokens as JSON, for the end of an event or a result."""
+    told = f',"prompt_texts":[{",".join(map(_quoted, texts))}]'
+    if logprobs is not None:
+        told += f',"prompt_logprobs":{_array(logprobs)}'
+    if token_ids is not None:
+        told += f',"prompt_token_ids":{_numbers(token_ids)}'
+    return told
 
 
 def token_event_json(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -332,6 +333,9 @@ class Request(SamplingParams):
         " that the first would have given, the request ends with an error instead",
     )
     embed: Embed | None = None
+    tokenize: bool = Field(
+        False, description="tell the tokens of the prompt or chat, and generate nothing"
+    )
     output_prefix: OutputPrefix | None = Field(
         None, description="what the output begins with; the model goes on behind it"
     )
@@ -366,7 +370,9 @@ class Request(SamplingParams):
     @model_validator(mode="after")
     def _check_input(self) -> Self:
         if self.embed is not None:
-            self._check_alone()
+            self._check_alone("embed", _OF_CHATS)
+        if self.tokenize:
+            self._check_alone("tokenize", ("embed",))
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: exactly one of prompt and messages is needed")
         if self.prompt is not None and len(self.prompt) == 0:
@@ -379,11 +385,11 @@ class Request(SamplingParams):
         _ = self.wanted_output  # raises if it is not well-formed
         return self
 
-    def _check_alone(self) -> None:
-        """Raise ValueError for a field that has no meaning beside `embed`."""
-        for name in (*SamplingParams.model_fields, *_OF_CHATS, "output_prefix"):
+    def _check_alone(self, kind: str, others: Sequence[str]) -> None:
+        """Raise ValueError for a field that has no meaning where nothing is generated."""
+        for name in (*SamplingParams.model_fields, *others, "output_prefix"):
             if getattr(self, name) != Request.model_fields[name].default:
-                raise ValueError(f"{name}: has no meaning with embed, which generates nothing")
+                raise ValueError(f"{name}: has no meaning with {kind}, which generates nothing")
 
     @property
     def wanted_output(self) -> Output | None:

@@ -85,9 +85,13 @@ class PreparedRequest:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether earlier attempts generated the whole output, and only the last event is
-        missing."""
-        return self.num_emitted >= self.engine_request.max_tokens or self.is_stopped
+        """Whether only the last event is missing: earlier attempts generated the whole output, or
+        nothing is to be generated."""
+        return (
+            self.request.tokenize
+            or self.num_emitted >= self.engine_request.max_tokens
+            or self.is_stopped
+        )
 
     @property
     def is_stopped(self) -> bool:

@@ -68,8 +68,15 @@ class RowBuilder:
         return Row.of(claim.request_id, claim.fence, event, result)
 
     def completion(self, lease: Lease) -> Row:
-        """The last row of a request whose earlier attempts generated all of its output."""
+        """The last row of a request that needs no engine: earlier attempts generated all of its
+        output, or it asks for its tokens."""
         prepared = lease.prepared
+        if prepared.request.tokenize:
+            token_ids = prepared.engine_request.prompt_token_ids
+            prepared.prompt_json = prompt_json(
+                prompt_texts(self._tokenizer, token_ids), token_ids=token_ids
+            )
+            return prepared.next_row([], "", finish_reason=FinishReason.STOP)
         reason = FinishReason.STOP if prepared.is_stopped else FinishReason.LENGTH
         return prepared.next_row([], prepared.text.flush(), finish_reason=reason)
 
@@ -112,7 +119,7 @@ class RowBuilder:
         token_ids = prepared.engine_request.prompt_token_ids
         logprobs = list(_prompt_logprobs(token_ids, pieces))
         self._name_tokens(logprobs)
-        return prompt_json([None, *logprobs], prompt_texts(self._tokenizer, token_ids))
+        return prompt_json(prompt_texts(self._tokenizer, token_ids), [None, *logprobs])
 
     def _name_tokens(self, logprobs: Sequence[TokenLogprob]) -> None:
         for chosen in logprobs:

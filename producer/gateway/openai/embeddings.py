@@ -50,7 +50,15 @@ class EmbeddingOptions(BodyOptions):
 def read_embedding_call(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     """Raises InvalidRequestError naming the field, or the header, that is wrong."""
     options, fields = read_options(EmbeddingOptions, body, headers)
-    for name in (*SamplingParams.model_fields, "prompt", "messages", "embed", "detach", "stream"):
+    for name in (
+        *SamplingParams.model_fields,
+        "prompt",
+        "messages",
+        "embed",
+        "tokenize",
+        "detach",
+        "stream",
+    ):
         if name in fields:
             raise InvalidRequestError(f"{name}: is not a field of this endpoint", field=name)
     if not options.input:

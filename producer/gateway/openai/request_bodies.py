@@ -247,6 +247,7 @@ def _read_chat(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
         )
     refuse("prompt", fields)
     refuse("embed", fields)
+    refuse("tokenize", fields)
     check_size_of_call(len(body), fields, num_prompts=1, n=options.n)
     fields["messages"] = normalised(options.messages)
     return _call(options, fields, len(body), is_chat=True, prompts=[None])
@@ -268,6 +269,7 @@ def _read_completion(body: bytes, headers: Mapping[str, str]) -> CompletionCall:
     fields.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, _min_tokens(fields)))
     refuse("messages", fields)
     refuse("embed", fields)
+    refuse("tokenize", fields)
     prompts = prompts_of("prompt", options.prompt)
     check_size_of_call(len(body), fields, len(prompts), options.n)
     shows_prompt_logprobs = "prompt_logprobs" in fields

@@ -113,7 +113,7 @@ def read_response(
             raise InvalidRequestError(
                 f"{name}: is not a field of this endpoint; use {other}", field=name
             )
-    for name in ("embed", "prompt_logprobs"):
+    for name in ("embed", "prompt_logprobs", "tokenize"):
         refuse(name, fields)
     _check_options(options)
     unique = response_id.removeprefix("resp_")

@@ -9,7 +9,11 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.call_reader import CallReader, Endpoint, ThisCallReader
+from promptq.producer.gateway.answering.reading.call_reader import (
+    CallReader,
+    Endpoint,
+    ThisCallReader,
+)
 from promptq.producer.gateway.answering.respond import check_stream, respond
 from promptq.producer.gateway.answering.respond_embeddings import respond_embeddings
 from promptq.producer.gateway.context.access import Caller, ThisCaller, needs
@@ -60,7 +64,7 @@ def _body_schema(kind: type[BodyOptions]) -> dict[str, Any]:
     own = kind.model_json_schema()
     fields: dict[str, Any] = Request.model_json_schema()["properties"]
     fields["output_prefix"] = OutputPrefix.model_json_schema()
-    hidden = {"messages", "prompt", "trace_context", "embed"}
+    hidden = {"messages", "prompt", "trace_context", "embed", "tokenize"}
     if kind is not ChatOptions:
         hidden |= {"tools", "tool_choice", "chat_template_kwargs"}
     if kind is EmbeddingOptions:

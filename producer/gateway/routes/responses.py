@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, Query
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from promptq.producer.gateway.answering.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.event_stream import EventStream
+from promptq.producer.gateway.answering.reading.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.respond import Prepared
 from promptq.producer.gateway.answering.respond_response import (
     JSON,

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
 from promptq.producer.clients.forks import fork_source
-from promptq.producer.gateway.answering.call_reader import ThisCallReader
 from promptq.producer.gateway.answering.completion_stream import CompletionStream
 from promptq.producer.gateway.answering.event_stream import EventStream
-from promptq.producer.gateway.answering.forks import (
+from promptq.producer.gateway.answering.reading.call_reader import ThisCallReader
+from promptq.producer.gateway.answering.reading.forks import (
     MOST_BYTES,
     ForkOptions,
     fork_call,

@@ -46,10 +46,12 @@ end
 -- Tokens of a prompt, estimated from the length of the payload until a tokenizer has seen it.
 function requests.estimated_prompt(payload_length) return math.ceil(payload_length / 4) end
 
--- The most tokens that a payload asks for, found as in `numbers.in_json`: none for an embedding, and nil if it
--- does not say.
+-- The most tokens that a payload asks for, found as in `numbers.in_json`: none if it generates nothing, and nil
+-- if it does not say.
 function requests.asked_output(payload)
-  if string.find(payload, '"embed":', 1, true) then return 0 end
+  for _, kind in ipairs({'"embed":', '"tokenize":true'}) do
+    if string.find(payload, kind, 1, true) then return 0 end
+  end
   return numbers.in_json(payload, 'max_tokens')
 end
 

@@ -26,7 +26,8 @@ def test_the_description_lists_the_fields_of_a_body(http: httpx2.Client, path: s
     """Those of the endpoint beside those of a payload; what is required is marked."""
     document = http.get("/openapi.json").json()
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    elsewhere = {"prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "embed"}
+    elsewhere = {"prompt", "messages", "tools", "tool_choice", "chat_template_kwargs"}
+    elsewhere |= {"embed", "tokenize"}
     everywhere = Request.model_fields.keys() - elsewhere - {"trace_context"}  # which is a header
     assert everywhere | {"n", "stream", "detach"} < set(body["properties"])
     assert body["required"] == (["messages"] if "chat" in path else ["prompt"])

@@ -1,6 +1,6 @@
 """The process that `CallReader` starts. It reads calls one by one, until its input ends.
 
-Run as `python -m promptq.producer.gateway.answering.call_reader_process`.
+Run as `python -m promptq.producer.gateway.answering.reading.call_reader_process`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
-from promptq.producer.gateway.answering.call_reader import LENGTH_BYTES, OUT_OF_MEMORY, answer, head
+from promptq.producer.gateway.answering.reading.call_reader import (
+    LENGTH_BYTES,
+    OUT_OF_MEMORY,
+    answer,
+    head,
+)
 
 _MOST_BYTES = 2 << 30
 """The memory limit. The worst well-formed body of 8 MB takes half of it."""

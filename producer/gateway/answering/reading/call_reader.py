@@ -303,7 +303,7 @@ async def _start() -> Process:
         sys.executable,
         "-P",
         "-m",
-        "promptq.producer.gateway.answering.call_reader_process",
+        "promptq.producer.gateway.answering.reading.call_reader_process",
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,

@@ -1,0 +1,1 @@
+"""From the body of a call to requests."""

@@ -1,0 +1,1 @@
+"""What probes, Prometheus and people ask a gateway about itself."""
