@@ -86,7 +86,9 @@ def test_a_penalty_that_would_not_count_a_prefix_is_refused_by_name() -> None:
     """That random numbers begin anew refuses nothing, as none were drawn for it."""
     abilities = {"inexact_with": frozenset({"temperature", "presence_penalty"})}
     given = {"output_prefix": {"text": "ab"}}
-    with pytest.raises(InvalidRequestError, match=r"^presence_penalty: .* output_prefix") as refused:
+    with pytest.raises(
+        InvalidRequestError, match=r"^presence_penalty: .* output_prefix"
+    ) as refused:
         preparation(**abilities).prepare(claim(**given, presence_penalty=1.0))
     assert refused.value.error_type == "unsupported"
     preparation(**abilities).prepare(claim(**given))
