@@ -23,7 +23,8 @@ from tests.producer.playing import KEYS, PROMPTQ
 CALLS = {
     "completions": [
         ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-        ("GET", "/v1/streams/x"), ("DELETE", "/v1/streams/x"),
+        ("GET", "/v1/streams/x"),
+        ("POST", "/v1/streams/x/fork"), ("DELETE", "/v1/streams/x"),
     ],
     "files": [
         ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/x"),
