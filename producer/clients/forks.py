@@ -15,7 +15,7 @@ from promptq.shared.protocol.request import ForkPoint
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
 
-OF_ITS_OWN = frozenset({"seed", "idempotency_key", "trace_context"})
+OF_ITS_OWN = frozenset({"seed", "idempotency_key", "trace_context", "prompt_logprobs"})
 """Fields of the source that a fork does not take over. With its seed it would repeat its tokens."""
 
 FIXED = ("prompt", "messages", "tools", "chat_template_kwargs", "model", "output_prefix")

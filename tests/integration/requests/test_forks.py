@@ -15,12 +15,16 @@ from promptq import Client
 from promptq.shared.errors import InvalidRequestError, RequestNotFoundError
 from promptq.shared.protocol.events import Result, TokenEvent
 from promptq.shared.protocol.keys import Keys
+from promptq.shared.runtime.settings import Settings
+from promptq.worker.served_model import build
 from tests.processes import started
+from tests.producer.gateway.living import live_worker
 from tests.roles import as_role
 from tests.servers import embedded_server
 from tests.waiting import until
 
-OPTIONS = ("--dtype", "float32", "--lease-ms", "1500")
+LEASE_MS = 1500
+OPTIONS = ("--dtype", "float32", "--lease-ms", str(LEASE_MS))
 PROMPT = "Once upon a time there was a fox who"
 NUM_TOKENS = 100
 RUNNING_AT = 12
@@ -57,7 +61,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             until(lambda: server.xlen(log_of(fork)) > 2)
             assert server.xlen(log_of(source)) < NUM_TOKENS, "the fork came too late"
             killed.process.kill()
-        with started(tmp_path_factory.mktemp("other"), url, *OPTIONS):
+        with live_worker(url, build(Settings(dtype="float32")), lease_ms=LEASE_MS):
             yield Story(client, source, fork)
 
 
@@ -87,8 +91,13 @@ def test_a_fork_of_a_running_request_survives_its_worker(story: Story) -> None:
     assert text_of(events).startswith(source.text)
 
 
-def test_a_greedy_fork_has_the_tokens_of_its_source(story: Story) -> None:
-    """Wherever it begins. Log-probabilities are those of the tokens behind that place."""
+def test_a_greedy_fork_has_the_tokens_of_its_source(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it begins. Log-probabilities are those of the tokens behind that place.
+
+    What is given comes with the first token, and not when the server misses it.
+    """
     client, source = story.client, story.told
     places = [0, 1, 33, NUM_TOKENS - 20]
     forks = {at: client.fork(story.source, at=at, max_tokens=20) for at in places}
@@ -104,6 +113,9 @@ def test_a_greedy_fork_has_the_tokens_of_its_source(story: Story) -> None:
         assert events[-1].usage.completion_tokens == at + 20
         timeline = client.timeline(fork)
         assert (timeline.forked_from, timeline.forked_at) == (story.source, at)
+    told = capsys.readouterr().out
+    assert forks[33] in told
+    assert "the log lost events" not in told
     at_its_end = client.fork(story.source, max_tokens=5)
     assert client.timeline(at_its_end).forked_at == NUM_TOKENS
     assert client.result(at_its_end).token_ids[:NUM_TOKENS] == source.token_ids
@@ -196,14 +208,16 @@ def test_a_fork_of_a_chat_with_tools(story: Story) -> None:
         max_tokens=60,
     )
     told = client.result(source)
-    assert '"paint"' in told.text
-    at = next(n for n in range(99) if '"colour' in text_of(read(client, source)[: n + 1])) + 1
-    append = '": "green'
-    prefix = text_of(read(client, source)[:at])
-    fork = client.result(client.fork(source, at=at, append=append))
-    assert fork.text.startswith(prefix + append)
+    name, prefix, at = told.text.index('"colour"'), "", 0
+    for event in read(client, source):
+        if len(prefix + event.text) <= name:
+            prefix, at = prefix + event.text, event.end
+    assert 0 < at < len(told.token_ids)
+    append = told.text[len(prefix) : name] + '"colour": "'
+    fork = client.result(client.fork(source, at=at, append=f"{append}green"))
+    assert fork.text.startswith(f'{prefix}{append}green"')
     assert fork.finish_reason == "stop"
-    refused = client.result(client.fork(source, at=at, append='": "yellow'), check=False)
+    refused = client.result(client.fork(source, at=at, append=f"{append}yellow"), check=False)
     assert refused.error is not None
     assert refused.error.type == "invalid_request"
     assert refused.error.message.startswith("output_prefix: does not fit tools: ")

@@ -23,9 +23,11 @@ from tests.producer.playing import KEYS, PROMPTQ
 CALLS = {
     "completions": [
         ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-        ("GET", "/v1/streams/x"), ("DELETE", "/v1/streams/x"),
+        ("GET", "/v1/streams/x"),
+        ("POST", "/v1/streams/x/fork"), ("DELETE", "/v1/streams/x"),
         ("POST", "/v1/responses"), ("GET", "/v1/responses/x"), ("DELETE", "/v1/responses/x"),
         ("POST", "/v1/responses/x/cancel"), ("GET", "/v1/responses/x/input_items"),
+        ("POST", "/v1/embeddings"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ],
     "files": [
         ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/x"),

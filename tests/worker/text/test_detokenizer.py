@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers
 
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.detokenizer import REPLACEMENT, Decode, TextStream
+from promptq.worker.text.stop_strings import StopStrings
 from promptq.worker.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.worker.text.tiny_tokenizers import byte_fallback
 
@@ -93,6 +94,10 @@ def test_an_attempt_goes_on_where_an_earlier_one_stopped(
     assert emitted + rest == undisturbed
 
 
+@example("abcd", ["bc"], 2)
+@example("abcd", ["abc", "d"], 2)
+@example("ab-d", ["abc"], 2)
+@example("aaaa", ["aa"], 2)
 @given(texts, stops, st.integers(0, 60))
 def test_a_stop_string_may_begin_in_what_is_given_but_not_end_there(
     text: str, stop: list[str], at: int
@@ -110,6 +115,14 @@ def test_a_stop_string_may_begin_in_what_is_given_but_not_end_there(
         assert stream.stopped
     else:
         assert got == text
+
+
+def test_nothing_of_a_stop_string_that_began_in_what_is_given_comes_out() -> None:
+    """However long the parts are in which the rest of it comes."""
+    stop = StopStrings(["abcde"])
+    stop.begin_after("xa")
+    assert [stop.release(part, look=True) for part in ("bcd", "efg")] == ["", ""]
+    assert stop.found
 
 
 def test_a_text_is_tokenised_as_it_stands_in_a_line() -> None:
