@@ -36,7 +36,7 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     RequestExistsError, QueueFullError.
     """
     new = list(new)
-    num_fields = max((_num_fields(item) for item in new), default=0)
+    num_fields = max((_num_fields(item) for item in new), default=_FEWEST_FIELDS)
     args: list[str | bytes | int | memoryview] = [f"{idempotency_ms} {num_fields}"]
     for item in new:
         request = item.request
@@ -64,9 +64,12 @@ def enqueue(new: Iterable[NewRequest], idempotency_ms: int, nonce: str = "") -> 
     return Call("enqueue", args, parse)
 
 
+_FEWEST_FIELDS = 7
+
+
 def _num_fields(item: NewRequest) -> int:
     """How many arguments a request needs. The last ones are left out if none needs them."""
-    return 9 if item.forked_from is not None else 8 if item.account is not None else 7
+    return 9 if item.forked_from is not None else 8 if item.account is not None else _FEWEST_FIELDS
 
 
 def claim(
